@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unsloth_ddp.data.training_data import TrainingData
-    from unsloth_ddp.model.micro_batch import MicroBatchRunner
+    from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
     from unsloth_ddp.run.context import Run
-    from unsloth_ddp.training.captured_step import CapturedStep
+    from unsloth_ddp.training.step.captured_step import CapturedStep
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ def prepared_run(argv: list[str], *, recompute: bool = False) -> Iterator[Prepar
 
     from unsloth_ddp.config.parse import parse_settings
     from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.model.micro_batch import MicroBatchRunner
-    from unsloth_ddp.model.packed_forward import PackedForward
+    from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+    from unsloth_ddp.model.forward.packed_forward import PackedForward
     from unsloth_ddp.run import stages
     from unsloth_ddp.run.context import open_run
     from unsloth_ddp.sizing.graphs import shape_for
-    from unsloth_ddp.training.captured_step import CapturedStep
+    from unsloth_ddp.training.step.captured_step import CapturedStep
 
     with open_run(parse_settings(argv), Ranks()) as run:
         stages.check_model(run)
@@ -65,13 +65,13 @@ def prepared_run(argv: list[str], *, recompute: bool = False) -> Iterator[Prepar
         trainer.choose_micro_batch(None)
         model.train()
         device, autocast = trainer.args.device, trainer.accelerator.autocast
-        captured = trainer.cuda_graphs.captured
+        captured = trainer.step.graphs.captured
         if captured is None and device.type == "cpu":
             shape = shape_for(data.train, trainer.args.per_device_train_batch_size, run.settings.max_length)
             forward = PackedForward(model, shape, recompute=recompute)
             captured = CapturedStep(model, forward, autocast, torch.bfloat16, device)
             trainer.collate.pad_to_shape(shape)
-        runner = MicroBatchRunner(model, device, trainer.loss, trainer.data_collator, autocast)
+        runner = MicroBatchRunner(model, device, trainer.step.task.loss, trainer.data_collator, autocast)
         yield Prepared(run, trainer, data, captured, runner)
 
 

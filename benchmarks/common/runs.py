@@ -14,7 +14,7 @@ from typing import Any
 
 from unsloth_ddp.parity import weights
 from unsloth_ddp.parity.processes import kill_tree
-from unsloth_ddp.utils.json_file import write_json
+from unsloth_ddp.utils.files.json import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]

@@ -61,7 +61,7 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
     logger.setLevel(logging.INFO)
     with prepared_run(argv, recompute=True) as prepared:
         runner, captured = prepared.runner, prepared.captured
-        choice = prepared.trainer.cuda_graphs.choice
+        choice = prepared.trainer.step.graphs.choice
         cuda = runner.device.type == "cuda"
         found: dict[str, Any] = {
             "backend": prepared.run.runtime.backend,
@@ -135,7 +135,7 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
 
 def passed(found: dict[str, Any], *, cpu: bool) -> bool:
     """Return whether a CUDA graph was captured, agrees, and compiled nothing twice."""
-    from unsloth_ddp.training.capture_check import GRADIENT_TOLERANCE, LOSS_TOLERANCE
+    from unsloth_ddp.training.step.capture_check import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
     if "torch" not in found or not isinstance(found["torch"], dict) or not (found["uses_graphs"] or cpu):
         return False

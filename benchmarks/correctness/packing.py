@@ -81,16 +81,16 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
 
     from unsloth_ddp.config.parse import parse_settings
     from unsloth_ddp.data import dataset as data
-    from unsloth_ddp.data.collate import Flatten, PadRight
-    from unsloth_ddp.data.examples import read_examples
-    from unsloth_ddp.data.labels import IGNORED
+    from unsloth_ddp.data.chat.labels import IGNORED
     from unsloth_ddp.data.node_folder import node_folder
-    from unsloth_ddp.data.packing import best_fit
+    from unsloth_ddp.data.order.collate import Flatten, PadRight
+    from unsloth_ddp.data.order.packing import best_fit
+    from unsloth_ddp.data.sources.examples import read_examples
     from unsloth_ddp.distributed.backend import import_backend
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import started
-    from unsloth_ddp.model import attention
-    from unsloth_ddp.model import load as models
+    from unsloth_ddp.model.forward import attention
+    from unsloth_ddp.model.loading import load as models
 
     settings = parse_settings(argv)
     with started(settings, Ranks()) as runtime, node_folder(runtime) as folder:

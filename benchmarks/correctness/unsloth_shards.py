@@ -39,7 +39,7 @@ def one(folder: Path, kind: str, argv: list[str]) -> None:
     """Run train_ddp.py as one rank, and write what loading took; with `shards` as if the model did not fit on a GPU."""
     import torch
 
-    from unsloth_ddp.model import load
+    from unsloth_ddp.model.loading import load
 
     if kind in ("shards", "resumed"):
         load.short_of_memory = lambda *_: (1, 0)

@@ -83,15 +83,15 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
 
     def make_shrinking_trainer(make_trainer: Any, *args: Any) -> Any:
         trainer = make_trainer(*args)
-        begin_step = trainer.retry.begin_step
+        begin = trainer.step.begin
 
-        def begin_and_shrink(batches: Any, divisor: Any) -> None:
+        def begin_and_shrink(*args: Any) -> Any:
             if trainer.state.global_step + 1 == from_step:
                 torch.cuda.empty_cache()
                 shrink()
-            begin_step(batches, divisor)
+            return begin(*args)
 
-        trainer.retry.begin_step = begin_and_shrink
+        trainer.step.begin = begin_and_shrink
         return trainer
 
     if gib and not from_step:

@@ -97,8 +97,8 @@ class Measure:
         import torch
 
         kind, _ = self.case()
-        if self.trainer.checkpointing.kind != kind:
-            self.trainer.checkpointing.use(kind)
+        if self.trainer.step.checkpointing.kind != kind:
+            self.trainer.step.checkpointing.use(kind)
         torch.cuda.reset_peak_memory_stats()
 
     def micro_batch(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.common.models import make_config
 from benchmarks.common.runs import REPO
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.packing import best_fit
+from unsloth_ddp.data.order.packing import best_fit
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.compute import MemoryRow, make_memory_row
 from unsloth_ddp.sizing.choose import make_workload

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.pictures.browser import take_picture
-from unsloth_ddp.run.files import REPORT_FILE
+from unsloth_ddp.run.documents.files import REPORT_FILE
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ layers and of Qwen3-1.7B's cut to 6. Each variant is a process. Up to --at_once 
 Once all are ready, they are measured one after the other on each GPU, the kernels (torch.profiler) included, so that
 nothing compiles meanwhile. A variant fails if it uses no CUDA graph, or if its pass is not what its name says.
 
-Names end with what is left out or chosen: `no_copies` (adapters in bf16, unsloth_ddp/training/adapter_copies.py),
+Names end with what is left out or chosen: `no_copies` (adapters in bf16, unsloth_ddp/training/step/adapter_copies.py),
 `no_norm` (Unsloth's fused norm of queries and keys), `neither`, `varlen` (rows of one pack each through varlen_attn, not
 as sequences of a batch), `one` (one pack per micro-batch). --tiny tries the script on a CPU, which computes what a
 CUDA graph would, with the demo's model and Transformers.
@@ -125,7 +125,7 @@ def options(variant: Variant, model: Path, rows: Path, output: Path, *, cpu: boo
 def left_out(variant: Variant) -> Iterator[None]:
     """Prepare runs inside the block without what the variant leaves out."""
     from unsloth_ddp.sizing import graphs
-    from unsloth_ddp.training import adapter_copies
+    from unsloth_ddp.training.step import adapter_copies
 
     copied = adapter_copies.ADAPTER_LAYER if variant.copies else re.compile("(?!)")
     single_rows = graphs.are_single_rows if variant.sequences else lambda train: False
@@ -163,7 +163,7 @@ def time_passes(prepared: Prepared, ready: Path) -> dict[str, Any]:
     import torch
 
     captured, size = prepared.captured, prepared.trainer.args.per_device_train_batch_size
-    found: dict[str, Any] = {"choice": prepared.trainer.cuda_graphs.choice.reason}
+    found: dict[str, Any] = {"choice": prepared.trainer.step.graphs.choice.reason}
     if captured is None:
         return found
     cuda = prepared.runner.device.type == "cuda"

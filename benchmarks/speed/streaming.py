@@ -48,7 +48,7 @@ def make_windows(source: Path, buffer: int) -> Any:
     from transformers import AutoTokenizer
 
     from unsloth_ddp.config.options import Settings
-    from unsloth_ddp.data.stream_windows import streamed_windows
+    from unsloth_ddp.data.order.stream_windows import streamed_windows
 
     settings = Settings(dataset=[str(source)], streaming=True, shuffle_buffer=buffer)
     return streamed_windows(settings, None, AutoTokenizer.from_pretrained(DEMO / "model"), seed=1)
@@ -66,7 +66,7 @@ def tokenized(source: Path) -> dict[str, float]:
 
 def skipped(source: Path, buffer: int) -> float:
     """Return the rows a second that are read and dropped."""
-    from unsloth_ddp.data.stream_order import StreamPosition
+    from unsloth_ddp.data.order.stream_order import StreamPosition
 
     windows = make_windows(source, buffer)
     windows.start = StreamPosition(0, SKIPPED)

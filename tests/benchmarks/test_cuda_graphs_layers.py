@@ -28,7 +28,7 @@ from benchmarks.speed.cuda_graphs_layers import (
 from tests.training.test_captured_step import model_of
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.sizing import graphs
-from unsloth_ddp.training.adapter_copies import AdapterCopies
+from unsloth_ddp.training.step.adapter_copies import AdapterCopies
 
 CHAT = VARIANTS["8b_chat"]
 

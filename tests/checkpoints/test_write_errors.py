@@ -21,9 +21,9 @@ import pytest
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
 from unsloth_ddp.checkpoints.writer import ASIDE, Checkpoints
-from unsloth_ddp.model import merge
+from unsloth_ddp.model.adapter import merge
 from unsloth_ddp.run import stages, summary
-from unsloth_ddp.utils import json_file
+from unsloth_ddp.utils.files import json as json_file
 
 # What is written after the last checkpoint, in this order.
 FINAL, MERGED, SUMMARY = 0, -1, -2

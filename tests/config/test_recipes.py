@@ -8,7 +8,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.conftest import REPO
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.data.batch_plan import plan_batch
+from unsloth_ddp.data.order.batch_plan import plan_batch
 
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
 CONFIGS = sorted((REPO / "accelerate_configs").glob("*.yaml"))

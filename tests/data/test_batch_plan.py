@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from unsloth_ddp.data.batch_plan import (
+from unsloth_ddp.data.order.batch_plan import (
     BalancedOrder,
     BatchPlan,
     RowOrder,

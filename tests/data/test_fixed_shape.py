@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import TILE, FixedShape, head_size, smaller_sizes
-from unsloth_ddp.data.labels import IGNORED
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.fixed_shape import TILE, FixedShape, head_size, smaller_sizes
 
 SHAPE = FixedShape.that_holds(tokens=300, rows=12, longest=100)
 

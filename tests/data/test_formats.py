@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_ddp.data.formats import ACCEPTED, Example, to_example
-from unsloth_ddp.data.messages import SHAREGPT_ROLES
+from unsloth_ddp.data.sources.formats import ACCEPTED, Example, to_example
+from unsloth_ddp.data.sources.messages import SHAREGPT_ROLES
 from unsloth_ddp.utils.errors import UserError
 
 ASK = {"role": "user", "content": "Hi"}

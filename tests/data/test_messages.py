@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.data.test_formats import ANSWER, ASK, refusal
-from unsloth_ddp.data.formats import Example, to_example
+from unsloth_ddp.data.sources.formats import Example, to_example
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}

@@ -13,8 +13,8 @@ import pytest
 from tests.conftest import demo_rows, write_jsonl
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.examples import read_examples
 from unsloth_ddp.data.node_folder import node_folder, room_for_rows
+from unsloth_ddp.data.sources.examples import read_examples
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError

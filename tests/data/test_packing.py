@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.dataset import TOKEN_FEATURES, row_lengths
-from unsloth_ddp.data.labels import IGNORED
-from unsloth_ddp.data.packing import (
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.packing import (
     BatchRequest,
     Packing,
     PackingDecision,
@@ -28,10 +28,10 @@ from unsloth_ddp.data.packing import (
     decide_packing,
     plan_step,
 )
-from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
-from unsloth_ddp.model.packing_obstacles import mixing_reason, untested_reason
-from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.meter import real_tokens
+from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
+from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, untested_reason
+from unsloth_ddp.training.shown.meter import real_tokens
+from unsloth_ddp.training.tasks.text import supervised_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CAPACITY = 100
@@ -373,7 +373,6 @@ def test_a_packed_micro_batch_holds_each_row_with_its_own_positions() -> None:
 def test_the_divisor_and_the_counted_tokens_are_those_of_padded_rows() -> None:
     _, _, padded, packed = both_ways()
     assert supervised_tokens(packed["labels"]) == supervised_tokens(padded["labels"]) > 20
-    assert step_divisor([packed], 2, lambda n: n * 2) == step_divisor([padded], 2, lambda n: n * 2)
     # Rows of one token count as fillers, packed or not.
     assert real_tokens(packed) == real_tokens(padded) == sum(ROWS) - 1
 

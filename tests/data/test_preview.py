@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unsloth_ddp.data.preview import MOST_CHARACTERS, preview_row
+from unsloth_ddp.data.chat.preview import MOST_CHARACTERS, preview_row
 
 
 class Letters:

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from trl import chat_template_utils
 
 from tests.conftest import DEMO_MODEL
-from unsloth_ddp.data import render_limits
-from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.tokenize import Encoder
+from unsloth_ddp.data.chat import render_limits
+from unsloth_ddp.data.chat.tokenize import Encoder
+from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import MIB
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources import check_source, is_file, read_rows
+from unsloth_ddp.data.sources.rows import check_source, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -218,7 +218,7 @@ def test_a_path_that_is_no_file_of_rows_is_refused(tmp_path: Path, source: str, 
 def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is_not(
     tmp_path: Path, option: str
 ) -> None:
-    from unsloth_ddp.data.examples import read_examples
+    from unsloth_ddp.data.sources.examples import read_examples
 
     runtime = cpu_runtime()
     (tmp_path / "shards").mkdir()
@@ -231,7 +231,7 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
 
 
 def test_empty_shards_of_a_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from unsloth_ddp.data.examples import read_examples
+    from unsloth_ddp.data.sources.examples import read_examples
 
     for name, content in (("a", '{"text": "a"}\n'), ("b", ""), ("c", "\n")):
         write(tmp_path, f"{name}.jsonl", content)

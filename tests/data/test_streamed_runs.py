@@ -21,9 +21,9 @@ from tests.data.test_streaming import windows
 from tests.jobs import assert_same, copy_until, ends
 from tests.peak_memory import most_memory
 from tests.ranks import run_ranks, train
-from unsloth_ddp.data.batch_plan import RowOrder
-from unsloth_ddp.data.stream_order import FIRST, StreamPosition
-from unsloth_ddp.data.stream_windows import TokenizedWindow, read_ahead
+from unsloth_ddp.data.order.batch_plan import RowOrder
+from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition
+from unsloth_ddp.data.order.stream_windows import TokenizedWindow, read_ahead
 
 TOLERANCE = 1e-6
 STREAMED = (
@@ -37,7 +37,8 @@ SEED = 42
 
 def train_in_small_windows(argv: list[str], cwd: str) -> None:
     """train_ddp.py that plans from the first rows only and tokenizes few rows at a time."""
-    from unsloth_ddp.data import examples, stream_windows
+    from unsloth_ddp.data.order import stream_windows
+    from unsloth_ddp.data.sources import examples
 
     examples.STREAM_HEAD, stream_windows.ROWS_AT_A_TIME, stream_windows.PACKED_WINDOW = 6, 3, 5
     train(argv, cwd)
@@ -248,7 +249,7 @@ def read_a_million(path: str, count: int, buffer: int) -> None:
     from transformers import AutoTokenizer
 
     from unsloth_ddp.config.options import Settings
-    from unsloth_ddp.data.stream_windows import streamed_windows
+    from unsloth_ddp.data.order.stream_windows import streamed_windows
 
     settings = Settings(dataset=[path], streaming=True, shuffle_buffer=buffer)
     found = streamed_windows(settings, None, AutoTokenizer.from_pretrained(DEMO_MODEL), seed=1)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.sources import SourceRow, left_out, of_other_splits, read_rows, streamed_sources
-from unsloth_ddp.data.stream_order import FIRST, StreamPosition, shuffled, stream_rows
-from unsloth_ddp.data.stream_steps import StepFiller
-from unsloth_ddp.data.stream_windows import StreamedWindows
-from unsloth_ddp.data.tokenize import EncodedRow
+from unsloth_ddp.data.chat.tokenize import EncodedRow
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, shuffled, stream_rows
+from unsloth_ddp.data.order.stream_steps import StepFiller
+from unsloth_ddp.data.order.stream_windows import StreamedWindows
+from unsloth_ddp.data.sources.rows import SourceRow, left_out, of_other_splits, read_rows, streamed_sources
 from unsloth_ddp.utils.errors import UserError
 
 # ---- the order of the rows ----

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from unsloth_ddp.data.formats import Example, to_example
-from unsloth_ddp.data.sources import read_rows
-from unsloth_ddp.data.table_nulls import without_filled_nulls
+from unsloth_ddp.data.sources.formats import Example, to_example
+from unsloth_ddp.data.sources.rows import read_rows
+from unsloth_ddp.data.sources.table_nulls import without_filled_nulls
 from unsloth_ddp.utils.errors import UserError
 
 

@@ -11,9 +11,9 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unsloth_ddp.data.chat_template import check_chat_template, read_chat_template
-from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.tokenize import Encoder
+from unsloth_ddp.data.chat.template import check_chat_template, read_chat_template
+from unsloth_ddp.data.chat.tokenize import Encoder
+from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

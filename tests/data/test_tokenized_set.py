@@ -13,11 +13,11 @@ from tests.conftest import DEMO_MODEL
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import dataset
-from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows, make_encoder, tokenize_examples
-from unsloth_ddp.data.examples import read_examples
-from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.identity import data_identity
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.sources.examples import read_examples
+from unsloth_ddp.data.sources.formats import to_example
+from unsloth_ddp.data.sources.identity import data_identity
 
 RUNTIME = cpu_runtime()
 END_AND_NEWLINE = (

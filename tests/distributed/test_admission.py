@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unsloth_ddp.distributed import admission
+from unsloth_ddp.distributed.watch import admission
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 

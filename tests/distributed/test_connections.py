@@ -13,8 +13,8 @@ import pytest
 
 from tests.distributed.groups import Group
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed import admission, connections
 from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.watch import admission, connections
 
 STRANGERS = 20
 

@@ -10,7 +10,7 @@ from unsloth_ddp.distributed import runtime
 from unsloth_ddp.distributed.precision import check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.load import check_model
+from unsloth_ddp.model.loading.load import check_model
 from unsloth_ddp.utils.errors import UserError
 
 

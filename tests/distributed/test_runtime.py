@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.backend import import_backend
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, choose_backend, control_timeout, started
@@ -197,7 +197,7 @@ def test_a_named_cache_is_kept_and_cleared_only_when_asked(fake_unsloth, tmp_pat
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, monkeypatch):
     monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", os.getcwd())
-    from unsloth_ddp.model.load import _load_unsloth
+    from unsloth_ddp.model.loading.load import _load_unsloth
 
     settings = Settings(model="m", method=method, gradient_checkpointing="unsloth", full_weights="bf16")
     _load_unsloth(settings, fake_unsloth, (), None)

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.ranks import Result, run_ranks, train
-from unsloth_ddp.distributed.diagnosis import ExitNotice, Limits, RankStatus, exit_notice_for, judge, limits_from
 from unsloth_ddp.distributed.ranks import RankLocation
-from unsloth_ddp.distributed.watchdog import Watchdog
+from unsloth_ddp.distributed.watch.diagnosis import ExitNotice, Limits, RankStatus, exit_notice_for, judge, limits_from
+from unsloth_ddp.distributed.watch.watchdog import Watchdog
 from unsloth_ddp.utils.errors import UserError
 
 LIMITS = Limits(silence=30, no_progress=1794, interval=3)
@@ -188,8 +188,8 @@ def _suffer(kind: str, folder: Path) -> None:
 
 def _arm(event: str, act) -> None:
     """Have `act` called at the `event` of a run."""
-    from unsloth_ddp.data import examples as data
-    from unsloth_ddp.model import load as model
+    from unsloth_ddp.data.sources import examples as data
+    from unsloth_ddp.model.loading import load as model
     from unsloth_ddp.training.trainer import DDPTrainer
 
     if event == "data":
@@ -335,7 +335,7 @@ def forked(tmp: str) -> None:
     from unsloth_ddp.config.options import Settings
     from unsloth_ddp.distributed.ranks import ranks_from_environment
     from unsloth_ddp.distributed.runtime import started
-    from unsloth_ddp.distributed.watchdog import watched
+    from unsloth_ddp.distributed.watch.watchdog import watched
 
     settings = Settings()
     with started(settings, ranks_from_environment()) as runtime, watched(settings, runtime):

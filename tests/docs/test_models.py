@@ -15,11 +15,12 @@ from tests.architectures.test_architectures import ALL
 from tests.conftest import REPO
 from tests.tiny_models import save_tiny
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model import attention, sharded_load
-from unsloth_ddp.model.experts import stacked_experts
-from unsloth_ddp.model.lora import lora_config
-from unsloth_ddp.model.merge import plan_merge
-from unsloth_ddp.model.packing_obstacles import mixing_reason
+from unsloth_ddp.model.adapter.experts import stacked_experts
+from unsloth_ddp.model.adapter.lora import lora_config
+from unsloth_ddp.model.adapter.merge import plan_merge
+from unsloth_ddp.model.forward import attention
+from unsloth_ddp.model.forward.packing_obstacles import mixing_reason
+from unsloth_ddp.model.loading import sharded_load
 from unsloth_ddp.model.parts import parts_beside_text
 
 ROW = re.compile(r"^\| [^|]+ \| `(\w+)` \|", re.MULTILINE)

@@ -17,12 +17,12 @@ from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
-from unsloth_ddp.model import varlen
-from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
-from unsloth_ddp.model.gradient_checkpointing import kinds_here
-from unsloth_ddp.model.load import check_model
-from unsloth_ddp.model.source_check import check_quantization
-from unsloth_ddp.training.capture_check import obstacle
+from unsloth_ddp.model.files.source_check import check_quantization
+from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
+from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here
+from unsloth_ddp.model.loading.load import check_model
+from unsloth_ddp.training.step.capture_check import obstacle
 from unsloth_ddp.utils.errors import UserError
 
 PAGE = (REPO / "docs" / "support.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
-from unsloth_ddp.data.chat_template import read_chat_template
+from unsloth_ddp.data.chat.template import read_chat_template
 from unsloth_ddp.export.gguf import ollama_template, render_modelfile
 
 LOOP = "{% for m in messages %}"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
 from tests.fuzz import few, result_or_sentence
-from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder, plan_batch
+from unsloth_ddp.data.order.batch_plan import BatchPlan, RowOrder, plan_batch
 
 NUMBERS = st.integers(1, 12)
 PLANS = st.builds(BatchPlan, NUMBERS, st.integers(1, 4), st.integers(1, 6))

@@ -25,10 +25,10 @@ def prepare(path: str, count: int) -> None:
 
     from tests.runtimes import cpu_runtime
     from unsloth_ddp.config.options import Settings
-    from unsloth_ddp.data.batch_plan import RowOrder
     from unsloth_ddp.data.dataset import tokenize_examples
-    from unsloth_ddp.data.examples import read_examples
-    from unsloth_ddp.data.identity import fingerprint
+    from unsloth_ddp.data.order.batch_plan import RowOrder
+    from unsloth_ddp.data.sources.examples import read_examples
+    from unsloth_ddp.data.sources.identity import fingerprint
 
     runtime = cpu_runtime()
     settings = Settings(dataset=[path])

@@ -21,8 +21,8 @@ from tests.fuzz import few, refusal, result_or_sentence
 from tests.runtimes import cpu_runtime
 from tests.unpickled import Touch
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files_check import check_folder
-from unsloth_ddp.model.load import check_model, load_model
+from unsloth_ddp.model.files.check import check_folder
+from unsloth_ddp.model.loading.load import check_model, load_model
 
 RUNTIME = cpu_runtime()
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"

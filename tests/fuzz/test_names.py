@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,9 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints.resume_point import find_resume_point
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.data.sources import check_source
+from unsloth_ddp.data.sources.rows import check_source
 from unsloth_ddp.distributed import backend, runtime
-from unsloth_ddp.model.load import check_model
+from unsloth_ddp.model.loading.load import check_model
 from unsloth_ddp.run import folder as run_folder
 
 PATHS = ("model", "dataset", "eval_dataset", "output_dir", "resume", "chat_template", "compiled_cache_dir")
@@ -63,7 +64,7 @@ def test_any_path_is_looked_for_or_refused_and_nothing_is_written(place: Path, n
         for source in [*settings.dataset, *settings.eval_dataset]:
             result_or_sentence(lambda source=source: check_source(source))
         result_or_sentence(lambda: check_model(settings, cpu_runtime()))
-        settings.run_name = "mine"
+        settings = dataclasses.replace(settings, run_name="mine")
         folder = run_folder.choose_run_folder(settings, cpu_runtime())
         find_resume_point(settings, cpu_runtime(), folder, run_folder.continues(settings, folder))
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tests.fuzz import few, refusal, result_or_sentence
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data import sources as rows_module
-from unsloth_ddp.data.examples import held_out_examples, read_examples
-from unsloth_ddp.data.formats import Example, to_example
-from unsloth_ddp.data.sources import read_rows
+from unsloth_ddp.data.sources import rows as rows_module
+from unsloth_ddp.data.sources.examples import held_out_examples, read_examples
+from unsloth_ddp.data.sources.formats import Example, to_example
+from unsloth_ddp.data.sources.rows import read_rows
 
 BOM = b"\xef\xbb\xbf"
 ASK, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}

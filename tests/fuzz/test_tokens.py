@@ -17,11 +17,11 @@ from tests.fuzz import few, refusal, result_or_sentence
 from tests.fuzz.test_rows import nearly_good
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.chat_template import read_chat_template
+from unsloth_ddp.data.chat.template import read_chat_template
+from unsloth_ddp.data.chat.tokenize import Encoder
 from unsloth_ddp.data.dataset import tokenize_examples
-from unsloth_ddp.data.examples import read_examples
-from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.tokenize import Encoder
+from unsloth_ddp.data.sources.examples import read_examples
+from unsloth_ddp.data.sources.formats import to_example
 
 UNMARKED = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"

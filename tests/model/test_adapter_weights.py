@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
-from unsloth_ddp.model.adapter_weights import PREFIX, load_weights
+from unsloth_ddp.model.adapter.weights import PREFIX, load_weights
 from unsloth_ddp.utils.errors import UserError
 
 FILE = "adapter_model.safetensors"

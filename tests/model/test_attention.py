@@ -18,8 +18,8 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model import attention, varlen
-from unsloth_ddp.model.packing_obstacles import lost_boundaries_reason
+from unsloth_ddp.model.forward import attention, varlen
+from unsloth_ddp.model.forward.packing_obstacles import lost_boundaries_reason
 from unsloth_ddp.utils.errors import UserError
 
 

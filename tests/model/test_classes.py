@@ -11,7 +11,7 @@ import transformers
 
 from tests.tiny_models import tiny_config
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.classes import check_attends_backwards, class_name, model_class
+from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class
 from unsloth_ddp.utils.errors import UserError
 
 

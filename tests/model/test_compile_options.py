@@ -8,7 +8,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
-from unsloth_ddp.model.compile_options import REPEATABLE, repeatable_options
+from unsloth_ddp.model.forward.compile_options import REPEATABLE, repeatable_options
 
 
 def test_this_torch_knows_every_option():

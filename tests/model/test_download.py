@@ -11,7 +11,7 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.download import download_model, needed_files
+from unsloth_ddp.model.files.download import download_model, needed_files
 
 CPU = cpu_runtime()
 FILES = {

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.mixtures import MIXTURES, make_mixture, save_mixture
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.experts import describe_experts, names_in_layers
-from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
+from unsloth_ddp.model.adapter.experts import describe_experts, names_in_layers
+from unsloth_ddp.model.adapter.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.utils.errors import UserError
 
 EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]

@@ -14,8 +14,8 @@ from torch import nn
 from tests.conftest import REPO
 from tests.data.test_packing import KV, make
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.model.fp8 import FP8, FrozenFP8Linear, check_fp8, quantize_rows, use_fp8
-from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.model.forward.fp8 import FP8, FrozenFP8Linear, check_fp8, quantize_rows, use_fp8
+from unsloth_ddp.model.loading.load import parameter_counts
 from unsloth_ddp.utils.errors import UserError
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -12,9 +12,9 @@ import pytest
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model import identity
-from unsloth_ddp.model.identity import model_identity
-from unsloth_ddp.utils.checksums import SAMPLE, STRIDE, sampled_checksum
+from unsloth_ddp.model.files import identity
+from unsloth_ddp.model.files.identity import model_identity
+from unsloth_ddp.utils.files.checksums import SAMPLE, STRIDE, sampled_checksum
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model import load
-from unsloth_ddp.model.files_check import check_complete, check_folder
-from unsloth_ddp.model.load import (
+from unsloth_ddp.model.adapter.lora import check_module_names
+from unsloth_ddp.model.files.check import check_complete, check_folder
+from unsloth_ddp.model.loading import load
+from unsloth_ddp.model.loading.load import (
     check_model,
     check_positions,
     describe_load_error,
@@ -30,7 +31,6 @@ from unsloth_ddp.model.load import (
     stop_at,
     unsloth_trains_shards,
 )
-from unsloth_ddp.model.lora import check_module_names
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.utils.errors import UserError
 
@@ -228,13 +228,13 @@ def test_generation_stops_at_the_tokens_that_end_the_rows(known: Any, found: lis
 def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
-    monkeypatch.setattr("unsloth_ddp.model.load.download_model", lambda *_: None)
+    monkeypatch.setattr("unsloth_ddp.model.loading.load.download_model", lambda *_: None)
 
     def absent(*_: Any) -> Any:
         raise OSError("the Hub has no such repository")
 
     for name in ("read_config", "_load_transformers"):
-        monkeypatch.setattr(f"unsloth_ddp.model.load.{name}", absent)
+        monkeypatch.setattr(f"unsloth_ddp.model.loading.load.{name}", absent)
     with pytest.raises(
         UserError, match="model outputs/RUM is not in the folder outputs here, and as a Hub id it cannot be"
     ):

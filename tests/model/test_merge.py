@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests.conftest import DEMO_MODEL
 from tests.peak_memory import PeakMemory
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model import merge as module
-from unsloth_ddp.model.files import safetensors_files
-from unsloth_ddp.model.merge import plan_merge, save_merged
+from unsloth_ddp.model.adapter import merge as module
+from unsloth_ddp.model.adapter.merge import plan_merge, save_merged
+from unsloth_ddp.model.files.find import safetensors_files
 from unsloth_ddp.utils.errors import UserError
 
 SIZES = {

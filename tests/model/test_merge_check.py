@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.model.test_merge import make_adapter, make_base, settings
-from unsloth_ddp.model import merge_check
-from unsloth_ddp.model.merge import save_merged
+from unsloth_ddp.model.adapter import merge_check
+from unsloth_ddp.model.adapter.merge import save_merged
 from unsloth_ddp.utils.errors import UserError
 
 ROWS = [list(range(3, 40)), list(range(100, 130))]

@@ -26,11 +26,13 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
-from unsloth_ddp.model import load, same_files, sharded_load, varlen, whole_model
-from unsloth_ddp.model.load import load_model, parameter_counts
+from unsloth_ddp.model.files import same_files
+from unsloth_ddp.model.files.same_files import first_difference
+from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.forward.supervised_head import fits_fused_head
+from unsloth_ddp.model.loading import load, sharded_load, whole_model
+from unsloth_ddp.model.loading.load import load_model, parameter_counts
 from unsloth_ddp.model.modules import base_model
-from unsloth_ddp.model.same_files import first_difference
-from unsloth_ddp.model.supervised_head import fits_fused_head
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.memory_limits import BYTES_PACKED
 

@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.data.test_packing import KV, make
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.labels import IGNORED, MULTIPLE, supervised_positions
-from unsloth_ddp.model.supervised_head import (
+from unsloth_ddp.data.chat.labels import IGNORED, MULTIPLE, supervised_positions
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.model.forward.supervised_head import (
     ROWS,
     SEARCHED,
     SupervisedHead,

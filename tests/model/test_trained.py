@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.conftest import DEMO_MODEL
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.trained import load_trained, stop_tokens
+from unsloth_ddp.model.loading.trained import load_trained, stop_tokens
 from unsloth_ddp.run.result import read_settings
 from unsloth_ddp.utils.errors import UserError
 

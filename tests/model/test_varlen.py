@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
-from unsloth_ddp.data.collate import Flatten
-from unsloth_ddp.model import varlen
+from unsloth_ddp.data.order.collate import Flatten
+from unsloth_ddp.model.forward import varlen
 
 QWEN3 = {**KV, "head_dim": 16}
 MISTRAL = {**KV, "sliding_window": 8}

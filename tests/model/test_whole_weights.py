@@ -15,7 +15,7 @@ from tests.peak_memory import PeakMemory
 from tests.ranks import run_ranks
 from unsloth_ddp.checkpoints.sharded_state import named_tensors, save_optimizer, save_weights
 from unsloth_ddp.distributed.ranks import ranks_from_environment
-from unsloth_ddp.model.whole_weights import by_layer, gathered, saved_tensors, write_model
+from unsloth_ddp.model.files.whole_weights import by_layer, gathered, saved_tensors, write_model
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

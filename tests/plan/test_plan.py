@@ -13,8 +13,8 @@ import pytest
 
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan, plan_batch
-from unsloth_ddp.data.packing import best_fit
+from unsloth_ddp.data.order.batch_plan import BatchPlan, plan_batch
+from unsloth_ddp.data.order.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan.compute import Hardware, make_memory_row, make_plan
 from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
@@ -53,7 +53,7 @@ def test_the_largest_micro_batch_is_that_of_the_run():
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unsloth_ddp.data.examples.STREAM_HEAD", 20)
+    monkeypatch.setattr("unsloth_ddp.data.sources.examples.STREAM_HEAD", 20)
     json_file = tmp_path / "plan.json"
     command.main(
         ["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)]

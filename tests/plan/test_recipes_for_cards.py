@@ -11,7 +11,7 @@ import pytest
 from benchmarks.common.models import make_config
 from tests.conftest import REPO
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.data.packing import BatchRequest, plan_step
+from unsloth_ddp.data.order.packing import BatchRequest, plan_step
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.plan.__main__ import with_precision_of
 from unsloth_ddp.plan.compute import Hardware, make_plan

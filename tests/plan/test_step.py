@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,9 @@ from tests.conftest import REPO
 from tests.plan.conftest import SHAPE
 from tests.tiny_models import model_of_layers
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
-from unsloth_ddp.data.packing import BatchRequest, PackingDecision, plan_step
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.packing import BatchRequest, PackingDecision, plan_step
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.plan.report import plan_as_json, render_plan
@@ -30,8 +29,8 @@ from unsloth_ddp.sizing.choose import PlannedStep, choose_step
 from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.sizing.micro_batch import largest_tokens, with_micro_batch
 from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
-from unsloth_ddp.training import cuda_graphs
-from unsloth_ddp.training.cuda_graphs import CudaGraphs
+from unsloth_ddp.training.step import cuda_graphs
+from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 
 SPEED = REPO / "benchmarks" / "results" / "speed"
 PACKED = PackingDecision(True, "a kernel keeps rows apart")
@@ -158,7 +157,7 @@ def choice_of_run(
     """Return what CudaGraphs chooses before and after the micro-batch of the plan, if its trial succeeds on GPUs."""
     processes = planned.batch.processes
     monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
-    monkeypatch.setattr("unsloth_ddp.model.varlen.is_available", lambda: True)
+    monkeypatch.setattr("unsloth_ddp.model.forward.varlen.is_available", lambda: True)
     monkeypatch.setattr(CudaGraphs, "_try", lambda *_: (SimpleNamespace(in_trial=True, shape=None), None))
     dataset = datasets.Dataset.from_dict({"input_ids": [[0] * int(n) for n in [*lengths, 1]]})
     plan, packing, decision = plan_step(BatchRequest.of(settings, processes), lengths, PACKED)
@@ -181,7 +180,6 @@ def choice_of_run(
         SimpleNamespace(model=model),  # type: ignore[arg-type]
         SimpleNamespace(kind=planned.checkpointing, per_device=planned.batch.per_device),  # type: ignore[arg-type]
         planned.batch,
-        nullcontext,
     )
     return before, steps.choice
 

@@ -12,7 +12,7 @@ import yaml
 
 from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.data.formats import to_example
+from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.distributed.sharding import check_sharding
 from unsloth_ddp.port.__main__ import main, render
 from unsloth_ddp.port.convert import AXOLOTL, LLAMA_FACTORY, RULES, TRL, detect_tool, port

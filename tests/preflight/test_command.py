@@ -15,10 +15,12 @@ import pytest
 from tests.conftest import DEMO_MODEL, REPO
 from tests.preflight.rows import documented, undocumented
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import checks, machine, node_checks, training_arguments
+from unsloth_ddp.preflight import checks, training_arguments
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.job import read_process_info
+from unsloth_ddp.preflight.node import machine
+from unsloth_ddp.preflight.node import run as node_checks
 from unsloth_ddp.utils.errors import UserError
 
 

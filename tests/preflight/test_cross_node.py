@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unsloth_ddp.preflight import bandwidth, checks, cross_node
-from unsloth_ddp.preflight.arrivals import Arrival, check_arrivals
-from unsloth_ddp.preflight.bandwidth import CollectiveTiming
+from unsloth_ddp.preflight import checks
+from unsloth_ddp.preflight.between import bandwidth, cross_node
+from unsloth_ddp.preflight.between.arrivals import Arrival, check_arrivals
+from unsloth_ddp.preflight.between.bandwidth import CollectiveTiming
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.utils.units import GIB
 

@@ -14,8 +14,9 @@ import pytest
 
 from tests.conftest import REPO
 from tests.ranks import free_port
-from unsloth_ddp.preflight import disks, rendezvous
+from unsloth_ddp.preflight.between import rendezvous
 from unsloth_ddp.preflight.job import read_process_info
+from unsloth_ddp.preflight.node import disks
 
 
 def test_places_with_and_without_a_launcher():
@@ -93,7 +94,8 @@ def test_strangers_on_the_store_are_told_by_the_secret(monkeypatch):
 MEET = """
 import os, sys
 os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
-from unsloth_ddp.preflight import __main__, rendezvous
+from unsloth_ddp.preflight import __main__
+from unsloth_ddp.preflight.between import rendezvous
 from unsloth_ddp.preflight.job import read_process_info
 from unsloth_ddp.preflight.checks import run_or_none, run_with_limit
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from unsloth_ddp.distributed.missing_gpu import MissingGpu
-from unsloth_ddp.preflight import checks, disks, job, machine, network
+from unsloth_ddp.preflight import checks, job
 from unsloth_ddp.preflight.checks import Check
-from unsloth_ddp.preflight.disks import Folder
-from unsloth_ddp.preflight.network import Interface
+from unsloth_ddp.preflight.node import disks, machine, network
+from unsloth_ddp.preflight.node.disks import Folder
+from unsloth_ddp.preflight.node.network import Interface
 from unsloth_ddp.utils.units import GIB
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import bandwidth, disks, identity, machine, network
+from unsloth_ddp.preflight.between import bandwidth
 from unsloth_ddp.preflight.checks import Finding, run_check, run_or_none, run_with_limit
+from unsloth_ddp.preflight.node import disks, identity, machine, network
 
 CONFIG = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,

@@ -50,7 +50,7 @@ def preflight(cwd: str, argv: list[str], changed: dict[int, list[Any]]) -> None:
 
 def another_trl() -> None:
     """This rank's node has another version of a package."""
-    from unsloth_ddp.preflight import identity
+    from unsloth_ddp.preflight.node import identity
 
     found = identity.read_versions() | {"trl": "0.1"}
     identity.read_versions = lambda: found
@@ -58,7 +58,7 @@ def another_trl() -> None:
 
 def the_same_gpu() -> None:
     """This rank's node has one GPU, the very same as the other node's."""
-    from unsloth_ddp.preflight import machine
+    from unsloth_ddp.preflight.node import machine
 
     gpu = {"name": "GPU", "memory": 2**34, "capability": "9.0", "uuid": "same"}
     machine.query_gpus = lambda: ([gpu], "")
@@ -66,7 +66,7 @@ def the_same_gpu() -> None:
 
 def wrong_sums() -> None:
     """This rank sees wrong numbers."""
-    from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark
+    from unsloth_ddp.preflight.between.bandwidth import CollectiveBenchmark
 
     true = CollectiveBenchmark._time
     CollectiveBenchmark._time = lambda self, *given: (true(self, *given)[0], False)
@@ -74,8 +74,8 @@ def wrong_sums() -> None:
 
 def hanging_folder() -> None:
     """This rank's node cannot look into the output folder: the server of its file system is gone."""
-    from unsloth_ddp.preflight import disks
     from unsloth_ddp.preflight import run as runs
+    from unsloth_ddp.preflight.node import disks
 
     runs.FOLDER_SECONDS = 1
     disks.find_token = lambda *given: time.sleep(100)
@@ -84,7 +84,7 @@ def hanging_folder() -> None:
 def hangs() -> None:
     """This rank never comes through the measurement."""
     from unsloth_ddp.preflight import run as runs
-    from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark
+    from unsloth_ddp.preflight.between.bandwidth import CollectiveBenchmark
 
     runs.MEASURE_SECONDS = 3
     CollectiveBenchmark.run = lambda self, store: time.sleep(100)
@@ -92,7 +92,7 @@ def hangs() -> None:
 
 def fails() -> None:
     """This rank's group does not form."""
-    from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark
+    from unsloth_ddp.preflight.between.bandwidth import CollectiveBenchmark
 
     CollectiveBenchmark.run = broken
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
-from unsloth_ddp.data.chat_template import set_chat_template
-from unsloth_ddp.data.formats import Example
+from unsloth_ddp.data.chat.template import set_chat_template
+from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.run.answers import (
     Question,
     _generate,

@@ -30,7 +30,7 @@ def train_without_token(argv: list[str], cwd: str) -> None:
     """train_ddp.py where nobody has logged in to the Hub, and nothing may be loaded before that is said."""
     import huggingface_hub
 
-    from unsloth_ddp.model import load as model
+    from unsloth_ddp.model.loading import load as model
 
     huggingface_hub.get_token = lambda: None
     model.load_model = None  # type: ignore[assignment]

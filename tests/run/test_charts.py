@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unsloth_ddp.run.charts import HEIGHT, WIDTH, Line, averaged, axis, line_chart, short_number
+from unsloth_ddp.run.documents.charts import HEIGHT, WIDTH, Line, averaged, axis, line_chart, short_number
 
 
 @pytest.mark.parametrize(

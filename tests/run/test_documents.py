@@ -15,10 +15,10 @@ from tests.run.run_folders import SUMMARY, make_run
 from tests.run.test_report import Page
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.run import documents
 from unsloth_ddp.run.answers import Question
-from unsloth_ddp.run.facts import answer_facts
-from unsloth_ddp.run.record import read_run
+from unsloth_ddp.run.documents import write as documents
+from unsloth_ddp.run.documents.facts import answer_facts
+from unsloth_ddp.run.documents.record import read_run
 
 
 @pytest.fixture

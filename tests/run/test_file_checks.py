@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import DEMO_MODEL, REPO, write_jsonl
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data import checked_rows
+from unsloth_ddp.data.sources import checked_rows
 from unsloth_ddp.run import file_checks
 from unsloth_ddp.run.file_checks import check_files
 from unsloth_ddp.utils.errors import UserError

@@ -12,8 +12,8 @@ import pytest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.run import folder as run_folder
 from unsloth_ddp.run import logs
-from unsloth_ddp.utils import safe_files
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files import safe as safe_files
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
-from unsloth_ddp.data import render_limits
+from unsloth_ddp.data.chat import render_limits
 from unsloth_ddp.run.generation import GenerationOptions, PieceStreamer, render_prompt
 from unsloth_ddp.utils.errors import UserError
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.run.run_folders import FACTS, PART, SUMMARY, make_run
-from unsloth_ddp.run.record import begin_record, end_record, find_runs, read_run
+from unsloth_ddp.run.documents.record import begin_record, end_record, find_runs, read_run
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -105,5 +105,5 @@ def test_runs_are_found_and_unreadable_ones_named(tmp_path):
 
 
 def test_reading_runs_does_not_load_torch():
-    code = "import sys, unsloth_ddp.run.report, unsloth_ddp.runs.__main__; assert 'torch' not in sys.modules"
+    code = "import sys, unsloth_ddp.run.documents.report, unsloth_ddp.runs.__main__; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)

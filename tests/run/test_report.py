@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.run.run_folders import ANSWERS, FACTS, HOSTILE, PART, SUMMARY, TOKEN, log_entries, make_run
-from unsloth_ddp.run.record import read_run
-from unsloth_ddp.run.report import render_report, write_report
+from unsloth_ddp.run.documents.record import read_run
+from unsloth_ddp.run.documents.report import render_report, write_report
 
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from benchmarks.pictures.browser import find_browser, read_page, take_picture
 from tests.run.run_folders import ANSWERS, HOSTILE, log_entries, make_run
-from unsloth_ddp.run.record import read_run
-from unsloth_ddp.run.report import write_report
+from unsloth_ddp.run.documents.record import read_run
+from unsloth_ddp.run.documents.report import write_report
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,7 @@ from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Manifest
 from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.identity import weights_identity
+from unsloth_ddp.model.files.identity import weights_identity
 from unsloth_ddp.run.result import find_result
 from unsloth_ddp.utils.errors import UserError
 

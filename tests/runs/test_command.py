@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import REPO
 from tests.run.run_folders import FACTS, PART, SUMMARY, TOKEN, log_entries, make_run
-from unsloth_ddp.run.record import read_run
+from unsloth_ddp.run.documents.record import read_run
 from unsloth_ddp.runs.__main__ import main
 from unsloth_ddp.runs.compare import compare_runs
 from unsloth_ddp.runs.table import is_locked

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common.models import make_config
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.lora import lora_config
-from unsloth_ddp.model.stand_in import layers_of
+from unsloth_ddp.model.adapter.lora import lora_config
+from unsloth_ddp.model.loading.stand_in import layers_of
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
 from unsloth_ddp.sizing.sharded_bytes import ShardedLayout, held_bytes

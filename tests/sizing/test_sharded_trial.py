@@ -22,18 +22,18 @@ from tests.ranks import run_ranks, train
 from tests.runtimes import cpu_runtime
 from tests.training.live_bytes import LiveBytes
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.collate import PadRight
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import PadRight
 from unsloth_ddp.distributed.ranks import ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.load import load_model
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.loading.load import load_model
+from unsloth_ddp.model.loading.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET, ShardedLayout, ShardedModel, Weight, held_bytes
 from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
-from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss
+from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
 
 GIB = 2**30
@@ -71,7 +71,7 @@ def search_of(
     settings: Settings, runtime: Runtime, model: Any, memory: LiveBytes, sharding: Any = None
 ) -> ShardedMemorySearch:
     """A search as on GPUs, whose memory is that of the CPU."""
-    loss = MicroBatchLoss(None, divides=True, fused_head=False, forward_done=lambda: None)
+    loss = TextTask(None, divides=True, fused_head=False).loss
     runner = MicroBatchRunner(model, CPU, loss, PadRight(0), contextlib.nullcontext)
     runtime.device_type, runtime.sharding = "cuda", sharding or runtime.sharding
     data: Any = SimpleNamespace(train=some_rows(), evaluation=None, plan=BatchPlan(1, 8, runtime.ranks.world_size))
@@ -87,10 +87,10 @@ def one_process(folder: Path, **options: Any) -> tuple[Settings, Runtime, Any]:
 
 def measured(search: ShardedMemorySearch, size: int) -> int:
     """Return the bytes that a pass over the whole model takes."""
-    search.run.model.train()
-    batch = search.run.batch_of(search._largest(size))
-    search._pass(search.run, batch)
-    return search._pass(search.run, batch)
+    search.runner.model.train()
+    batch = search.runner.batch_of(search._largest(size))
+    search._pass(search.runner, batch)
+    return search._pass(search.runner, batch)
 
 
 # ---- the stand-in ----
@@ -405,7 +405,7 @@ def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
 
 def estimating_train(argv: list[str], folder: str, room: int) -> None:
     """train_ddp.py with FSDP2 on the CPU, which chooses as on GPUs that have so much room."""
-    from unsloth_ddp.model import gradient_checkpointing
+    from unsloth_ddp.model.forward import gradient_checkpointing
     from unsloth_ddp.sizing.micro_batch import sizes_of
 
     def choose(self: ShardedMemorySearch, before: dict[str, Any]) -> Any:

@@ -21,18 +21,18 @@ from tests.ranks import run_ranks, train
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config import options
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.collate import PadRight
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
-from unsloth_ddp.data.packing import best_fit
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import PadRight
+from unsloth_ddp.data.order.packing import best_fit
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing, kinds_here
-from unsloth_ddp.model.load import load_model
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
-from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, divisors, search, with_micro_batch
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing, kinds_here
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.loading.load import load_model
+from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, MicroBatchDecision, divisors, search, with_micro_batch
 from unsloth_ddp.sizing.trial import MemorySearch, Trial, bytes_added_by_steps, largest
-from unsloth_ddp.training.oom_retry import StepRetry
+from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 from unsloth_ddp.utils.memory_limits import HEADROOM
@@ -276,7 +276,7 @@ def test_a_trial_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypa
     runner = MicroBatchRunner(model, torch.device("cpu"), loss, PadRight(0), contextlib.nullcontext)
     search = OnGPU({}, per_device_eval_batch_size=2)
     # What Adam will keep for two fp32 weights comes on top of the peak.
-    search.run, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", ddp_sends=False)
+    search.runner, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", ddp_sends=False)
     search.bytes_kept = 5
     for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -299,8 +299,8 @@ def test_buckets_of_ddp_are_counted(ddp_sends, copies):
 
 def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: str, after: int = 1) -> None:
     """train_ddp.py, whose given rank has too little memory for this step unless activations are recomputed."""
-    from unsloth_ddp.training import gradient_exchange as exchange
     from unsloth_ddp.training import trainer
+    from unsloth_ddp.training.step import gradient_exchange as exchange
 
     handle: list[Any] = []
     compute_loss = trainer.DDPTrainer.compute_loss
@@ -315,7 +315,7 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
     def short_compute_loss(self, model, inputs, *args, **kwargs):
         here = torch.is_grad_enabled() and self.runtime.ranks.rank == rank and self.state.global_step + 1 == step
         # Not the first micro-batch, so that gradients of others are there.
-        short = here and self.checkpointing.kind == "none" and self.retry._start.done == after
+        short = here and self.step.checkpointing.kind == "none" and self.step._start.done == after
         if short and where == "forward":
             raise fails
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -373,6 +373,15 @@ def test_a_rank_that_repeats_its_first_forward_pass_sends_no_buffers_again(job, 
     assert all(torch.equal(whole[key], short[key]) for key in whole)
 
 
+def step_of(checkpointing, exchange=None, used=None):
+    """The steps of one of two ranks, which replays nothing."""
+    graphs = SimpleNamespace(run=lambda batch, divisor: None, use=(used if used is not None else []).append)
+    own_work = SimpleNamespace(start=lambda *_: None)
+    meter = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None, own_work=own_work)
+    task = SimpleNamespace(units=lambda batch: torch.ones(()))
+    return OptimizerStep(task, checkpointing, graphs, exchange, meter, torch.device("cpu"), 2)
+
+
 def repeat_under_torch_compile(folder: str) -> None:
     """Repeat a step of two micro-batches, whose last one runs out of memory; note which passes average gradients."""
     import torch.distributed as dist
@@ -393,16 +402,14 @@ def repeat_under_torch_compile(folder: str) -> None:
         return divisor
 
     checkpointing = SimpleNamespace(next="torch", level=0, kinds=("none", "torch"), use=lambda kind: None)
-    meter = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None)
     exchange = SimpleNamespace(begin_pass=lambda: None, last_pass=last_pass)
     # As one of two ranks.
-    retry = StepRetry(checkpointing, meter, torch.device("cpu"), exchange, 2, lambda kind: None)
+    step = step_of(checkpointing, exchange)
     model = torch.compile(DistributedDataParallel(torch.nn.Linear(1, 1)), backend="eager")
     batches, one = [{"name": "first"}, {"name": "last"}], torch.ones(())
-    retry.begin_step(batches, one)
-    with model.no_sync():
-        retry.run(compute, model, batches[0], one)
-    retry.run(compute, model, batches[1], one)
+    step.begin(batches, 0.0, lambda units: units)
+    step.micro_batch(compute, model, batches[0], one, last=False)
+    step.micro_batch(compute, model, batches[1], one, last=True)
     assert passes == ["first", "last", "first", "last"]
     # Before the pass that ran out of memory, and before the last one.
     assert averaged == [1, 3]
@@ -441,14 +448,14 @@ def test_memory_that_runs_out_is_known_whoever_says_so(kind, text, short):
 def test_other_errors_of_a_sharded_step_stay_what_they_are():
     # A sharded model has no word for whether it exchanges gradients.
     checkpointing = SimpleNamespace(next=None, level=0, kinds=("torch",))
-    retry = StepRetry(checkpointing, SimpleNamespace(), torch.device("cpu"), None, 2, lambda kind: None)
-    retry.begin_step([], torch.ones(()))
+    step = step_of(checkpointing)
+    step.begin([{}], 0.0, lambda units: units)
 
     def fails(model, batch, divisor):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError):
-        retry.run(fails, torch.nn.Linear(1, 1), {}, torch.ones(()))
+        step.micro_batch(fails, torch.nn.Linear(1, 1), {}, torch.ones(()), last=True)
 
 
 def test_ranks_follow_the_one_that_switched_furthest_and_say_so_once():
@@ -458,8 +465,9 @@ def test_ranks_follow_the_one_that_switched_furthest_and_say_so_once():
         checkpointing.level = checkpointing.kinds.index(kind)
 
     checkpointing.use, used = use, []
-    retry = StepRetry(checkpointing, SimpleNamespace(), torch.device("cpu"), None, 2, used.append)
-    retry.start_with("torch")
-    assert retry.follow([1, 1]) == [] and used == []
-    assert retry.follow([1, 2]) == [1] and used == ["unsloth"]
-    assert retry.follow([2, 2]) == []
+    step = step_of(checkpointing, used=used)
+    step.graphs.prepare = lambda *_: None
+    step.prepare(MicroBatchDecision("torch", 1, ""), None, None)
+    assert step.follow([1, 1]) == [] and used == []
+    assert step.follow([1, 2]) == [1] and used == ["unsloth"]
+    assert step.follow([2, 2]) == []

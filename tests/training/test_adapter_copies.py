@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 from tests.data.test_packing import KV, make
 from tests.mixtures import make_mixture
 from tests.training.test_captured_step import DEVICE, SHAPE, batches, gradients, model_of
-from unsloth_ddp.model.packed_forward import PackedForward
-from unsloth_ddp.training.adapter_copies import AdapterCopies
-from unsloth_ddp.training.captured_step import CapturedStep
+from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.training.step.adapter_copies import AdapterCopies
+from unsloth_ddp.training.step.captured_step import CapturedStep
 
 AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 

@@ -25,7 +25,7 @@ OPTIONS = (
 def train_captured(argv: list[str], cwd: str) -> None:
     """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
     from unsloth_ddp.sizing import graphs
-    from unsloth_ddp.training import captured_step, cuda_graphs, gradient_exchange
+    from unsloth_ddp.training.step import captured_step, cuda_graphs, gradient_exchange
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:
         return captured_step.CapturedStep(model, forward, autocast, torch.float32, *more)

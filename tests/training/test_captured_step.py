@@ -15,14 +15,14 @@ from torch._dynamo.utils import counters
 
 from tests.data.test_fixed_shape import pack_of, rows_of
 from tests.data.test_packing import KV, make
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import FixedShape
-from unsloth_ddp.model import head_loss as head_module
-from unsloth_ddp.model.head_loss import head_loss
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.fixed_shape import FixedShape
+from unsloth_ddp.model.forward import head_loss as head_module
+from unsloth_ddp.model.forward.head_loss import head_loss
+from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.model.modules import without_dropout
-from unsloth_ddp.model.packed_forward import PackedForward
-from unsloth_ddp.training.capture_check import capture_sizes, check_capture
-from unsloth_ddp.training.captured_step import CapturedStep, CaptureFailed
+from unsloth_ddp.training.step.capture_check import capture_sizes, check_capture
+from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed
 
 SHAPE = FixedShape.that_holds(tokens=256, rows=12, longest=128)
 DEVICE = torch.device("cpu")

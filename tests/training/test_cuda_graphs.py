@@ -12,9 +12,9 @@ import torch
 
 from tests.tiny_models import model_of_layers
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.fixed_shape import FixedShape
-from unsloth_ddp.model.fp8 import FrozenFP8Linear
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.fixed_shape import FixedShape
+from unsloth_ddp.model.forward.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.sizing import graphs
 from unsloth_ddp.sizing.graphs import (
@@ -31,8 +31,8 @@ from unsloth_ddp.sizing.graphs import (
     too_short,
 )
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, MicroBatchDecision
-from unsloth_ddp.training import cuda_graphs
-from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
+from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
+from unsloth_ddp.training.step import cuda_graphs
 from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -41,14 +41,14 @@ class Evaluation:
 
     def __init__(self, graphs: int) -> None:
         self.graphs = graphs
-        self.cuda_graphs = SimpleNamespace(release=self.release)
+        self.step = SimpleNamespace(graphs=SimpleNamespace(release=self.release), task=SimpleNamespace(loss=self.loss))
         self.compute_loss_context_manager = nullcontext
 
     def release(self) -> bool:
         had, self.graphs = self.graphs, 0
         return had > 0
 
-    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def loss(self, model: Any, inputs: Any, divisor: Any) -> torch.Tensor:
         if self.graphs or inputs["size"] > 1:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return torch.tensor(3.0)
@@ -323,8 +323,8 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
     plan = BatchPlan(2, 1, 1)
     data: Any = SimpleNamespace(train=train, plan=plan)
     steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model_of_layers([]))
-    runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None)
-    steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan, nullcontext)
+    runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None, autocast=nullcontext)
+    steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan)
     assert steps.choice == StepChoice(other_rank is None, reason)
     assert noted == {"tolerance": 0.25 if options else 0.05, "captured": "pack 1"}
     assert (steps.captured is None) == (other_rank is not None) == (padded_batch[-1] is None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.training.deepspeed_precision import (
+from unsloth_ddp.training.step.deepspeed_precision import (
     gather_fp32_weights,
     name_fp32_in_config,
     reduce_in_fp32,

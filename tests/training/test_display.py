@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from unsloth_ddp.distributed.progress import Progress
-from unsloth_ddp.training.display import ShowTraining
-from unsloth_ddp.training.status import Status
+from unsloth_ddp.distributed.watch.progress import Progress
+from unsloth_ddp.training.shown.display import ShowTraining
+from unsloth_ddp.training.shown.status import Status
 
 
 class Seen:

@@ -12,7 +12,7 @@ from torch.nn import Linear, ModuleList, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
-from unsloth_ddp.training.gradient_exchange import GradientBuffers, GradientExchange, into_buckets
+from unsloth_ddp.training.step.gradient_exchange import GradientBuffers, GradientExchange, into_buckets
 
 LAYERS, WIDTH = 6, 8
 
@@ -73,7 +73,7 @@ def compare(folder: str, breaks_at: int | None, replays: tuple[int, ...] = ()) -
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from unsloth_ddp.training import gradient_exchange as module
+    from unsloth_ddp.training.step import gradient_exchange as module
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

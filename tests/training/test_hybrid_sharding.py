@@ -17,7 +17,7 @@ from tests.ranks import train
 from tests.training.test_sharded_saving import STEPS, ends, history
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.shards import Shards
-from unsloth_ddp.model import load
+from unsloth_ddp.model.loading import load
 
 HYBRID = {"UNSLOTH_FSDP2": "1", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "nodes"}
 # The largest gradient norm is clipped, in the same way only if the ranks agree on it.

@@ -15,9 +15,9 @@ from rich.console import Console
 from tests.terminal import Seen, Terminal, train_on_terminal
 from tests.waiting import wait_until
 from unsloth_ddp.distributed.signals import StopRequest
-from unsloth_ddp.training import live_display
-from unsloth_ddp.training.live_display import LiveDisplay, can_draw, describe
-from unsloth_ddp.training.status import Status
+from unsloth_ddp.training.shown import live_display
+from unsloth_ddp.training.shown.live_display import LiveDisplay, can_draw, describe
+from unsloth_ddp.training.shown.status import Status
 from unsloth_ddp.utils.streams import LOGGER, ProtectedStream, print_to_stderr
 
 RUNNING = Status(

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from unsloth_ddp.training.callbacks import log_interval
-from unsloth_ddp.training.display import LINES_A_HEADER, LogLines
-from unsloth_ddp.training.status import Status, TimeLeft, shown_clock, shown_number, sparkline
+from unsloth_ddp.training.shown.display import LINES_A_HEADER, LogLines
+from unsloth_ddp.training.shown.status import Status, TimeLeft, shown_clock, shown_number, sparkline
 
 LOGS = {
     "loss": 1.5, "grad_norm": 0.25, "learning_rate": 1e-4, "tokens_per_second": 15904.2, "peak_memory_bytes": 2.0**31,

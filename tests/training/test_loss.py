@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unsloth_ddp.data.labels import IGNORED
-from unsloth_ddp.training.loss import logits_to_step_loss, step_divisor, supervised_tokens
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.training.step.divisor import step_divisor
+from unsloth_ddp.training.tasks.text import logits_to_step_loss, supervised_tokens
 
 VOCABULARY = 11
 
@@ -24,7 +25,9 @@ def labels_of(*rows: str) -> Tensor:
 def divisors(ranks: list[list[Tensor]]) -> list[Tensor]:
     """What step_divisor gives on each rank, with the all-reduce done by hand."""
     total = torch.stack([supervised_tokens(labels) for batches in ranks for labels in batches]).sum()
-    return [step_divisor([{"labels": b} for b in batches], len(ranks), lambda _: total.clone()) for batches in ranks]
+    return [
+        step_divisor([supervised_tokens(b) for b in batches], len(ranks), lambda _: total.clone()) for batches in ranks
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +51,8 @@ def test_counts_of_unequal_ranks_and_steps_are_summed_once() -> None:
         calls.append(int(count))
         return count + 7
 
-    batches = [{"labels": labels_of(".ss", ".s.")}, {"labels": labels_of("....s")}]
-    divisor = step_divisor(batches, 2, sum_over_ranks)
+    batches = [labels_of(".ss", ".s."), labels_of("....s")]
+    divisor = step_divisor([supervised_tokens(labels) for labels in batches], 2, sum_over_ranks)
     assert calls == [4]
     assert divisor == 5.5
     assert (divisor.dtype, divisor.shape) == (torch.float32, ())

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks, train
-from unsloth_ddp.data.packing import best_fit
+from unsloth_ddp.data.order.packing import best_fit
 
 GLOBAL_BATCH, STEPS, SEED, RATE, RANK, MAX_LENGTH = 8, 3, 5, 1.0, 8, 64
 TOLERANCE = 1e-6
@@ -41,13 +41,12 @@ def options(model: Path, rows: Path, per_device: int, name: str) -> list[str]:
 
 def train_without_averaging(argv: list[str], cwd: str) -> None:
     """The same run with each rank dividing by its own tokens, as if nothing were averaged over ranks."""
-    from unsloth_ddp.training import trainer
-    from unsloth_ddp.training.loss import supervised_tokens
+    from unsloth_ddp.training.step import optimizer_step
 
-    def own_count(batches, world_size, sum_over_ranks):
-        return torch.stack([supervised_tokens(b["labels"]) for b in batches]).sum().clamp(min=1).float()
+    def own_count(units, world_size, sum_over_ranks):
+        return torch.stack(units).sum().clamp(min=1).float()
 
-    trainer.step_divisor = own_count
+    optimizer_step.step_divisor = own_count
     train(argv, cwd)
 
 

@@ -12,9 +12,9 @@ from tests.conftest import DEMO_MODEL
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.lora import lora_config
+from unsloth_ddp.model.adapter.lora import lora_config
 from unsloth_ddp.sizing.count import read_model_shape
-from unsloth_ddp.training.mfu import Utilization, flops_a_token, peak_flops
+from unsloth_ddp.training.shown.mfu import Utilization, flops_a_token, peak_flops
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

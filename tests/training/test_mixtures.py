@@ -18,7 +18,7 @@ from tests.jobs import assert_same, copy_until, ends
 from tests.mixtures import MIXTURES, make_mixture, save_mixture
 from tests.ranks import run_ranks, train
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.lora import lora_config
+from unsloth_ddp.model.adapter.lora import lora_config
 
 EXPERTS = "--lora_target_parameters all-experts"
 

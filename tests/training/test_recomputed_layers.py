@@ -27,19 +27,20 @@ from tests.training.test_captured_step import (
     with_dropout_of,
 )
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import FixedShape, PaddedBatch
-from unsloth_ddp.model import packed_forward, varlen
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.fixed_shape import FixedShape, PaddedBatch
+from unsloth_ddp.model.forward import packed_forward, varlen
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
-from unsloth_ddp.training import cuda_graphs
-from unsloth_ddp.training.capture_check import draws_random_numbers
-from unsloth_ddp.training.captured_step import CapturedStep
-from unsloth_ddp.training.cuda_graphs import CudaGraphs
-from unsloth_ddp.training.oom_retry import StepRetry
+from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals
+from unsloth_ddp.training.step import cuda_graphs
+from unsloth_ddp.training.step.capture_check import draws_random_numbers
+from unsloth_ddp.training.step.captured_step import CapturedStep
+from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
+from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -321,11 +322,9 @@ def prepared(model: Any, kind: str, **options: Any) -> CudaGraphs:
         torch.device("cpu"),
         lambda model, batch, divisor: ordinary_sum(model, batch),
         collate,
-        contextlib.nullcontext,
+        lambda: torch.autocast("cpu", torch.bfloat16),
     )
-    graphs.prepare(
-        runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1), lambda: torch.autocast("cpu", torch.bfloat16)
-    )
+    graphs.prepare(runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1))
     return graphs
 
 
@@ -360,9 +359,11 @@ def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing
     graphs = prepared(model, "none")
     runtime: Any = SimpleNamespace(backend="transformers", sharding="none")
     settings = Settings(model="m", dataset=["d"], gradient_checkpointing="auto")
-    meter: Any = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None)
+    cpu = torch.device("cpu")
+    meter = Meter(lambda sums: sums[None], 1, cpu, OwnWorkTimer(cpu), Totals())
     checkpointing = GradientCheckpointing(model, runtime, settings)
-    retry = StepRetry(checkpointing, meter, torch.device("cpu"), None, 1, graphs.use)
+    task: Any = SimpleNamespace(units=lambda batch: one)
+    step = OptimizerStep(task, checkpointing, graphs, None, meter, cpu, 1)
     held = []
     monkeypatch.setattr(gc, "collect", lambda: held.append(len(graphs.captured.graphs)))
 
@@ -374,10 +375,12 @@ def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing
         return loss.detach()
 
     first, larger = (graphs.collate([Rows().examples[index]]) for index in (0, 1))
-    retry.begin_step([first, larger], one)
-    assert graphs.run(first, one) is not None and graphs.captured.graphs
-    retry.pass_done()
-    retry.run(compute, model, larger, one)
+    assert step.begin([first, larger], 0.0, lambda units: torch.ones(())) == 1
+    step.micro_batch(compute, model, first, one, last=False)
+    assert graphs.captured.graphs
+    # Memory runs out in the second micro-batch, which is larger than what was captured.
+    del larger["padded_batch"]
+    step.micro_batch(compute, model, larger, one, last=True)
     assert held[0] == 0 and checkpointing.kind == "torch" and graphs.captured.forward.recompute
     found = gradients(model)
     model.zero_grad()

@@ -17,7 +17,7 @@ from trl.trainer.sft_config import SFTConfig
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.trainer_args import OWNED_ARGS, TEXTS
 from unsloth_ddp.config.upstream_names import sft_config_fields
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import Sharding

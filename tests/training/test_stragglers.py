@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks, train
-from unsloth_ddp.training import meter
-from unsloth_ddp.training.log_metrics import Stragglers, describe_straggler
-from unsloth_ddp.training.meter import OwnWorkTimer
+from unsloth_ddp.training.shown import meter
+from unsloth_ddp.training.shown.log_metrics import Stragglers, describe_straggler
+from unsloth_ddp.training.shown.meter import OwnWorkTimer
 
 
 def named(*intervals: tuple[list[float], list[float]], passed: float = 1.0) -> list[int]:
@@ -74,16 +74,16 @@ def test_the_line_names_host_and_figures():
 
 def train_slowly(rank: int, argv: list[str], cwd: str) -> None:
     """train_ddp.py, in which the forward passes of one rank take longer."""
-    from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss
+    from unsloth_ddp.training.tasks.text import TextTask
 
-    forward = MicroBatchLoss.__call__
+    forward = TextTask.loss
 
     def slow(self, *args):
         if int(os.environ["RANK"]) == rank:
             time.sleep(0.6)
         return forward(self, *args)
 
-    MicroBatchLoss.__call__ = slow
+    TextTask.loss = slow
     train(argv, cwd)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from unsloth_ddp.training.display import shown_callbacks
+from unsloth_ddp.training.shown.display import shown_callbacks
 
 
 def test_a_tracker_that_fails_is_named_once_and_training_goes_on(capsys) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unsloth_ddp.training.zero3_release import release_after_each_block
+from unsloth_ddp.training.step.zero3_release import release_after_each_block
 
 
 def recomputed_model() -> Any:

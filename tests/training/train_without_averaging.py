@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 import train_ddp
-from unsloth_ddp.training import trainer
-from unsloth_ddp.training.loss import supervised_tokens
+from unsloth_ddp.training.step import optimizer_step
 
 
-def own_count(batches, world_size, sum_over_ranks):
+def own_count(units, world_size, sum_over_ranks):
     """The tokens of this rank alone."""
-    return torch.stack([supervised_tokens(b["labels"]) for b in batches]).sum().clamp(min=1).float()
+    return torch.stack(units).sum().clamp(min=1).float()
 
 
 if __name__ == "__main__":
-    trainer.step_divisor = own_count
+    optimizer_step.step_divisor = own_count
     train_ddp.main()

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from unsloth_ddp.utils.durable_writes import flush, is_write_error, reason
+from unsloth_ddp.utils.files.durable import flush, is_write_error, reason
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

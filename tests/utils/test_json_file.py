@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.json_file import write_as_asked, write_json
+from unsloth_ddp.utils.files.json import write_as_asked, write_json
 
 
 def test_folders_are_made_and_an_older_file_is_replaced(tmp_path):

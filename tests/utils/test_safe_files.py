@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unsloth_ddp.utils import json_file, safe_files
+from unsloth_ddp.utils.files import json as json_file
+from unsloth_ddp.utils.files import safe as safe_files
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import math
 import sys
 
 from unsloth_ddp.config.command_line import Parser, run_command
-from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_imports
 from unsloth_ddp.run.result import find_result
 from unsloth_ddp.utils.errors import UserError
@@ -78,7 +78,7 @@ def chat(argv: list[str]) -> None:
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.distributed.backend import import_backend
     from unsloth_ddp.distributed.runtime import single_process
-    from unsloth_ddp.model.trained import check_trained, check_trust
+    from unsloth_ddp.model.loading.trained import check_trained, check_trust
 
     check_trust(settings, trusted=given.trust_remote_code)
     check_trained(settings, result.folder)

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from unsloth_ddp.data.messages import Message
+from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.trained import load_base, load_trained, load_trained_tokenizer, set_stop_tokens
+from unsloth_ddp.model.loading.trained import load_base, load_trained, load_trained_tokenizer, set_stop_tokens
 from unsloth_ddp.run.generation import GenerationOptions, generate
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError

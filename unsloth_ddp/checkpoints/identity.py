@@ -10,10 +10,10 @@ import xxhash
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.experts import full_shape
-from unsloth_ddp.model.identity import model_identity
+from unsloth_ddp.model.adapter.experts import full_shape
+from unsloth_ddp.model.files.identity import model_identity
 
 
 def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:

@@ -19,11 +19,11 @@ import xxhash
 
 from unsloth_ddp.config.options import options_with
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.errors import os_reason
-from unsloth_ddp.utils.json_file import DECODER
+from unsloth_ddp.utils.files.checksums import checksum
+from unsloth_ddp.utils.files.json import DECODER
+from unsloth_ddp.utils.files.safe import stays_inside
 from unsloth_ddp.utils.redaction import printable
-from unsloth_ddp.utils.safe_files import stays_inside
 from unsloth_ddp.utils.units import counted
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, step_folders
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.utils.checksums import CHUNK
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.checksums import CHUNK
 from unsloth_ddp.utils.versions import versions
 
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from unsloth_ddp.utils.tensor_files import TensorFile, header_room
+from unsloth_ddp.utils.files.tensors import TensorFile, header_room
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 # The names that torch's HuggingFaceStorageReader looks for in a header.

@@ -23,9 +23,9 @@ from typing import Any
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Manifest, is_whole, step_folders
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.checksums import checksum
-from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.checksums import checksum
+from unsloth_ddp.utils.files.durable import flush, flush_one, is_write_error, reason
 
 ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
 MARGIN = 64 * 1024

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.config.declare import Option, option
-from unsloth_ddp.utils.safe_files import write_new_file
+from unsloth_ddp.utils.files.safe import write_new_file
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelSettings:
     """Model"""
 
@@ -71,7 +71,7 @@ class ModelSettings:
     use_safetensors: bool = option(True, "Refuse weights in pickle files.", on_resume="allow", summary=False)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraSettings:
     """LoRA and QLoRA"""
 
@@ -107,7 +107,7 @@ class LoraSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataSettings:
     """Data"""
 
@@ -193,7 +193,7 @@ class DataSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchSettings:
     """Batch"""
 
@@ -249,7 +249,7 @@ class BatchSettings:
         return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingSettings:
     """Training"""
 
@@ -347,7 +347,7 @@ class TrainingSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputSettings:
     """Output"""
 
@@ -447,7 +447,7 @@ class OutputSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class UnslothSettings:
     """Unsloth"""
 
@@ -464,7 +464,7 @@ class UnslothSettings:
 TOPICS = (ModelSettings, LoraSettings, DataSettings, BatchSettings, TrainingSettings, OutputSettings, UnslothSettings)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings(
     UnslothSettings, OutputSettings, TrainingSettings, BatchSettings, DataSettings, LoraSettings, ModelSettings
 ):

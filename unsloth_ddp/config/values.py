@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from unsloth_ddp.config.aliases import OTHER_VALUES
 from unsloth_ddp.config.options import OPTIONS, TYPES
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.json_file import DECODER
+from unsloth_ddp.utils.files.json import DECODER
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # int | None is one, int | Literal["auto"] the other.

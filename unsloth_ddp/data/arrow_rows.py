@@ -13,8 +13,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from unsloth_ddp.data.labels import IGNORED
-from unsloth_ddp.data.packing import Packing
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.order.packing import Packing
 
 
 class ListColumn:

@@ -20,14 +20,14 @@ import pyarrow.compute as pc
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.renderer import NOTES
-from unsloth_ddp.data.chat_template import prints_date
-from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.labels import IGNORED
+from unsloth_ddp.data.chat.template import prints_date
+from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, encode_row
 from unsloth_ddp.data.node_folder import room_for_rows
-from unsloth_ddp.data.packing import BatchRequest, Packing, PackingDecision, plan_step
-from unsloth_ddp.data.tokenize import EncodedRow, Encoder, encode_row
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.packing import BatchRequest, Packing, PackingDecision, plan_step
+from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
-from unsloth_ddp.data.packing import PackingDecision
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.packing import PackingDecision
 
 
 @dataclass(frozen=True)

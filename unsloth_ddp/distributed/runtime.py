@@ -22,7 +22,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import wire
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant, warn_of_cpu
 from unsloth_ddp.distributed.precision import Precision, choose_precision
-from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
 from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
 from unsloth_ddp.distributed.sharding import (
@@ -38,6 +37,7 @@ from unsloth_ddp.distributed.sharding import (
     sharding_from_environment,
     unsupported_by_unsloth,
 )
+from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.units import counted

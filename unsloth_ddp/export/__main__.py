@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from unsloth_ddp.config.command_line import Parser, run_command
-from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_imports
 from unsloth_ddp.export.folder import export_folder
 from unsloth_ddp.export.llama_cpp import CONVERTED, QUANTIZED, LlamaCpp, find_llama_cpp
@@ -88,7 +88,7 @@ def export(argv: list[str]) -> None:
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     import transformers
 
-    from unsloth_ddp.model.trained import check_trained, check_trust
+    from unsloth_ddp.model.loading.trained import check_trained, check_trust
 
     transformers.utils.logging.disable_progress_bar()
     check_trust(result.settings, trusted=given.trust_remote_code)

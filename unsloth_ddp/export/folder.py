@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from unsloth_ddp.run.result import RunResult
-from unsloth_ddp.utils.durable_writes import flush, reason
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.durable import flush, reason
 
 
 def export_folder(result: RunResult, kind: str, output: str | None) -> Path:

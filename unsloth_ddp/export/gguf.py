@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.data.messages import Message
+from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.export.folder import whole_or_absent
 from unsloth_ddp.export.llama_cpp import CONVERTED, LlamaCpp, ask_gguf, run_converter, run_quantizer
 from unsloth_ddp.export.merged import ANSWER_LENGTH, write_merged
-from unsloth_ddp.model.trained import load_trained_tokenizer, stop_tokens
+from unsloth_ddp.model.loading.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 
 

@@ -12,11 +12,11 @@ from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.shards import WEIGHTS, MissingTensor, Shards
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.export.folder import whole_or_absent
-from unsloth_ddp.model import stored_weights
-from unsloth_ddp.model.load import describe_load_error, is_model_file_error
-from unsloth_ddp.model.merge import save_merged
-from unsloth_ddp.model.merge_check import check_merged
-from unsloth_ddp.model.trained import load_trained_tokenizer, stop_tokens
+from unsloth_ddp.model.adapter.merge import save_merged
+from unsloth_ddp.model.adapter.merge_check import check_merged
+from unsloth_ddp.model.files import stored_weights
+from unsloth_ddp.model.loading.load import describe_load_error, is_model_file_error
+from unsloth_ddp.model.loading.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError
 
@@ -98,8 +98,8 @@ def assemble(settings: Settings, checkpoint: Path, target: Path) -> None:
         UserError: the shards do not hold every weight of the model.
     """
     from unsloth_ddp.checkpoints.sharded_state import named_tensors
-    from unsloth_ddp.model.stored_weights import empty_model, keep_what_is_not_modelled
-    from unsloth_ddp.model.whole_weights import saved_tensors, write_model
+    from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled
+    from unsloth_ddp.model.files.whole_weights import saved_tensors, write_model
 
     model = empty_model(checkpoint, settings)
     tensors = named_tensors(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.model.fp8 import FrozenFP8Linear
+from unsloth_ddp.model.forward.fp8 import FrozenFP8Linear
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

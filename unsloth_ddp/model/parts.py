@@ -18,7 +18,7 @@ import torch
 from torch.nn import Linear, Module, ModuleList, Parameter
 from torch.nn.modules.conv import _ConvNd
 
-from unsloth_ddp.model.experts import EXPERTS, full_shape, number_in
+from unsloth_ddp.model.adapter.experts import EXPERTS, full_shape, number_in
 from unsloth_ddp.model.modules import base_model, text_decoder
 
 # Transformers' names for what chooses: classes and modules that choose experts for a token, or tokens for attention. A loss

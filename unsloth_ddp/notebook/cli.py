@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unsloth_ddp.notebook.report import summary
 from unsloth_ddp.notebook.types import ConversionOptions, NotebookError
-from unsloth_ddp.utils.safe_files import write_whole
+from unsloth_ddp.utils.files.safe import write_whole
 
 
 def make_parser() -> argparse.ArgumentParser:

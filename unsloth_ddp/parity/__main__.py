@@ -23,7 +23,7 @@ from pathlib import Path
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser
 from unsloth_ddp.config.parse import REPO, parse_settings
-from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
@@ -33,7 +33,7 @@ from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describ
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
-from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
 from unsloth_ddp.utils.tables import Column, fit_text, render_table
 from unsloth_ddp.utils.units import counted

@@ -11,9 +11,9 @@ from itertools import chain, islice
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.revisions import dataset_revisions
-from unsloth_ddp.data.sources import checked_files, read_rows
-from unsloth_ddp.model.files import model_folder
+from unsloth_ddp.data.sources.revisions import dataset_revisions
+from unsloth_ddp.data.sources.rows import checked_files, read_rows
+from unsloth_ddp.model.files.find import model_folder
 from unsloth_ddp.parity.comparison import LaunchComparison, LaunchOutcome, Tolerance, compare_launch
 from unsloth_ddp.parity.launches import Launch, launch_command, launch_settings
 from unsloth_ddp.parity.processes import run_launcher

@@ -19,11 +19,11 @@ from pathlib import Path
 from unsloth_ddp.config.command_line import Parser, make_command_parser, run_command
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 
@@ -72,7 +72,7 @@ def plan(argv: list[str]) -> None:
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
-    from unsloth_ddp.data.packing import BatchRequest, plan_step
+    from unsloth_ddp.data.order.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows

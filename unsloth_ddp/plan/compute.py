@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.plan.network import (

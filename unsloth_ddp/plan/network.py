@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unsloth_ddp.data.batch_plan import BatchPlan, arrange
+from unsloth_ddp.data.order.batch_plan import BatchPlan, arrange
 
 # DDP sends gradients in buckets of this size during the backward pass; nothing overlaps with the last one.
 DDP_BUCKET = 25 * 2**20

@@ -15,11 +15,11 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         UserError: as in a run, for a bad row, a missing tokenizer or data without supervised tokens.
     """
     from unsloth_ddp.data.dataset import tokenize_examples
-    from unsloth_ddp.data.examples import read_examples
     from unsloth_ddp.data.node_folder import node_folder
+    from unsloth_ddp.data.sources.examples import read_examples
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import Runtime
-    from unsloth_ddp.model.load import load_tokenizer
+    from unsloth_ddp.model.loading.load import load_tokenizer
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
     with node_folder(runtime) as folder:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.data.sources import is_file
+from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.utils.errors import UserError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.utils.errors import one_line
-from unsloth_ddp.utils.json_file import write_json
+from unsloth_ddp.utils.files.json import write_json
 from unsloth_ddp.utils.tables import Column, fit_text, render_table
 from unsloth_ddp.utils.units import counted
 

@@ -13,9 +13,12 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
-from unsloth_ddp.preflight import bandwidth, disks, job, training_arguments
-from unsloth_ddp.preflight.arrivals import missing_answers
-from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark, CollectiveTiming
+from unsloth_ddp.preflight import job, training_arguments
+from unsloth_ddp.preflight.between import bandwidth
+from unsloth_ddp.preflight.between.arrivals import missing_answers
+from unsloth_ddp.preflight.between.bandwidth import CollectiveBenchmark, CollectiveTiming
+from unsloth_ddp.preflight.between.cross_node import Reports, compare_reports
+from unsloth_ddp.preflight.between.rendezvous import Rendezvous, RendezvousError, join_rendezvous
 from unsloth_ddp.preflight.checks import (
     Check,
     merge_checks,
@@ -26,13 +29,12 @@ from unsloth_ddp.preflight.checks import (
     show_checks,
     summarize_checks,
 )
-from unsloth_ddp.preflight.cross_node import Reports, compare_reports
-from unsloth_ddp.preflight.identity import collect_identity
 from unsloth_ddp.preflight.job import ProcessInfo, is_launched, read_process_info
-from unsloth_ddp.preflight.machine import read_gpus
-from unsloth_ddp.preflight.network import is_here, read_infiniband_ports, resolve_name
-from unsloth_ddp.preflight.node_checks import MachineChecks, network_checks
-from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_rendezvous
+from unsloth_ddp.preflight.node import disks
+from unsloth_ddp.preflight.node.identity import collect_identity
+from unsloth_ddp.preflight.node.machine import read_gpus
+from unsloth_ddp.preflight.node.network import is_here, read_infiniband_ports, resolve_name
+from unsloth_ddp.preflight.node.run import MachineChecks, network_checks
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
 

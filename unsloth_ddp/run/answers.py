@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.data.chat.variants import with_calls_as_text
-from unsloth_ddp.data.formats import Example, Message
+from unsloth_ddp.data.sources.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.units import counted

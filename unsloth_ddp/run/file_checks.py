@@ -7,16 +7,16 @@ from pathlib import Path
 from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers, installed_trackers, known_names
-from unsloth_ddp.data.chat_template import check_chat_template
-from unsloth_ddp.data.checked_rows import check_first_rows
-from unsloth_ddp.data.packing import BatchRequest
-from unsloth_ddp.data.revisions import dataset_revisions
-from unsloth_ddp.data.sources import checked_files
-from unsloth_ddp.model.files import model_folder
-from unsloth_ddp.model.files_check import check_local_model
-from unsloth_ddp.model.source_check import ADAPTER_FILE
+from unsloth_ddp.data.chat.template import check_chat_template
+from unsloth_ddp.data.order.packing import BatchRequest
+from unsloth_ddp.data.sources.checked_rows import check_first_rows
+from unsloth_ddp.data.sources.revisions import dataset_revisions
+from unsloth_ddp.data.sources.rows import checked_files
+from unsloth_ddp.model.files.check import check_local_model
+from unsloth_ddp.model.files.find import model_folder
+from unsloth_ddp.model.files.source_check import ADAPTER_FILE
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.missing_files import similar_path
+from unsloth_ddp.utils.files.missing import similar_path
 
 # Rows that are checked before torch is imported, over all files; all rows are checked when they are read.
 FIRST_ROWS = 10_000

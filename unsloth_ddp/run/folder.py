@@ -21,9 +21,9 @@ from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.run.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
+from unsloth_ddp.run.documents.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
-from unsloth_ddp.utils.safe_files import foreign_owner, open_without_following_links
+from unsloth_ddp.utils.files.safe import foreign_owner, open_without_following_links
 
 SETTINGS_ASIDE = "settings.partial"
 # Everything that a run leaves if it fails before its first step.
@@ -50,8 +50,9 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
     unnamed = settings.run_name is None
-    settings.run_name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
-    folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
+    name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
+    settings = dataclasses.replace(settings, run_name=name)
+    folder = Path(settings.output_dir).expanduser().resolve() / name
 
     def look() -> None:
         named_folder(settings.resume)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from unsloth_ddp.data.messages import Message
-from unsloth_ddp.data.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
+from unsloth_ddp.data.chat.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
+from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.run.answers import Question, end_of_turn
 from unsloth_ddp.utils.errors import UserError, one_line
 

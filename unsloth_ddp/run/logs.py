@@ -9,9 +9,9 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.run.files import LOGS
+from unsloth_ddp.run.documents.files import LOGS
+from unsloth_ddp.utils.files.safe import open_without_following_links
 from unsloth_ddp.utils.redaction import hide
-from unsloth_ddp.utils.safe_files import open_without_following_links
 from unsloth_ddp.utils.streams import stream_handlers
 
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unsloth_ddp.config.parse import REPO
-from unsloth_ddp.run.files import SETTINGS_FILE
-from unsloth_ddp.run.record import RunRecord
+from unsloth_ddp.run.documents.files import SETTINGS_FILE
+from unsloth_ddp.run.documents.record import RunRecord
 
 LAUNCH = "Launch it as before: with the same configuration of accelerate, and on every node."
 

@@ -12,10 +12,10 @@ from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, step_folders
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import read_config
-from unsloth_ddp.model.files_check import ADAPTER_WEIGHTS
-from unsloth_ddp.model.identity import weights_identity
+from unsloth_ddp.model.files.check import ADAPTER_WEIGHTS
+from unsloth_ddp.model.files.identity import weights_identity
+from unsloth_ddp.run.documents.record import read_run
 from unsloth_ddp.run.folder import SETTINGS_FILE, SUMMARY_FILE
-from unsloth_ddp.run.record import read_run
 from unsloth_ddp.utils.errors import UserError, os_reason
 
 WHOLE = "model.safetensors"

@@ -17,20 +17,23 @@ from unsloth_ddp.checkpoints.identity import batch_identity, run_identity, train
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
-from unsloth_ddp.data import dataset, examples
-from unsloth_ddp.data.identity import data_identity
-from unsloth_ddp.data.packing import BatchRequest
-from unsloth_ddp.data.preview import preview_first_row
-from unsloth_ddp.data.revisions import ignored_hub_options
+from unsloth_ddp.data import dataset
+from unsloth_ddp.data.chat.preview import preview_first_row
+from unsloth_ddp.data.order.packing import BatchRequest
+from unsloth_ddp.data.sources import examples
+from unsloth_ddp.data.sources.identity import data_identity
+from unsloth_ddp.data.sources.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
-from unsloth_ddp.model import load, merge, merge_check
-from unsloth_ddp.model.attention import choose_packing
-from unsloth_ddp.run import answers, documents
+from unsloth_ddp.model.adapter import merge, merge_check
+from unsloth_ddp.model.forward.attention import choose_packing
+from unsloth_ddp.model.loading import load
+from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
-from unsloth_ddp.run.facts import answer_facts
-from unsloth_ddp.run.files import SETTINGS_FILE
+from unsloth_ddp.run.documents import write as documents
+from unsloth_ddp.run.documents.facts import answer_facts
+from unsloth_ddp.run.documents.files import SETTINGS_FILE
 from unsloth_ddp.run.folder import continues, open_run_folder
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
@@ -156,8 +159,8 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         decision,
         trainer.model,
         run.folder,
-        head_chooses=trainer.loss.head is not None,
-        step=trainer.cuda_graphs.choice,
+        head_chooses=trainer.step.task.head_chooses,
+        step=trainer.step.graphs.choice,
     )
     print(described, flush=True)
     for sentence in summary_file.questionable(settings, trainer.data, decision):

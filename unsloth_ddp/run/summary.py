@@ -13,17 +13,17 @@ from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
-from unsloth_ddp.model.experts import describe_experts
-from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.model.adapter.experts import describe_experts
+from unsloth_ddp.model.loading.load import parameter_counts
 from unsloth_ddp.model.parts import describe_beside_text
-from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
+from unsloth_ddp.run.documents.files import LOCK_FILE, SUMMARY_FILE
+from unsloth_ddp.run.documents.record import read_run
 from unsloth_ddp.run.next_steps import chat_command
-from unsloth_ddp.run.record import read_run
 from unsloth_ddp.run.upload import upload
 from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.json_file import write_json
+from unsloth_ddp.utils.files.json import write_json
 from unsloth_ddp.utils.tables import render_pairs
 from unsloth_ddp.utils.units import counted, shown_seconds
 from unsloth_ddp.utils.versions import versions
@@ -168,8 +168,8 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         **runtime.layout(),
         "packing": packing is not None,
         "packs": len(packing) if packing is not None and not trainer.data.train.streamed else None,
-        "gradient_checkpointing": trainer.checkpointing.kind,
-        "cuda_graphs": trainer.cuda_graphs.choice.uses_graphs,
+        "gradient_checkpointing": trainer.step.checkpointing.kind,
+        "cuda_graphs": trainer.step.graphs.choice.uses_graphs,
         **batch_identity(trainer.plan),
         "steps": trainer.state.global_step,
         "tokens": totals.tokens,

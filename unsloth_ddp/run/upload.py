@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources import is_file
-from unsloth_ddp.model.source_check import ADAPTER_FILE
-from unsloth_ddp.run.files import RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
+from unsloth_ddp.data.sources.rows import is_file
+from unsloth_ddp.model.files.source_check import ADAPTER_FILE
+from unsloth_ddp.run.documents.files import RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # The report and its record hold rows of the evaluation set; all of these hold local paths, and so names of users, or the

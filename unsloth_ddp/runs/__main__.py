@@ -20,14 +20,14 @@ from pathlib import Path
 import jinja2
 
 from unsloth_ddp.config.command_line import Parser, run_command
-from unsloth_ddp.run.files import RECORD_FILE, STATE_FILE, SUMMARY_FILE
-from unsloth_ddp.run.record import find_runs, is_run, read_run
-from unsloth_ddp.run.report import write_report
+from unsloth_ddp.run.documents.files import RECORD_FILE, STATE_FILE, SUMMARY_FILE
+from unsloth_ddp.run.documents.record import find_runs, is_run, read_run
+from unsloth_ddp.run.documents.report import write_report
 from unsloth_ddp.runs.compare import compare_runs, render_comparison
 from unsloth_ddp.runs.table import describe_run, render_runs
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
-from unsloth_ddp.utils.json_file import write_as_asked
-from unsloth_ddp.utils.missing_files import similar_path
+from unsloth_ddp.utils.files.json import write_as_asked
+from unsloth_ddp.utils.files.missing import similar_path
 from unsloth_ddp.utils.streams import protect_streams
 
 

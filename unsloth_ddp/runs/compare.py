@@ -8,8 +8,8 @@ from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged
-from unsloth_ddp.run.described import MACHINE, gaps, results, show, show_result
-from unsloth_ddp.run.record import RunRecord, is_number, unknown_settings
+from unsloth_ddp.run.documents.described import MACHINE, gaps, results, show, show_result
+from unsloth_ddp.run.documents.record import RunRecord, is_number, unknown_settings
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.tables import Column, fit_text, render_pairs, render_table

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.run.files import LOCK_FILE
-from unsloth_ddp.run.record import RunRecord, is_number
+from unsloth_ddp.run.documents.files import LOCK_FILE
+from unsloth_ddp.run.documents.record import RunRecord, is_number
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.tables import Column, render_table
 from unsloth_ddp.utils.units import shown_seconds

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
-from unsloth_ddp.model.whole_model import tried_in_shards
+from unsloth_ddp.model.loading.whole_model import tried_in_shards
 from unsloth_ddp.sizing.estimate import (
     CHECKPOINTING_KINDS,
     Checkpointing,

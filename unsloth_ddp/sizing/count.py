@@ -16,9 +16,9 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import unsupported_by_unsloth
-from unsloth_ddp.model.attention import packing_obstacles
-from unsloth_ddp.model.classes import model_class, read_config
-from unsloth_ddp.model.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
+from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
+from unsloth_ddp.model.forward.attention import packing_obstacles
+from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
 from unsloth_ddp.model.parts import parts_beside_text
 from unsloth_ddp.sizing.shape import ModelShape
@@ -36,7 +36,7 @@ def read_model_shape(settings: Settings) -> ModelShape:
     """
     from accelerate import init_empty_weights
 
-    from unsloth_ddp.model.load import describe_load_error
+    from unsloth_ddp.model.loading.load import describe_load_error
 
     try:
         config = read_config(settings)
@@ -65,7 +65,7 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     from peft import get_peft_model
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from unsloth_ddp.model.lora import lora_config
+    from unsloth_ddp.model.adapter.lora import lora_config
 
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]

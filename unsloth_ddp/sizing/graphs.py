@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
-from unsloth_ddp.data.fixed_shape import FixedShape, smaller_sizes
-from unsloth_ddp.data.packing import Units
+from unsloth_ddp.data.order.batch_plan import BalancedOrder, BatchPlan
+from unsloth_ddp.data.order.fixed_shape import FixedShape, smaller_sizes
+from unsloth_ddp.data.order.packing import Units
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, largest_tokens, sizes_of, sizes_to_replay, with_micro_batch
 from unsloth_ddp.utils.errors import UserError

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.packing import Units
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.packing import Units
 
 # A micro-batch of this many tokens keeps a GPU busy; recomputing activations to fit more costs more time than it saves. A
 # replayed CUDA graph does not wait for the host, so fewer are enough, and more than ENOUGH_TOKENS save no time.

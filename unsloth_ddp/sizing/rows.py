@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
-from unsloth_ddp.data.packing import Packing
+from unsloth_ddp.data.order.batch_plan import BatchPlan, RowOrder
+from unsloth_ddp.data.order.packing import Packing
 
 
 @dataclass(frozen=True)

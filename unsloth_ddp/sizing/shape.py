@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from unsloth_ddp.data.packing import PackingObstacles
+from unsloth_ddp.data.order.packing import PackingObstacles
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy
 
 from unsloth_ddp.distributed.drift import DriftCheck
-from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.training.broken_weights import own_part
-from unsloth_ddp.training.meter import Totals
+from unsloth_ddp.training.shown.meter import Totals
 from unsloth_ddp.utils.units import counted
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
-from unsloth_ddp.data.stream_steps import StreamedSteps, streamed_steps
-from unsloth_ddp.data.stream_windows import Unit, streamed_windows
+from unsloth_ddp.data.order.batch_plan import BalancedOrder, BatchPlan
+from unsloth_ddp.data.order.stream_steps import StreamedSteps, streamed_steps
+from unsloth_ddp.data.order.stream_windows import Unit, streamed_windows
 from unsloth_ddp.distributed.runtime import Runtime
 
 

@@ -25,16 +25,16 @@ from unsloth_ddp.checkpoints.manifest import STEP_FOLDER, is_whole
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.sharded_state import has_shards
 from unsloth_ddp.checkpoints.writer import Checkpoints
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.adapter_weights import load_weights
+from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.training.broken_weights import check_weights
 from unsloth_ddp.training.callbacks import SavedTotals
-from unsloth_ddp.training.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
-from unsloth_ddp.training.meter import Meter, OwnWorkTimer
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.sharded_saving import ShardedSaving
+from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer
+from unsloth_ddp.training.step.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
 from unsloth_ddp.utils.redaction import printable
 
 

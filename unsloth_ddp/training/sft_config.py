@@ -17,9 +17,9 @@ from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.gradient_checkpointing import loaded_with, reentrant
+from unsloth_ddp.model.forward.gradient_checkpointing import loaded_with, reentrant
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
 

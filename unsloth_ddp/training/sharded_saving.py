@@ -26,7 +26,7 @@ from unsloth_ddp.checkpoints.sharded_state import (
 from unsloth_ddp.checkpoints.shards import MissingTensor
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.whole_weights import (
+from unsloth_ddp.model.files.whole_weights import (
     describe_without_weights,
     gathered,
     saved_tensors,

@@ -24,23 +24,22 @@ from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoints_readable
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import rows_at_once
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.batch_plan import BatchPlan, rows_at_once
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
-from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.files.stored_weights import complete_result
+from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_packs
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.forward.supervised_head import fits_fused_head
+from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.modules import evaluation_mode
-from unsloth_ddp.model.sharded_load import mixed_precision_policy, trained_by_unsloth
-from unsloth_ddp.model.stored_weights import complete_result
-from unsloth_ddp.model.supervised_head import fits_fused_head
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
-from unsloth_ddp.sizing.sharded_trial import ShardedMemorySearch
-from unsloth_ddp.sizing.trial import MemorySearch, bytes_added_by_steps, forget_free_memory, trained_bytes
+from unsloth_ddp.sizing.trial import forget_free_memory
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
     CountOverflows,
@@ -49,19 +48,19 @@ from unsloth_ddp.training.callbacks import (
     ReportProgress,
     StopTogether,
 )
-from unsloth_ddp.training.cuda_graphs import CudaGraphs
-from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
-from unsloth_ddp.training.display import ShowTraining, choose_view, shown_callbacks
-from unsloth_ddp.training.gradient_exchange import make_exchange
-from unsloth_ddp.training.log_metrics import LogMetrics
-from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
-from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss
-from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sft_config import check_precision
-from unsloth_ddp.training.zero3_release import release_after_each_block
+from unsloth_ddp.training.shown.display import ShowTraining, choose_view, shown_callbacks
+from unsloth_ddp.training.shown.log_metrics import LogMetrics
+from unsloth_ddp.training.shown.meter import peak_memory_bytes, real_tokens
+from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
+from unsloth_ddp.training.step.deepspeed_precision import reduce_in_fp32
+from unsloth_ddp.training.step.gradient_exchange import make_exchange
+from unsloth_ddp.training.step.optimizer_step import OptimizerStep
+from unsloth_ddp.training.step.zero3_release import release_after_each_block
+from unsloth_ddp.training.tasks.task import Task
+from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
@@ -92,18 +91,16 @@ class DDPTrainer(ResumableTrainer):
         self.data = data
         self.stop = stop
         self.evaluation_interrupted = False
-        # TensorBoard events go to <run>/tensorboard/.
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        # The plan is known only after the rows were packed.
-        config.per_device_train_batch_size = data.plan.per_device
-        config.gradient_accumulation_steps = data.plan.accumulation
+        self.peak_before_steps = 0
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
-        self.checkpointing = GradientCheckpointing(model, runtime, settings)
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
-        self.cuda_graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
+        checkpointing = GradientCheckpointing(model, runtime, settings)
+        graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
+        self._use_plan(config, data.plan)
         seed = config.seed if config.data_seed is None else config.data_seed
-        evaluation = data.evaluation
+        # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
         with trained_by_unsloth(model, runtime.backend):
             super().__init__(
                 runtime,
@@ -112,50 +109,57 @@ class DDPTrainer(ResumableTrainer):
                 model=model,
                 args=config,
                 train_dataset=data.train.dataset,
-                eval_dataset=evaluation.dataset if evaluation else None,
+                eval_dataset=data.evaluation.dataset if data.evaluation else None,
                 processing_class=tokenizer,
                 data_collator=self.collate,
                 callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
             )
-        # Unsloth's __init__ drops rows without supervised tokens, among them the filler row, and does not know packs.
-        self.train_dataset, self.eval_dataset = data.train.examples, evaluation.examples if evaluation else None
-        assert self.plan == data.plan, "the trainer changed the batch plan"
-        # Unsloth lowers a default value to the size of the micro-batch, which is not chosen yet.
-        self.args.per_device_eval_batch_size = rows_at_once(
-            evaluation.units if evaluation else 0, settings.per_device_eval_batch_size, runtime.ranks.world_size
-        )
-        check_precision(self.args, settings, runtime)
+        self._undo_changes_of_the_backend()
+        self._set_gradient_precision()
         self.view = choose_view(lines=bool(config.disable_tqdm))
         self._set_callbacks()
-        self._set_gradient_precision()
-        self.add_callback(CompareWeights(DriftCheck(self.model, runtime, settings.drift_check_steps)))
-        self.add_callback(NameUntrained(self.model, runtime))
-        if runtime.precision == "fp16":
-            self.add_callback(CountOverflows(self.accelerator, speaks=runtime.ranks.is_main))
-        self.exchange = make_exchange(self.model, settings, runtime, self.args, self.accelerator.ddp_handler)
-        self.retry = StepRetry(
-            self.checkpointing, self.meter, self.args.device, self.exchange, self.args.world_size, self._changed_kind
-        )
-        self.loss = MicroBatchLoss(
+        task = TextTask(
             super().compute_loss if runtime.backend == "unsloth" else None,
             divides=bool(self.model_accepts_loss_kwargs),
             fused_head=runtime.device_type == "cuda" and fits_fused_head(model),
-            forward_done=self.retry.forward_done,
         )
         # Upstream would divide a second time for models that do not take the divisor.
         self.model_accepts_loss_kwargs = True
-        self.peak_before_steps = 0
-        self.logged = LogMetrics(model, runtime, self.meter, self.retry)
+        exchange = make_exchange(self.model, settings, runtime, self.args, self.accelerator.ddp_handler)
+        self.step = OptimizerStep(
+            task, checkpointing, graphs, exchange, self.meter, self.args.device, self.args.world_size
+        )
+        self.logged = LogMetrics(model, runtime, self.meter, self.step)
 
-    def _changed_kind(self, kind: str) -> None:
-        self.checkpoints.update_identity(gradient_checkpointing=kind)
-        self.cuda_graphs.use(kind)
+    @staticmethod
+    def _use_plan(config: Any, plan: BatchPlan) -> None:
+        config.per_device_train_batch_size = plan.per_device
+        config.gradient_accumulation_steps = plan.accumulation
+
+    def _undo_changes_of_the_backend(self) -> None:
+        """Set what Unsloth's __init__ changes in the rows and in the arguments."""
+        evaluation = self.data.evaluation
+        # It drops rows without supervised tokens, among them the filler row, and does not know packs.
+        self.train_dataset = self.data.train.examples
+        self.eval_dataset = evaluation.examples if evaluation else None
+        assert self.plan == self.data.plan, "the trainer changed the batch plan"
+        # It lowers a default value to the size of the micro-batch, which is not chosen yet.
+        self.args.per_device_eval_batch_size = rows_at_once(
+            evaluation.units if evaluation else 0,
+            self.settings.per_device_eval_batch_size,
+            self.runtime.ranks.world_size,
+        )
+        check_precision(self.args, self.settings, self.runtime)
 
     def _set_callbacks(self) -> None:
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
         shown = ShowTraining(self.view, self.runtime.progress, lambda: self.checkpoints.last)
         upstream = self.callback_handler.callbacks
         self.callback_handler.callbacks = [*shown_callbacks(upstream, trackers), shown]
+        self.add_callback(CompareWeights(DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)))
+        self.add_callback(NameUntrained(self.model, self.runtime))
+        if self.runtime.precision == "fp16":
+            self.add_callback(CountOverflows(self.accelerator, speaks=self.runtime.ranks.is_main))
 
     def _set_gradient_precision(self) -> None:
         if self.is_fsdp_enabled and self.runtime.precision != "fp32":
@@ -170,44 +174,40 @@ class DDPTrainer(ResumableTrainer):
 
     def choose_micro_batch(self, resume: ResumePoint | None) -> MicroBatchDecision:
         """Choose gradient checkpointing and micro-batch by what fits, and configure them; every rank calls this."""
-        # Keep the peak of loading before the trials reset it.
+        # The peak of loading, which the trials reset.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
-        ddp_sends = self.args.world_size > 1 and self.exchange is None
-        stays = self.exchange is not None or self.cuda_graphs.choice.uses_graphs
-        runner = MicroBatchRunner(
-            self.model, self.args.device, self.loss, self.data_collator, self.accelerator.autocast
-        )
-        kind_of_search = MemorySearch if self.runtime.sharding == "none" else ShardedMemorySearch
-        search = kind_of_search(
-            self.settings,
-            self.runtime,
-            self.data,
-            self.checkpointing,
-            runner,
-            bytes_added_by_steps(self.model, self.settings.optim, ddp_sends=ddp_sends),
-            bytes_kept=trained_bytes(self.model) if stays else 0,
-            uses_graphs=self.cuda_graphs.choice.uses_graphs,
-        )
+        search = self.step.search(self.settings, self.runtime, self.data, self._runner())
         decision = search.choose(resume.manifest.run if resume else {})
-        self.retry.start_with(decision.kind)
         plan = with_micro_batch(self.data.plan, decision.per_device)
-        self.args.per_device_train_batch_size = plan.per_device
-        self.args.gradient_accumulation_steps = plan.accumulation
+        self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
-        self.checkpoints.update_identity(**batch_identity(plan), gradient_checkpointing=decision.kind)
-        # After the trials, which have to allow for rows with all tokens supervised. Sharded weights cannot be used before
-        # training begins.
-        if self.runtime.backend == "unsloth" and not shards_weights(self.runtime.sharding):
-            self.loss.choose_head(runner, self.data.train.examples, self.plan.per_device)
-            self.collate.find_supervised(self.loss.head is not None)
-        gradients = self.exchange.buffers if self.exchange is not None else None
-        self.cuda_graphs.prepare(runner, decision, self.plan, self.accelerator.autocast, gradients)
-        self.checkpoints.update_identity(cuda_graphs="on" if self.cuda_graphs.choice.uses_graphs else "off")
+        self.step.task = self._tuned_task(plan)
+        self.step.prepare(decision, plan, self._runner())
+        self.checkpoints.update_identity(
+            **batch_identity(plan),
+            cuda_graphs="on" if self.step.graphs.choice.uses_graphs else "off",
+            **self.step.identity,
+        )
         forget_free_memory()
         if self.runtime.device_type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return decision
+
+    def _runner(self) -> MicroBatchRunner:
+        """Return what computes the losses of rows with the current task outside of the training loop."""
+        return MicroBatchRunner(
+            self.model, self.args.device, self.step.task.loss, self.data_collator, self.accelerator.autocast
+        )
+
+    def _tuned_task(self, plan: BatchPlan) -> Task:
+        # The search has to allow for rows with all tokens supervised, so it uses the task as it was.
+        # Sharded weights cannot be used before training begins.
+        if self.runtime.backend != "unsloth" or shards_weights(self.runtime.sharding):
+            return self.step.task
+        task = self.step.task.tuned(self._runner(), self.data.train.examples, plan.per_device)
+        self.collate.find_supervised(task.head_chooses)
+        return task
 
     # ---- rows: upstream shuffles with the global random state and repeats rows to give every rank the same number ----
 
@@ -227,7 +227,7 @@ class DDPTrainer(ResumableTrainer):
     # ---- loss: upstream divides by its own count and multiplies by the world size ----
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Return the micro-batches of one optimizer step and the divisor of their losses (see loss.py)."""
+        """Return the micro-batches of one optimizer step and the divisor of their losses (see divisor.py)."""
         batches = []
         began = time.perf_counter()
         for _ in range(num_batches):
@@ -238,41 +238,26 @@ class DDPTrainer(ResumableTrainer):
         if not batches:
             return batches, None
         reading = self.feed.seconds_waited(time.perf_counter() - began)
-        divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
-        self.meter.own_work.start(reading, len(batches))
-        self.retry.begin_step(batches, divisor)
-        return batches, divisor
+        return batches, self.step.begin(batches, reading, self._sum_over_ranks)
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
         return self.accelerator.reduce(count.to(self.args.device), reduction="sum")
 
     def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        """Compute one forward and backward pass; repeat the step with less memory if it runs out of memory."""
-        replayed = self.cuda_graphs.run(inputs, num_items_in_batch)
+        """Compute one micro-batch of a step (see OptimizerStep)."""
+        last = self.accelerator.sync_gradients
         if self.runtime.copies > 1:
             # Reduce gradients between replicas, over the slower links, once per step.
-            model.set_requires_all_reduce(self.accelerator.sync_gradients)
-        if replayed is None:
-            return self.retry.run(super().training_step, model, inputs, num_items_in_batch)
-        loss, step = replayed
-        self.meter.own_work.forward_done()
-        self.meter.add(loss * num_items_in_batch, step.supervised, step.tokens)
-        self.meter.replayed_bytes = self.cuda_graphs.peak_bytes
-        self.retry.pass_done()
-        if self.exchange is not None and self.accelerator.sync_gradients:
-            self.exchange.average()
-        return loss
+            model.set_requires_all_reduce(last)
+        return self.step.micro_batch(super().training_step, model, inputs, num_items_in_batch, last=last)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the micro-batch's loss (see MicroBatchLoss), measured while training."""
-        loss, divisor = self.loss(model, inputs, num_items_in_batch), num_items_in_batch
-        # Not model.training, which DeepSpeed's engine leaves True during an evaluation.
-        if torch.is_grad_enabled():
-            self.retry.forward_done()
-            self.meter.own_work.forward_done()
-            self.meter.add(loss * divisor, supervised_tokens(inputs["labels"]), real_tokens(inputs))
+        """Return the micro-batch's loss, measured."""
+        loss = self.step.task.loss(model, inputs, num_items_in_batch)
+        self.meter.own_work.forward_done()
+        self.meter.add(loss * num_items_in_batch, self.step.task.units(inputs), real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
     # These two call Transformers directly: Unsloth's versions drop evaluation rows without supervised tokens, among them
@@ -311,7 +296,7 @@ class DDPTrainer(ResumableTrainer):
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
                     loss_sum = self._evaluate_batch(model, inputs, one)
-                    sums += torch.stack([loss_sum.double(), supervised_tokens(inputs["labels"]).double()])
+                    sums += torch.stack([loss_sum.double(), self.step.task.units(inputs).double()])
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             loss, count = self._gather_sums(sums).sum(dim=0).tolist()
         metrics = {f"{metric_key_prefix}_loss": loss / count}
@@ -320,10 +305,10 @@ class DDPTrainer(ResumableTrainer):
     def _evaluate_batch(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         try:
             with self.compute_loss_context_manager():
-                return self.compute_loss(model, inputs, num_items_in_batch=divisor)
+                return self.step.task.loss(model, inputs, divisor)
         except RuntimeError as error:
             # Captured graphs hold the memory of a step. A batch has no collectives, so each rank can free it alone.
-            if not is_out_of_memory(error) or not self.cuda_graphs.release():
+            if not is_out_of_memory(error) or not self.step.graphs.release():
                 raise
         return self._evaluate_batch(model, inputs, divisor)
 
@@ -356,9 +341,9 @@ class DDPTrainer(ResumableTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
-        if self.exchange is not None:
-            self.exchange.broadcast()
-        if self.runtime.sharding == "zero3" and self.checkpointing.recomputes_reentrantly:
+        if self.step.exchange is not None:
+            self.step.exchange.broadcast()
+        if self.runtime.sharding == "zero3" and self.step.checkpointing.recomputes_reentrantly:
             release_after_each_block(self.model_wrapped)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
@@ -393,6 +378,11 @@ class DDPTrainer(ResumableTrainer):
         """Return whether the ranks stopped together before the last step, or during an evaluation after it."""
         before_the_end = self.state.global_step < self.state.max_steps
         return self.evaluation_interrupted or (bool(self.stop.agreed_cause) and before_the_end)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # Ranks that ran out of memory have changed it.
+        self.checkpoints.update_identity(**self.step.identity)
+        super()._save_checkpoint(model, trial)
 
     def write_final(self, folder: Path) -> None:
         """Write the adapter or model, the tokenizer and the log of losses into `folder`; every rank calls this."""

@@ -16,8 +16,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.test_tokenize import TRL_TEMPLATES, core, from_trl, make_tokenizer
-from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.tokenize import EncodedRow, Encoder
+from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder
+from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
 
 __all__ = ["core"]

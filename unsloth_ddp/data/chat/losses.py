@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from unsloth_ddp.data.chat.parts import REQUIRED, THINK_END, Part, name_of
-from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.messages import REASONING_KEYS, Message
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 from unsloth_ddp.utils.errors import UserError
 
 SHOWN = 60

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.messages import REASONING_KEYS, Message
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 
 # Markup that separates reasoning from the answer, whether the template looks for it or not.
 THINK_START, THINK_END = "<think>", "</think>"

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, turns_left_out
 from unsloth_ddp.data.chat.parts import REPEATED, Markup, Part, StandIn, stand_in
 from unsloth_ddp.data.chat.scaffold import Places, Scaffold, Slot, not_found_in, places_in, scaffold_of
+from unsloth_ddp.data.chat.template import ChatTemplate, Span, TemplatePair
 from unsloth_ddp.data.chat.turn_spans import SpanFinder
 from unsloth_ddp.data.chat.variants import variants
-from unsloth_ddp.data.chat_template import ChatTemplate, Span, TemplatePair
-from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.messages import REASONING_KEYS, Message
-from unsloth_ddp.data.values import is_empty
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
+from unsloth_ddp.data.sources.values import is_empty
 from unsloth_ddp.utils.errors import UserError
 
 # Remarks on how a row was rendered; see NOTES.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_ddp.data.chat.parts import JSON_STYLES, REQUIRED, Part, StandIn, name_of
-from unsloth_ddp.data.chat_template import Span
+from unsloth_ddp.data.chat.template import Span
 
 WORD = re.compile(r"Z[qn]\d{5,}qZ|(?<![\d.])731\d{5,}(?![\d.])")
 SPACE = re.compile(r"\s*")

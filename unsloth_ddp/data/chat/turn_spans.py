@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unsloth_ddp.data.chat.parts import THINK_END, closes
-from unsloth_ddp.data.chat_template import ChatTemplate, Span
-from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.messages import Message
+from unsloth_ddp.data.chat.template import ChatTemplate, Span
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.utils.errors import UserError
 
 NEXT_QUESTION: Message = {"role": "user", "content": "And then?"}

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from unsloth_ddp.data.chat.parts import THINK_END, THINK_START
-from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.messages import REASONING_KEYS, Message
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 
 
 def variants(example: Example, prints_bare: Callable[[], bool]) -> Iterator[Example]:

@@ -1,0 +1,54 @@
+"""Show a tokenized row as the model sees it."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.units import counted
+
+SUPERVISED_START, SUPERVISED_END = "[[", "]]"
+MOST_CHARACTERS = 1500
+
+
+def preview_first_row(rows: TokenizedRows, tokenizer: Any, max_length: int) -> str:
+    """Return the first training row decoded, for the start of a run; see preview_row."""
+    first = rows.dataset.with_format(None)[0]
+    return preview_row(tokenizer, first["input_ids"], first["labels"], max_length if first["overlong"] else None)
+
+
+def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at: int | None) -> str:
+    """Return a row decoded, with its supervised parts in double brackets.
+
+    Args:
+        labels: (tokens,), IGNORED where a token is not supervised.
+        cut_at: the --max_length at which the row was cut, or None.
+    """
+    # The first token is never predicted.
+    labels = [IGNORED, *labels[1:]]
+    parts, end, before = [], 0, ""
+    for supervised, run in groupby(labels, key=lambda label: label != IGNORED):
+        start, end = end, end + len(list(run))
+        # Many tokenizers drop leading space, so a part is decoded as what it adds to the text before it.
+        so_far = tokenizer.decode(input_ids[:end], skip_special_tokens=False)
+        text = (
+            so_far[len(before) :]
+            if so_far.startswith(before)
+            else tokenizer.decode(input_ids[start:end], skip_special_tokens=False)
+        )
+        before = so_far
+        text = "\n".join(printable(line) for line in text.split("\n"))
+        parts.append(f"{SUPERVISED_START}{text}{SUPERVISED_END}" if supervised else text)
+    shown = "".join(parts)
+    if (left_out := len(shown) - MOST_CHARACTERS) > 0:
+        half = MOST_CHARACTERS // 2
+        shown = f"{shown[:half]}\n... {left_out:,} characters ...\n{shown[-half:]}"
+    supervised_tokens = sum(label != IGNORED for label in labels)
+    cut = f", cut at --max_length {cut_at}" if cut_at else ""
+    return (
+        f"The first training row as the model sees it ({counted(len(input_ids), 'token')}{cut}; {SUPERVISED_START}supervised"
+        f"{SUPERVISED_END}, {counted(supervised_tokens, 'token')}):\n{shown}"
+    )

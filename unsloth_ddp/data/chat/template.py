@@ -1,0 +1,203 @@
+"""Choose and render chat templates.
+
+A tokenizer may hold one template or named variants of it. TRL keeps a training variant of common templates, which marks
+what the assistant writes; some of these variants also render a chat differently from the tokenizer's own template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.nodes import Template
+
+from unsloth_ddp.data.chat.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
+from unsloth_ddp.data.sources.messages import Message
+from unsloth_ddp.utils.errors import UserError
+
+TEMPLATES = Path(__file__).parent / "templates"
+# --chat_template training: TRL's training variant of the tokenizer's template.
+TRAINING = "training"
+
+# Tags of Transformers' own extension, which plain Jinja does not know.
+GENERATION_TAGS = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
+
+# Markup that a template looks for in texts has at least and at most so many characters; longer constants are prose.
+LEAST_MARKUP, MOST_MARKUP = 3, 60
+
+# (first, last + 1) character of a part of the rendered chat.
+Span = tuple[int, int]
+
+
+def read_chat_template(wanted: str) -> str:
+    """Read the template of a Jinja file, or one of the kit's own by name.
+
+    Raises:
+        UserError: there is no such file or name, or it cannot be read.
+    """
+    own = {path.stem: path for path in TEMPLATES.glob("*.jinja")}
+    try:
+        path = own.get(wanted) or Path(wanted).expanduser()
+        if not path.is_file():
+            raise UserError(
+                f"chat_template {wanted[:200]}: there is no such file, and the kit's own are: {', '.join(sorted(own))}; "
+                f"{TRAINING} takes TRL's training variant of the tokenizer's template."
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"chat_template {wanted[:200]} cannot be read: {reason}; give a Jinja file in UTF-8.") from None
+
+
+def parsed(source: str) -> Template:
+    """Return the syntax tree of a template.
+
+    Raises:
+        TemplateSyntaxError: it is not valid Jinja.
+    """
+    return Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(GENERATION_TAGS.sub("", source))
+
+
+def check_chat_template(wanted: str | None) -> None:
+    """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read.
+
+    Raises:
+        UserError: the file cannot be read (see read_chat_template), or it has a syntax error.
+    """
+    if wanted in (None, TRAINING):
+        return
+    source = read_chat_template(str(wanted))
+    try:
+        # What is nested too deeply for the parser is refused when the first row is rendered.
+        with contextlib.suppress(RecursionError):
+            parsed(source)
+    except TemplateSyntaxError as error:
+        reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
+        raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
+
+
+def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
+    """Set the tokenizer's template to the one that --chat_template names; without the option it keeps its own."""
+    if wanted not in (None, TRAINING):
+        tokenizer.chat_template = read_chat_template(str(wanted))
+
+
+def prints_date(template: str | dict[str, str] | None) -> bool:
+    """Return whether a chat template, or a variant of it, prints the date of the day on which it is rendered."""
+    variants = template.values() if isinstance(template, dict) else [template or ""]
+    return any("strftime_now" in variant for variant in variants)
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTemplate:
+    """A Jinja template with the values that it is rendered with.
+
+    Args:
+        source: the Jinja text.
+        marked: whether the template marks what the assistant writes with {% generation %}.
+        special_tokens: the tokenizer's, by name.
+        day: the date that `strftime_now` gives, which is the same for all rows of a run.
+    """
+
+    source: str
+    marked: bool
+    special_tokens: dict[str, Any]
+    day: date
+
+    def render(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
+        """Render a chat; with `prompt`, add the generation prompt."""
+        return self._render(messages, tools, prompt)[0]
+
+    def render_marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        """Render a chat, and return also the spans that the template marks."""
+        # Not apply_chat_template, which returns a token mask that is wrong if a span begins with trimmed white space.
+        return self._render(messages, tools, False, marked=True)
+
+    def literals(self) -> set[str]:
+        """Return the markup that the template looks for in texts, such as </think>.
+
+        These are the constants that it tests with `in`, gives to a method (split, startswith) or a filter, or names. Words
+        and punctuation are left out, because they stand in every text.
+        """
+        from jinja2 import nodes
+
+        try:
+            tree = parsed(self.source)
+        except (TemplateSyntaxError, RecursionError):
+            return set()
+        found: list[nodes.Node] = [one.expr for one in tree.find_all(nodes.Compare)]
+        for call in tree.find_all((nodes.Call, nodes.Filter)):
+            assert isinstance(call, (nodes.Call, nodes.Filter))
+            found += call.args
+        found += [one.node for one in tree.find_all(nodes.Assign)]
+        texts = {one.value.strip() for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+        return {text for text in texts if LEAST_MARKUP <= len(text) <= MOST_MARKUP and re.search(r"[^\w\s]", text)}
+
+    def _render(
+        self, messages: list[Message], tools: list[Any] | None, prompt: bool, *, marked: bool = False
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with limited_rendering():
+            rendered: Any = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                strftime_now=datetime.combine(self.day, time()).strftime,
+                return_assistant_tokens_mask=marked,
+                **self.special_tokens,
+            )
+        texts, spans = rendered
+        return check_length(texts[0]), list(spans[0]) if spans else []
+
+
+@dataclass(frozen=True)
+class TemplatePair:
+    """The tokenizer's own template for a row, and TRL's training variant of it, if it has one and needs one."""
+
+    own: ChatTemplate
+    training: ChatTemplate | None
+
+
+def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePair | None:
+    """Return the templates for rows with or without tools; None if the tokenizer has no template for them.
+
+    Of named variants, take the one that apply_chat_template takes: tool_use for rows with tools if there is one, and
+    default otherwise.
+
+    Raises:
+        UserError: the template is not valid Jinja, or exceeds a limit of time or memory.
+    """
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    source = tokenizer.chat_template
+    if isinstance(source, dict):
+        source = source.get("tool_use", source.get("default")) if with_tools else source.get("default")
+    if source is None:
+        return None
+    special_tokens = dict(tokenizer.special_tokens_map)
+    try:
+        own = ChatTemplate(source, has_generation_markers(source), special_tokens, day)
+    except TemplateSyntaxError as error:
+        raise UserError(f"the chat template is not valid Jinja ({error}); fix it.") from None
+    if own.marked:
+        return TemplatePair(own, None)
+    one_variant = copy.copy(tokenizer)
+    one_variant.chat_template = source
+    try:
+        # TRL renders test rows to examine the template.
+        with limited_rendering():
+            training = get_training_chat_template(one_variant)
+    except TemplateOverrun as error:
+        raise UserError(overrun_sentence(error)) from None
+    except Exception:
+        # TRL knows no training variant of this template, or cannot render its own test rows with it.
+        training = None
+    return TemplatePair(own, ChatTemplate(training, True, special_tokens, day) if training else None)

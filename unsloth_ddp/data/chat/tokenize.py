@@ -1,0 +1,232 @@
+"""Tokenize one example into token ids and labels.
+
+The token that ends a supervised turn is supervised too, so that the model learns to stop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.chat.parts import THINK_END
+from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
+from unsloth_ddp.data.chat.renderer import ChatRenderer
+from unsloth_ddp.data.chat.template import TRAINING, Span, template_pair
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.utils.errors import UserError
+
+
+@dataclass
+class EncodedRow:
+    """A tokenized row.
+
+    Args:
+        input_ids: token ids.
+        labels: the same ids, IGNORED where a token is not supervised.
+        stop_tokens: special tokens that end the row's last answer, at which generation has to stop.
+        overlong: whether the row was cut.
+        notes: keys of chat.renderer.NOTES.
+        unread_keys: keys of messages that the chat template does not read.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    stop_tokens: list[int] = field(default_factory=list)
+    overlong: bool = False
+    notes: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+
+
+class Encoder:
+    """Turn examples into token ids and labels."""
+
+    def __init__(
+        self, tokenizer: Any, *, supervise_all: bool, chat_template: str | None = None, day: date | None = None
+    ) -> None:
+        """Prepare the renderers.
+
+        Args:
+            chat_template: --chat_template; a file is already set as the tokenizer's template.
+            day: the date that templates print; today by default.
+
+        Raises:
+            UserError: the tokenizer cannot map tokens to characters.
+        """
+        if not tokenizer.is_fast:
+            raise UserError(
+                "the tokenizer is a slow one, which cannot map tokens to characters; use a model with a tokenizer.json."
+            )
+        self.tokenizer = tokenizer
+        self.supervise_all = supervise_all
+        self.day = day or date.today()
+        self.use_training = chat_template == TRAINING
+        without_tools = self._renderer(with_tools=False)
+        named = isinstance(tokenizer.chat_template, dict)
+        self.renderers = (without_tools, self._renderer(with_tools=True) if named else without_tools)
+        added = tokenizer.added_tokens_decoder
+        self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+
+    def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:
+        pair = template_pair(self.tokenizer, self.day, with_tools=with_tools)
+        if pair is None:
+            return None
+        eos = self.tokenizer.eos_token
+        return ChatRenderer(pair, eos, supervise_all=self.supervise_all, use_training=self.use_training)
+
+    def encode(self, example: Example) -> EncodedRow:
+        """Tokenize one example, without cutting it.
+
+        Raises:
+            UserError: the chat template cannot render the example, or the assistant's spans cannot be found.
+        """
+        encoded = self._encode_chat(example) if example.text is None else self._encode_text(example)
+        if not encoded.input_ids:
+            raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
+        if has_empty_answer(example):
+            encoded.notes = (*encoded.notes, "empty")
+        return encoded
+
+    def _encode_text(self, example: Example) -> EncodedRow:
+        text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
+        bos = self.tokenizer.bos_token
+        # Text that was rendered with a chat template already begins with BOS.
+        ids, offsets = self._tokenize(text, special=not (bos and text.startswith(bos)))
+        # A token across the boundary contains the start of the completion, so it counts as completion.
+        prompt = next((i for i, (_, end) in enumerate(offsets) if end > prompt_chars), len(ids))
+        if not self._ended(ids, offsets, text, {self.tokenizer.eos_token_id}):
+            ids.append(self.tokenizer.eos_token_id)
+        keep = [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
+        encoded = self._encoded(ids, offsets, text, keep)
+        if example.prompt_chars and self.renderers[0] is not None:
+            encoded.notes = ("plain",)
+        return encoded
+
+    def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
+        # No warning of the tokenizer about long rows: they are cut, or refused, later.
+        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        return list(encoded["input_ids"]), encoded["offset_mapping"]
+
+    def _encode_chat(self, example: Example) -> EncodedRow:
+        renderer = self.renderers[bool(example.tools)]
+        if renderer is None:
+            raise UserError(self._without_template())
+        try:
+            chat = renderer.render(example)
+        except UserError:
+            raise
+        except TemplateOverrun as error:
+            raise UserError(overrun_sentence(error)) from None
+        except Exception as error:
+            raise UserError(
+                f"the chat template cannot render the row ({' '.join(str(error).split())}); change the row, or give "
+                "another template with --chat_template."
+            ) from None
+        ids, offsets = self._tokenize(chat.text, special=False)
+        keep = self._keep(ids, offsets, chat.text, chat.spans)
+        if self.supervise_all:
+            keep = [not kept for kept in keep]
+        if example.messages[-1]["role"] == "assistant" and not self._ended(ids, offsets, chat.text, self.special_ids):
+            last_is_trained = len(example.messages) - 1 not in example.left_out
+            ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, last_is_trained]
+        encoded = self._encoded(ids, offsets, chat.text, keep)
+        encoded.notes, encoded.unread_keys = chat.notes, chat.unread_keys
+        return encoded
+
+    def _without_template(self) -> str:
+        if isinstance(self.tokenizer.chat_template, dict):
+            names = ", ".join(sorted(self.tokenizer.chat_template))
+            return f"the tokenizer has only named chat templates ({names}), and none named default; give one as a file."
+        return "the tokenizer has no chat template; give one with --chat_template (chatml, or a file)."
+
+    def _encoded(self, ids: list[int], offsets: list[Span], text: str, keep: list[bool]) -> EncodedRow:
+        labels = [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]
+        blank = [not text[slice(*offset)].strip() for offset in offsets] + [False] * (len(ids) - len(offsets))
+        return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids))
+
+    def _keep(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> list[bool]:
+        """Return which tokens belong to the spans; each span includes the token that ends its turn."""
+        keep = [False] * len(ids)
+        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+        for start, end in spans:
+            first = bisect_right(ends, start)
+            last = max(first, bisect_left(starts, start + len(text[start:end].rstrip())))
+            if last == first or ids[last - 1] not in self.special_ids:
+                behind = last
+                while behind < len(ids) and not text[slice(*offsets[behind])].strip():
+                    behind += 1
+                if behind == len(ids):
+                    last = behind
+                elif ids[behind] in self.special_ids:
+                    last = behind + 1
+            keep[first:last] = [True] * (last - first)
+        return keep
+
+    @staticmethod
+    def _ended(ids: list[int], offsets: list[Span], text: str, stops: set[int]) -> bool:
+        """Return whether the last token that is not white space is one of `stops`."""
+        for token, offset in zip(reversed(ids), reversed(offsets), strict=True):
+            if token in stops or text[slice(*offset)].strip():
+                return token in stops
+        return False
+
+
+def has_empty_answer(example: Example) -> bool:
+    """Return whether an answer to learn is empty or only white space: an assistant turn without tool calls, or a text.
+
+    Reasoning alone is no answer.
+    """
+    if example.text is not None:
+        return not example.text[example.prompt_chars :].strip()
+    return any(
+        message["role"] == "assistant"
+        and index >= example.prompt_messages
+        and index not in example.left_out
+        and not message.get("tool_calls")
+        and not message["content"].rpartition(THINK_END)[2].strip()
+        for index, message in enumerate(example.messages)
+    )
+
+
+def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> list[int]:
+    """Return the special token that ends the last supervised run of tokens; empty if the run does not end in one.
+
+    If that run holds only special tokens, for example an EOS after the end of the turn, the run before it counts too.
+
+    Args:
+        labels: (tokens,), IGNORED where a token is not supervised.
+        blank: (tokens,), True where a token is only white space.
+        special_ids: the tokenizer's special tokens.
+    """
+    found: list[int] = []
+    position = len(labels) - 1
+    while position >= 0:
+        while position >= 0 and (labels[position] == IGNORED or _is_blank(position, labels, blank, special_ids)):
+            position -= 1
+        if position < 0 or labels[position] not in special_ids:
+            break
+        found.append(labels[position])
+        while position >= 0 and labels[position] in special_ids:
+            position -= 1
+        if position >= 0 and labels[position] != IGNORED:
+            break
+    return found
+
+
+def _is_blank(position: int, labels: list[int], blank: list[bool], special_ids: set[int]) -> bool:
+    return blank[position] and labels[position] not in special_ids
+
+
+def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:
+    """Tokenize an example and cut it to `max_length` tokens; a row that is cut has no stop tokens.
+
+    Raises:
+        UserError: see Encoder.encode.
+    """
+    row = encoder.encode(example)
+    if len(row.input_ids) > max_length:
+        row.input_ids, row.labels = row.input_ids[:max_length], row.labels[:max_length]
+        row.overlong, row.stop_tokens = True, []
+    return row

@@ -1,0 +1,1 @@
+"""Order rows: packs, batches of a step, and streams."""

@@ -1,0 +1,96 @@
+"""Collate rows into padded batches, and packs into one flat sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
+from unsloth_ddp.data.order.fixed_shape import FixedShape
+
+
+@dataclass
+class PadRight:
+    """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        shape = (len(rows), max(len(row["input_ids"]) for row in rows))
+        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        for index, row in enumerate(rows):
+            length = len(row["input_ids"])
+            ids[index, :length] = row["input_ids"]
+            labels[index, :length] = row["labels"]
+            mask[index, :length] = 1
+        named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return {name: torch.from_numpy(values) for name, values in named.items()}
+
+
+@dataclass
+class Flatten:
+    """Collate packs into one sequence, with the row boundaries that attention needs.
+
+    Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, and
+    Transformers finds the rows by them. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
+    int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
+    which would otherwise compute them in every layer and wait for the device each time.
+    """
+
+    keys: Literal["unsloth", "flash", "positions"]
+
+    def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        lengths = np.concatenate([pack["lengths"] for pack in packs])
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        batch: dict[str, Any] = {
+            name: torch.as_tensor(np.concatenate([pack[name] for pack in packs]), dtype=torch.int64).unsqueeze(0)
+            for name in ("input_ids", "labels")
+        }
+        batch["position_ids"] = torch.as_tensor(positions, dtype=torch.int64).unsqueeze(0)
+        if self.keys == "unsloth":
+            batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
+        elif self.keys == "flash":
+            borders = torch.as_tensor(np.append(0, ends), dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+        return batch
+
+
+@dataclass
+class Collate:
+    """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
+
+    With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py). With a
+    `shape`, add `padded_batch`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
+    """
+
+    pad: PadRight
+    flatten: Flatten
+    head_chooses: bool = False
+    shape: FixedShape | None = None
+
+    def find_supervised(self, wanted: bool) -> None:
+        """Set whether the positions of supervised tokens are added to every batch."""
+        self.head_chooses = wanted
+
+    def pad_to_shape(self, shape: FixedShape | None) -> None:
+        """Pad every batch of packs to this shape from now on; None stops it."""
+        self.shape = shape
+
+    def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        packed = "lengths" in examples[0]
+        batch: dict[str, Any] = self.flatten(examples) if packed else self.pad(examples)
+        if self.head_chooses:
+            batch |= supervised_positions(batch["labels"])
+        if packed and self.shape is not None:
+            joined = (np.concatenate([pack[name] for pack in examples]) for name in ("input_ids", "labels", "lengths"))
+            padded_batch = self.shape.pad(*joined)
+            if padded_batch is not None:
+                batch["padded_batch"] = padded_batch
+        return batch

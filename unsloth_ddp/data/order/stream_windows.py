@@ -1,0 +1,189 @@
+"""Read and tokenize windows of streamed rows ahead of training, in worker processes of the main process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from multiprocessing import util
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.tokenize import EncodedRow, encode_row
+from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
+from unsloth_ddp.data.order.packing import Packing
+from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows
+from unsloth_ddp.data.sources.formats import to_example
+from unsloth_ddp.data.sources.revisions import dataset_revisions
+from unsloth_ddp.data.sources.rows import SourceRow, read_rows, streamed_sources
+from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
+from unsloth_ddp.utils.errors import UserError
+
+T = TypeVar("T")
+# A row or a pack as the collator takes it; a step counts these.
+Unit = dict[str, np.ndarray]
+
+# Rows that are packed together; with this many, the half-empty last pack of a window hardly matters.
+PACKED_WINDOW = 1000
+WINDOWS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class TokenizedWindow:
+    """Consecutive rows of a stream, tokenized, from `start` on, without dropped rows.
+
+    `problem` is the error of the row after them, or None. `ended` is the number of rows of the first epoch, if that epoch
+    ends within this window.
+    """
+
+    start: StreamPosition
+    rows: list[Unit]
+    problem: str | None = None
+    ended: int | None = None
+
+
+@dataclass(eq=False)
+class StreamedWindows(IterableDataset[TokenizedWindow]):
+    """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows.
+
+    `encode` tokenizes a row; with `drop`, rows that are overlong are left out.
+    """
+
+    read: Callable[[], Iterable[SourceRow]]
+    encode: Callable[[SourceRow], EncodedRow]
+    _: KW_ONLY
+    size: int
+    buffer: int
+    seed: int
+    drop: bool
+    start: StreamPosition = FIRST
+
+    def __iter__(self) -> Iterator[TokenizedWindow]:
+        worker = get_worker_info()
+        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        rows = stream_rows(self.read, self.buffer, self.seed, self.start)
+        before = (self.start.epoch, self.start.row)
+        for number in itertools.count():
+            taken, problem = _take(rows, self.size)
+            start = StreamPosition(*taken[0][:3]) if taken else self.start
+            numbers = [before, *((row.epoch, row.number) for row in taken)]
+            before = numbers[-1]
+            if number % workers == turn:
+                window = TokenizedWindow(start, [], problem, _end_of_first_epoch(numbers))
+                yield self._tokenized(window, [row.row for row in taken])
+            if problem is not None:
+                return
+
+    def _tokenized(self, window: TokenizedWindow, rows: list[SourceRow]) -> TokenizedWindow:
+        for row in rows:
+            try:
+                encoded = self.encode(row)
+            except UserError as error:
+                return dataclasses.replace(window, problem=f"{row.location}: {error}")
+            if not (self.drop and encoded.overlong):
+                ids, labels = (np.array(values, dtype=np.int32) for values in (encoded.input_ids, encoded.labels))
+                window.rows.append({"input_ids": ids, "labels": labels})
+        return window
+
+
+def _take(rows: Iterator[T], count: int) -> tuple[list[T], str | None]:
+    """Return the next rows, and the error of the row after them or None."""
+    taken: list[T] = []
+    try:
+        for row in itertools.islice(rows, count):
+            taken.append(row)
+    except UserError as error:
+        return taken, str(error)
+    return taken, None
+
+
+def _end_of_first_epoch(numbers: Sequence[tuple[int, int]]) -> int | None:
+    for (epoch, number), (next_epoch, _) in itertools.pairwise(numbers):
+        if epoch == 0 and next_epoch == 1:
+            return number + 1
+    return None
+
+
+def _stay_with_parent(closing: Any, worker: int) -> None:
+    """Keep a worker alive until the main process closes it or dies.
+
+    Launchers and schedulers signal all processes of a job, but the main process may need more rows before it saves. If
+    the main process dies, the worker must be killed, since it holds copies of its connections.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: os._exit(0) if closing.value else None)
+
+
+def _unchanged(item: T) -> T:
+    return item
+
+
+def streamed_windows(
+    settings: Settings, packing: Packing | None, tokenizer: Any, seed: int, template_date: str | None = None
+) -> StreamedWindows:
+    """Return the windows of a run; call it before the tokenizer changes after the first rows were tokenized."""
+    encoder = make_encoder(settings, tokenizer, template_date)
+    revisions = dataset_revisions(settings)
+
+    def read() -> Iterator[SourceRow]:
+        for source in streamed_sources(settings.dataset):
+            revision = revisions.get(source)
+            yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
+
+    def encode(row: SourceRow) -> EncodedRow:
+        return encode_row(encoder, to_example(row.columns), settings.max_length)
+
+    return StreamedWindows(
+        read,
+        encode,
+        size=ROWS_AT_A_TIME if packing is None else PACKED_WINDOW,
+        buffer=settings.shuffle_buffer,
+        seed=seed,
+        drop=settings.overlong == "drop",
+    )
+
+
+def read_ahead(windows: StreamedWindows, start: StreamPosition, workers: int) -> Iterator[TokenizedWindow]:
+    """Yield the windows from `start` on; `workers` processes make them WINDOWS_AHEAD windows ahead."""
+    windows.start = start
+    # Fork, because a spawned process would import and load everything again.
+    context = multiprocessing.get_context("fork")
+    closing = context.RawValue(ctypes.c_bool, False)
+    loader = DataLoader(
+        windows,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=WINDOWS_AHEAD,
+        collate_fn=_unchanged,
+        worker_init_fn=functools.partial(_stay_with_parent, closing),
+        multiprocessing_context=context,
+        # Otherwise the workers' seeds would be drawn from the generator that dropout uses.
+        generator=torch.Generator(),
+    )
+    windows_ahead = iter(loader)
+
+    def close() -> None:
+        closing.value = True
+
+    # Both run before the exit handlers of torch (registered earlier) and multiprocessing, which wait for the workers.
+    atexit.register(close)
+    util.Finalize(None, close, exitpriority=100)
+    try:
+        yield from windows_ahead
+    finally:
+        close()
+        atexit.unregister(close)

@@ -1,0 +1,1 @@
+"""Read rows from files and the Hub, and convert them into examples."""

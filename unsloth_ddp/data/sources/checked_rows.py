@@ -1,0 +1,73 @@
+"""Read the rows of a source as examples, each checked, and check the first rows of all files of a run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources.formats import Example, to_example
+from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
+from unsloth_ddp.utils.errors import UserError
+
+# Bytes of a JSON list whose first rows are checked: all of it has to be read for them.
+LARGEST_LIST = 1 << 27
+
+
+def checked_rows(
+    source: str,
+    split: str,
+    config: str | None = None,
+    revision: str | None = None,
+    *,
+    streaming: bool = False,
+    may_be_empty: bool = False,
+) -> Iterator[tuple[str, Example]]:
+    """Yield the location of each row of one source, and its example.
+
+    Raises:
+        UserError: see read_rows; a row has none of the accepted formats; there are no rows, unless `may_be_empty`.
+    """
+    location = ""
+    for location, columns in read_rows(source, split, config, revision, streaming=streaming):
+        try:
+            example = to_example(columns)
+        except UserError as error:
+            raise UserError(f"{location}: {error}") from None
+        yield location, example
+    if not location and not may_be_empty:
+        raise UserError(f"dataset {source} holds no rows; leave it out, or check why it is empty.")
+
+
+@dataclass
+class FirstRows:
+    """Count the rows and files that check_first_rows has read, and the Hub datasets that it has left out."""
+
+    rows: int = 0
+    files: int = 0
+    hub: int = 0
+
+
+def check_first_rows(settings: Settings, count: int) -> FirstRows:
+    """Read the first `count` rows of every local file of a run; missing files and large JSON lists are skipped.
+
+    Raises:
+        UserError: the run would refuse one of these rows, or a file.
+    """
+    found = FirstRows()
+    for sources, streaming in ((settings.dataset, settings.streaming), (settings.eval_dataset, False)):
+        there = [source for source in sources if not is_file(source) or Path(source).expanduser().exists()]
+        for source in checked_files(there, streaming=streaming):
+            if not is_file(source):
+                found.hub += 1
+                continue
+            path = Path(source).expanduser()
+            if path.suffix.lower() == ".json" and path.stat().st_size > LARGEST_LIST:
+                continue
+            # A folder may hold empty shards, but a file that the user names should hold rows.
+            rows = checked_rows(source, "train", may_be_empty=source not in sources)
+            found.rows += sum(1 for _ in itertools.islice(rows, count))
+            found.files += 1
+    return found

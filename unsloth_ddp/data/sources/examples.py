@@ -1,0 +1,152 @@
+"""Read and check the rows of a run, and store them as examples in a folder of the node."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.node_folder import room_for_rows
+from unsloth_ddp.data.sources.checked_rows import checked_rows
+from unsloth_ddp.data.sources.formats import SHOWN_COLUMNS, Example
+from unsloth_ddp.data.sources.revisions import dataset_revisions
+from unsloth_ddp.data.sources.rows import checked_files, left_out, of_other_splits
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.units import counted
+
+# Rows of a stream that are read in advance; plans are made from them.
+STREAM_HEAD = 1000
+# A large set takes minutes to read, which should not look like a hang.
+ROWS_BETWEEN_LINES = 50_000
+EXAMPLE_FEATURES = datasets.Features({"location": datasets.Value("string"), "example": datasets.Value("string")})
+
+
+def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
+    """Read every row of the run into `folder`; refuse the first bad row by file and line.
+
+    If training rows are streamed, read only the first STREAM_HEAD of them.
+    """
+    datasets.disable_progress_bars()
+    revisions = dataset_revisions(settings)
+
+    @room_for_rows(folder)
+    def read() -> None:
+        train = _examples(
+            settings.dataset,
+            settings.dataset_split,
+            settings.dataset_config,
+            revisions,
+            folder,
+            streaming=settings.streaming,
+        )
+        if settings.eval_dataset:
+            evaluation = _examples(
+                settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, revisions, folder
+            )
+            evaluation.save_to_disk(folder / "examples_eval")
+        elif settings.eval_fraction:
+            train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
+            evaluation.save_to_disk(folder / "examples_eval")
+        train.save_to_disk(folder / "examples_train")
+
+    runtime.on_main(read, per_node=True)
+
+
+def held_out_examples(folder: Path, limit: int) -> list[Example]:
+    """Return the first `limit` evaluation examples."""
+    path = folder / "examples_eval"
+    if not limit or not path.exists():
+        return []
+    rows = datasets.load_from_disk(path)
+    return [Example(**json.loads(row["example"])) for row in rows.select(range(min(limit, len(rows))))]
+
+
+def trains_on_text(folder: Path) -> bool:
+    """Return whether the first training row is plain text, without messages."""
+    first = datasets.load_from_disk(folder / "examples_train")[0]
+    return json.loads(first["example"])["text"] is not None
+
+
+def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Split off a fraction of the rows, drawn with a seed, for evaluation."""
+    aside = round(len(rows) * fraction)
+    if not 0 < aside < len(rows):
+        raise UserError(
+            f"eval_fraction {fraction} of {counted(len(rows), 'row')} is {counted(aside, 'row')}; choose one that leaves rows on both sides."
+        )
+    parts = rows.train_test_split(test_size=aside, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _examples(
+    sources: list[str],
+    split: str,
+    config: str | None,
+    revisions: dict[str, str],
+    folder: Path,
+    *,
+    streaming: bool = False,
+) -> datasets.Dataset:
+    files = checked_files(sources, streaming=streaming)
+    empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
+    if streaming and (lists := left_out(sources)):
+        print(f"{_said_of(lists, 'is', 'are')} not read: of a folder, only .jsonl, .parquet and .csv files are read.")
+    if streaming and (others := of_other_splits(sources)):
+        print(
+            f"{_said_of(others, 'is', 'are')} trained too, although the name is that of another split; to leave it out, name the files to train on."
+        )
+
+    unread: Counter[str] = Counter()
+    numbers = itertools.count(1)
+
+    def rows() -> Iterator[dict[str, str]]:
+        for source in files:
+            location = ""
+            # A folder may hold empty shards, but a file that the user names should hold rows.
+            may_be_empty = source not in sources
+            for location, example in checked_rows(
+                source, split, config, revisions.get(source), streaming=streaming, may_be_empty=may_be_empty
+            ):
+                unread.update(example.unread)
+                if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
+                    print(f"{number:,} rows read.", flush=True)
+                example.unread = []
+                yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
+            if not location and source not in empty:
+                empty.append(source)
+
+    read = itertools.islice(rows(), STREAM_HEAD) if streaming else rows()
+    examples = _from_rows(read, folder, sources)
+    if empty:
+        what = _said_of(empty, "holds no rows and adds", "hold no rows and add")
+        print(f"{what} nothing to the stream; check them if they should hold rows.")
+    if unread:
+        columns = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in unread.most_common(SHOWN_COLUMNS))
+        print(printable(f"Columns of {', '.join(sources)[:200]} that are not read: {columns}."), flush=True)
+    return examples
+
+
+def _said_of(files: list[str], one: str, several: str) -> str:
+    """Return the first of the files, how many more there are, and what is said of one or of several."""
+    return f"{files[0]} and {counted(len(files) - 1, 'more file')} {several}" if len(files) > 1 else f"{files[0]} {one}"
+
+
+def _from_rows(rows: Iterator[dict[str, Any]], folder: Path, sources: list[str]) -> datasets.Dataset:
+    path = Path(tempfile.mkdtemp(dir=folder)) / "rows.arrow"
+    with datasets.arrow_writer.ArrowWriter(features=EXAMPLE_FEATURES, path=str(path)) as writer:
+        for row in rows:
+            writer.write(row)
+        count, _ = writer.finalize()
+    if not count:
+        raise UserError(f"dataset {', '.join(sources)} holds no rows.")
+    return datasets.Dataset.from_file(str(path))

@@ -1,0 +1,257 @@
+"""Convert a row of any common chat format into an `Example`. Pure functions of plain values.
+
+The columns of the row determine its format:
+
+    messages                       OpenAI: a list of {"role", "content"}, with `tools` and tool_calls if there are any
+    conversations                  ShareGPT: a list of {"from", "value"}
+    instruction, [input,] output   Alpaca, with `history`, a list of [question, answer], if there is one
+    prompt, completion             two texts, or two lists of messages
+    text                           plain text, supervised completely
+
+A `system` column adds a system message to every format except text. Lists may also be JSON text, as in CSV files. A prompt
+or completion counts as such a list only if every item is an object with role and content; other text that begins with a
+bracket stays text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from unsloth_ddp.data.sources.messages import (
+    JoinedText,
+    Message,
+    is_loss_flag,
+    read_message,
+    read_sharegpt_turn,
+    takes_part_in_loss,
+)
+from unsloth_ddp.data.sources.values import as_list, as_text, check_plain, is_empty, is_missing, kind_of
+from unsloth_ddp.utils.errors import UserError
+
+ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
+# Required columns of each format, in the order in which formats are tried -> optional columns.
+FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("messages",): ("system", "system_prompt", "tools", "functions"),
+    ("conversations",): ("system", "system_prompt", "tools", "functions"),
+    ("instruction", "output"): ("input", "history", "system", "system_prompt", "tools", "functions"),
+    ("prompt", "completion"): ("system", "system_prompt", "tools", "functions"),
+    ("text",): (),
+}
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+SHOWN_COLUMNS = 20
+# Names that other data sets have for the columns instruction and output.
+QUESTIONS = ("instruction", "question", "query", "prompt", "user", "input")
+ANSWERS = ("output", "answer", "response", "completion", "assistant", "target", "reply")
+
+
+@dataclass
+class Example:
+    """A row that is ready to be tokenized, with either `messages` or `text`; it can be written as JSON.
+
+    The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
+    supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
+    parts of the messages that have several, by the message's index. `unread` names
+    the columns and keys of the row that were not read.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    tools: list[Any] | None = None
+    prompt_messages: int = 0
+    text: str | None = None
+    prompt_chars: int = 0
+    left_out: list[int] = field(default_factory=list)
+    parts: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
+    unread: list[str] = field(default_factory=list, compare=False, repr=False)
+
+
+def to_example(row: Any) -> Example:
+    """Convert a row.
+
+    Raises:
+        UserError: the row has none of the accepted formats, or a value is missing or of the wrong type.
+    """
+    if not isinstance(row, dict):
+        if isinstance(row, list) and row and isinstance(row[0], dict):
+            raise UserError("the row is a list of objects; if each is a row, name the file .json instead of .jsonl.")
+        raise UserError(f"the row is {kind_of(row)}, not an object with columns; accepted columns: {ACCEPTED}.")
+    # Tables fill missing columns of a row with null, pandas with NaN.
+    given, row = row, {name: value for name, value in row.items() if not is_missing(value)}
+    if media := next((name for name in MEDIA if row.get(name)), None):
+        raise UserError(f"the row has a column {media}; this kit trains on text only.")
+    columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
+    if columns is None:
+        raise UserError(_refusal(given, row))
+    _refuse_undesired(row, columns)
+    unread: list[str] = []
+    if columns == ("messages",):
+        example = _chat(row, [], [read_message(m, unread) for m in as_list(row["messages"], "messages")])
+    elif columns == ("conversations",):
+        turns = as_list(row["conversations"], "conversations")
+        example = _chat(row, [], [read_sharegpt_turn(turn, unread) for turn in turns])
+    elif columns == ("instruction", "output"):
+        example = _chat(row, [], _alpaca(row))
+    elif columns == ("prompt", "completion"):
+        example = _prompt_and_completion(row, unread)
+    else:
+        example = Example(text=as_text(row["text"], "text"))
+    read = {*columns, *FORMATS[columns]} - ({"tools", "functions"} if example.text is not None else set())
+    example.unread += sorted(set(unread))
+    example.unread += [str(name)[:100] for name, value in row.items() if name not in read and not is_empty(value)]
+    return example
+
+
+def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
+    """Refuse an answer that preference data marks as not to learn, as KTO's label and LLaMA-Factory's kto_tag do."""
+    for name in ("label", "kto_tag"):
+        # A CSV file holds text. Beside plain text, 0 is the number of a class.
+        undesired = ("false",) if columns == ("text",) else ("false", "0", "0.0")
+        if str(row.get(name)).strip().lower() in undesired:
+            raise UserError(
+                f"the row has {name} {str(row[name]).lower()}, which in KTO's format marks an answer not to learn; remove such "
+                "rows, or the column."
+            )
+
+
+def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
+    """Return why a row has none of the formats; `row` is `given` without nulls."""
+    if null := _null_column(given):
+        return f"{null} is null; give it a value or remove the row."
+    if "chosen" in row and "rejected" in row:
+        return (
+            "the row is a preference pair (chosen, rejected), which is not trained here; to train on the chosen answer, "
+            "rename chosen to messages (a list) or completion (text), and drop rejected."
+        )
+    names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
+    more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
+    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{_renaming(row)}."
+
+
+def _renaming(row: dict[str, Any]) -> str:
+    """Return how to rename the columns of a question and its answer that have other names than Alpaca's, or nothing."""
+    found = [[name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS)]
+    found[0] = ["instruction"] if "instruction" in row else found[0]
+    if not all(len(names) == 1 for names in found):
+        return ""
+    pairs = [
+        (names[0], wanted) for names, wanted in zip(found, ("instruction", "output"), strict=True) if names[0] != wanted
+    ]
+    return "; rename " + " and ".join(f"{name} to {wanted}" for name, wanted in pairs)
+
+
+def _null_column(row: dict[str, Any]) -> str | None:
+    """Return the first null column of a format of which the row has all columns."""
+    for columns in FORMATS:
+        if all(name in row for name in columns):
+            return next(name for name in columns if is_missing(row[name]))
+    return None
+
+
+def _alpaca(row: dict[str, Any]) -> list[Message]:
+    context = as_text(row.get("input", ""), "input")
+    instruction = as_text(row["instruction"], "instruction")
+    question = "\n\n".join(text for text in (instruction, context) if text.strip()) or instruction
+    turns = [*_history(row), (question, as_text(row["output"], "output"))]
+    return [
+        {"role": role, "content": content}
+        for turn in turns
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def _history(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the earlier turns of an Alpaca row, as LLaMA-Factory has them."""
+    if is_empty(row.get("history")):
+        return []
+    turns = as_list(row["history"], "history")
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise UserError("history is not a list of [question, answer] pairs; fix or remove it.")
+    return [(as_text(question, "history"), as_text(answer, "history")) for question, answer in turns]
+
+
+def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
+    read = {name: _messages_or_text(row[name], name) for name in ("prompt", "completion")}
+    lists = [name for name, value in read.items() if isinstance(value, list)]
+    texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
+    if lists and texts:
+        written = "a list of messages" if isinstance(row[lists[0]], list) else "a list of messages as JSON text"
+        raise UserError(
+            f"{texts[0]} is text and {lists[0]} is {written}; make both text, or both lists of messages (JSON that is meant "
+            "as text can stand as the content of a message)."
+        )
+    if lists:
+        prompt, completion = ([read_message(m, unread) for m in as_list(read[name], name)] for name in read)
+        return _chat(row, prompt, completion)
+    system = _system(row)
+    prompt_text = (f"{system}\n\n" if system else "") + as_text(row["prompt"], "prompt")
+    return Example(text=prompt_text + as_text(row["completion"], "completion"), prompt_chars=len(prompt_text))
+
+
+def _messages_or_text(value: Any, what: str) -> Any:
+    """Return `value`, or the list of messages that it holds as JSON text.
+
+    Raises:
+        UserError: a message in the list gives a key twice.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return as_list(value, what) if items and all(_looks_like_message(item) for item in items) else value
+
+
+def _looks_like_message(item: Any) -> bool:
+    return isinstance(item, dict) and "role" in item and ("content" in item or "tool_calls" in item)
+
+
+def _system(row: dict[str, Any]) -> str:
+    """Return the text of the system column, or "" without one."""
+    columns = [name for name in ("system", "system_prompt") if not is_empty(row.get(name))]
+    if len(columns) == 2 and row["system"] != row["system_prompt"]:
+        raise UserError("the row has two different system prompts, in system and system_prompt; keep one of them.")
+    return as_text(row[columns[0]], columns[0]) if columns else ""
+
+
+def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Example:
+    messages = prompt + rest
+    if not messages:
+        raise UserError("the conversation is empty; remove the row.")
+    flagged = {
+        message["role"] for message in messages if any(value and is_loss_flag(name) for name, value in message.items())
+    }
+    trained = [takes_part_in_loss(message) for message in messages]
+    learned = [
+        keep for message, keep in zip(rest, trained[len(prompt) :], strict=True) if message["role"] == "assistant"
+    ]
+    if not any(learned):
+        found = "only assistant turns of weight 0" if learned else "no assistant turn to learn from"
+        raise UserError(f"the conversation has {found}; add one or remove the row.")
+    unread = [f"weight, train or loss of {role} messages" for role in sorted(flagged - {"assistant"})]
+    system = _system(row)
+    if system and messages[0]["role"] == "system":
+        unread += ["system beside another system message"] if messages[0]["content"] != system else []
+    elif system:
+        messages, trained = [{"role": "system", "content": system}, *messages], [True, *trained]
+        prompt = prompt and messages[: len(prompt) + 1]
+    left_out = [i for i, message in enumerate(messages) if message["role"] == "assistant" and not trained[i]]
+    contents = [(str(i), message["content"]) for i, message in enumerate(messages)]
+    # JSON, in which examples are stored, has only texts as keys.
+    parts = {i: text.parts for i, text in contents if isinstance(text, JoinedText) and len(text.parts) > 1}
+    return Example(messages, _tools(row), len(prompt), left_out=left_out, parts=parts, unread=unread)
+
+
+def _tools(row: dict[str, Any]) -> list[Any] | None:
+    """Return the tools of a row, from `tools` or OpenAI's older `functions`; None if there are none."""
+    tools = as_list(row["tools"], "tools") if row.get("tools") else []
+    if row.get("functions"):
+        if tools:
+            raise UserError("the row has tools and the older functions; keep one of them.")
+        tools = [{"type": "function", "function": one} for one in as_list(row["functions"], "functions")]
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise UserError(f"a tool is {kind_of(tool)}, not an object that describes a function.")
+    check_plain(tools, "tools")
+    return tools or None

@@ -1,0 +1,71 @@
+"""Identify the training data of a run, so that a resumed run and every node can be checked against it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.sources.rows import is_file
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+
+
+def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: TokenizedRows) -> dict[str, Any]:
+    """Return values that identify the rows of a run and its steps, for manifest.compare.
+
+    Streamed rows are identified by their sources and by the checksum of the first rows.
+    """
+    found: dict[str, Any] = {
+        "packing": "off" if rows.packing is None else f"packs of up to {rows.packing.capacity} tokens",
+        "rows": "streamed" if rows.streamed else rows.counts.rows,
+        "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
+        "data": fingerprint(rows, runtime),
+        "dataset_revision": settings.dataset_revision,
+    }
+    if rows.template_date:
+        found["chat_template_date"] = rows.template_date
+    if rows.streamed:
+        found |= {
+            "sources": _source_names(settings),
+            "sources_revision": settings.dataset_revision,
+            "shuffle_buffer": settings.shuffle_buffer,
+        }
+    return found
+
+
+def _source_names(settings: Settings) -> str:
+    hub = " ".join(word for word in (settings.dataset_split, settings.dataset_config) if word)
+    return ", ".join(str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset)
+
+
+def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
+    """Return a checksum of every token id and label of the set, in order; it is the same on any machine and rank.
+
+    Raises:
+        UserError: the nodes read different rows from their own disks.
+    """
+    checksums = runtime.gather(runtime.broadcast_from_node_main(lambda: _checksum(rows)))
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise UserError(
+                f"Node {rank // runtime.ranks.local_world_size} holds other training rows than node 0 (checksum "
+                f"{checksum[:8]} instead of {checksums[0][:8]}); copy the same files to every node."
+            )
+    return checksums[0]
+
+
+def _checksum(rows: TokenizedRows) -> str:
+    digests = []
+    for name in ("input_ids", "labels"):
+        values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for chunk in rows.dataset.data.column(name).chunks:
+            values.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False).data)
+            lengths.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
+        digests += [values.hexdigest(), lengths.hexdigest()]
+    return str(xxhash.xxh3_128("".join(digests).encode()).hexdigest())

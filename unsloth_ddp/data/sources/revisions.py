@@ -1,0 +1,123 @@
+"""Pin the model and the datasets of a run to commits of the Hub, so that every rank and every resume reads the same.
+
+The main process queries the Hub for the commit of each branch or tag once. The commits replace the given revisions in the
+settings, so settings.yaml and the manifest of every checkpoint contain them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Literal
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources.rows import is_file
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# Seconds that the Hub may take to answer.
+ANSWER_TIME = 20
+
+
+def dataset_revisions(settings: Settings) -> dict[str, str]:
+    """Return the revision of each Hub dataset for which one is given.
+
+    Raises:
+        UserError: the number of revisions differs from the number of Hub datasets.
+    """
+    wanted, names = settings.dataset_revision, _hub_datasets(settings)
+    if wanted and len(wanted) != len(names):
+        raise UserError(
+            f"dataset_revision has {len(wanted)} values ({', '.join(wanted)[:200]}), but --dataset and --eval_dataset "
+            f"name {len(names)} Hub datasets{' (' + ', '.join(names)[:200] + ')' if names else ''}; give one for each, "
+            "or none."
+        )
+    return dict(zip(names, wanted, strict=False))
+
+
+def _hub_datasets(settings: Settings) -> list[str]:
+    """Return each dataset on the Hub once, in the order of the options."""
+    return [name for name in dict.fromkeys([*settings.dataset, *settings.eval_dataset]) if not is_file(name)]
+
+
+def ignored_hub_options(settings: Settings) -> list[str]:
+    """Return a sentence for each option that selects from the Hub although the model or dataset is local."""
+    hub, standard = set(_hub_datasets(settings)), Settings()
+    local = {
+        "model_revision": ("the model", is_file(str(settings.model))),
+        "dataset_split": ("the dataset", not hub.intersection(settings.dataset)),
+        "eval_dataset_split": (
+            "the evaluation dataset",
+            bool(settings.eval_dataset) and not hub.intersection(settings.eval_dataset),
+        ),
+        "dataset_config": ("the dataset", not hub),
+    }
+    return [
+        f"{name} {getattr(settings, name)} is ignored: {what} is on this machine, and the option selects from the Hub."
+        for name, (what, ignored) in local.items()
+        if ignored and getattr(settings, name) != getattr(standard, name)
+    ]
+
+
+def pin_revisions(settings: Settings, runtime: Runtime) -> Settings:
+    """Return the settings with commits as model_revision and dataset_revision, the same on every rank; every rank calls this.
+
+    A revision that the Hub does not resolve (no network, no such name, no access) stays as given; reading raises the error.
+
+    Raises:
+        UserError: the number of dataset revisions differs from the number of Hub datasets.
+    """
+    model, datasets = runtime.broadcast_from_main(
+        lambda: (_model_commit(settings, runtime.backend), _dataset_commits(settings))
+    )
+    return dataclasses.replace(settings, model_revision=model, dataset_revision=datasets)
+
+
+def _model_commit(settings: Settings, backend: str) -> str | None:
+    name, revision = str(settings.model), settings.model_revision
+    if is_file(name):
+        return revision
+    if revision is None and backend == "unsloth" and settings.method == "qlora":
+        # Unsloth may load a pre-quantized model from another repository, which does not have this commit.
+        return None
+    return find_commit(name, "model", revision) or revision
+
+
+def _dataset_commits(settings: Settings) -> list[str]:
+    given, names = dataset_revisions(settings), _hub_datasets(settings)
+    commits = [find_commit(name, "dataset", given.get(name)) or given.get(name) for name in names]
+    # Pin all datasets or keep what was given, because the option has one value per dataset.
+    return settings.dataset_revision if None in commits else [str(commit) for commit in commits]
+
+
+def find_commit(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
+    """Return the commit of a branch, tag or abbreviated commit of a Hub repository; None if it cannot be resolved.
+
+    Without a network a model's commit is read from the Hub's cache. Datasets are not looked up there, because `datasets`
+    reads prepared tables from its own cache, without revisions.
+    """
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=ANSWER_TIME).sha
+    except HFValidationError:
+        return None
+    except Exception:  # the Hub's own errors, those of its HTTP client, and OfflineModeIsEnabled have no common class
+        return _cached_commit(name, revision or "main") if kind == "model" else None
+
+
+def _cached_commit(name: str, revision: str) -> str | None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    reference = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "refs" / revision
+    try:
+        commit = reference.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return commit if COMMIT.fullmatch(commit) else None

@@ -1,0 +1,386 @@
+"""Read rows from files and Hub datasets, each with its location, so that an error can name the row."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unsloth_ddp.data.sources.table_nulls import without_filled_nulls
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.files.json import DECODER
+from unsloth_ddp.utils.files.missing import looked_in, similar_file
+from unsloth_ddp.utils.known_errors import find_known_error
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
+# Without a limit, a file without line ends (a disk image named .jsonl) would be read into memory as one row.
+LONGEST_LINE = 1 << 29
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
+# The first bytes of files that are often named as text by mistake.
+MAGIC = {
+    b"\x1f\x8b": ("packed with gzip", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("packed with zstd", "unpack it"),
+    b"\xfd7zXZ\0": ("packed with xz", "unpack it"),
+    b"PK\x03\x04": ("a zip archive or an Excel file", "unpack it, or save the table as CSV"),
+    b"PAR1": ("Parquet", "name it .parquet"),
+    b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
+}
+# Matches files of other splits as Hub datasets name them: test-00000-of-00001.parquet, validation/0.jsonl.
+OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
+# What Python, pandas and databases write into a CSV cell for a missing value.
+NULL_CELLS = {"nan", "NaN", "null", "NULL", "None", "<NA>"}
+HUB_ADDRESS = re.compile(r"https?://huggingface\.co/datasets/([^/]+(?:/[^/]+)?)")
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class SourceRow(NamedTuple):
+    """The columns of a row, and its location for messages: "file:line", or "source row number"."""
+
+    location: str
+    columns: Any
+
+
+def is_file(source: str) -> bool:
+    """Return whether `source` is a local path rather than a dataset on the Hub ("name" or "owner/name")."""
+    path = Path(source)
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
+    return looks_local or suffix.lower() in SUFFIXES or path.exists()
+
+
+def check_source(source: str) -> None:
+    """Refuse a local path that cannot be read as rows, before anything is loaded.
+
+    Raises:
+        UserError: there is no such file, or its suffix is not one of SUFFIXES.
+    """
+    try:
+        if not is_file(source):
+            return
+        if match := HUB_ADDRESS.match(source):
+            raise UserError(f"dataset {source} is a URL; give the dataset's id on the Hub: {match[1]}.")
+        path = Path(source).expanduser()
+        if not path.exists():
+            near = similar_file(path, SUFFIXES)
+            fix = f"did you mean {near}?" if near else "check the path, or give the id of a dataset on the Hub."
+            raise UserError(f"dataset {source}: there is no such file{'' if near else looked_in(path)}; {fix}")
+        if path.is_dir() and source:
+            raise UserError(
+                f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, which "
+                "takes folders."
+            )
+        if path.suffix.lower() in PACKED_SUFFIXES:
+            raise UserError(
+                f"dataset {source} is compressed; decompress it and give the {', '.join(SUFFIXES)} file in it."
+            )
+        if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+            raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; convert it to one of these.")
+    except (OSError, RuntimeError) as error:
+        # The name may be too long for the file system, or contain ~ with an unknown user.
+        reason = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
+
+
+def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
+    """Return the files and Hub ids of `sources`, with streamed folders expanded; each is checked by `check_source`.
+
+    Raises:
+        UserError: see streamed_sources and check_source.
+    """
+    files = streamed_sources(sources) if streaming else sources
+    for source in files:
+        check_source(source)
+    return files
+
+
+def streamed_sources(sources: list[str]) -> list[str]:
+    """Replace every folder in `sources` by the row files in it and in its subfolders, sorted by name.
+
+    The .json files of a folder do not count as row files (see left_out); a .json file in `sources` is refused.
+
+    Raises:
+        UserError: a folder holds no row file, or a file must be read completely before its first row is known.
+    """
+    found: list[str] = []
+    for source in sources:
+        files = _files_in(Path(source).expanduser(), STREAMED_SUFFIXES) if is_file(source) else None
+        if files == []:
+            raise UserError(
+                f"dataset {source} is a folder without a {', '.join(STREAMED_SUFFIXES)} file; name another."
+            )
+        if files is None and is_file(source) and source.lower().endswith(".json"):
+            raise UserError(
+                f"dataset {source} is one JSON list, which must be read completely; write one row per line, as .jsonl, "
+                "or leave --streaming out."
+            )
+        found += [source] if files is None else files
+    return found
+
+
+def left_out(sources: list[str]) -> list[str]:
+    """Return the files in the folders among `sources` that may hold rows but are not read.
+
+    These are .json files (metadata, or lists that must be read completely), packed files and Arrow files.
+    """
+    folders = [Path(source).expanduser() for source in sources if is_file(source)]
+    return [path for folder in folders for path in _files_in(folder, (".json", ".arrow", *PACKED_SUFFIXES)) or []]
+
+
+def of_other_splits(sources: list[str]) -> list[str]:
+    """Return the row files in the folders among `sources` whose path names a split that is not for training."""
+    folders = [Path(source).expanduser() for source in sources if is_file(source)]
+    files = [(folder, path) for folder in folders for path in _files_in(folder, STREAMED_SUFFIXES) or []]
+    return [path for folder, path in files if OTHER_SPLIT.search(str(Path(path).relative_to(folder)).lower())]
+
+
+def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
+    """Return the files in a folder that have one of the suffixes, without hidden ones; None if it is not a folder."""
+    try:
+        if not folder.is_dir():
+            return None
+        inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    except OSError as error:
+        raise UserError(f"dataset {folder} cannot be listed: {os_reason(error)}.") from None
+    return [
+        str(folder / path)
+        for path in inside
+        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.parts)
+    ]
+
+
+def read_rows(
+    source: str, split: str, config: str | None = None, revision: str | None = None, *, streaming: bool = False
+) -> Iterator[SourceRow]:
+    """Yield the rows of one file that `check_source` accepted, or of one split of a Hub dataset.
+
+    With `streaming`, nothing of a Hub dataset is kept on disk; files are always read row by row.
+
+    Raises:
+        UserError: the source cannot be read, or a row is broken; the message names file and line.
+    """
+    if not is_file(source):
+        yield from _hub_rows(source, split, config, revision, streaming)
+        return
+    path = Path(source).expanduser()
+    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
+    try:
+        yield from readers[path.suffix.lower()](path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
+
+
+def _in_one_line(error: object) -> str:
+    return one_line(error, 200).rstrip(".")
+
+
+def _lines(path: Path, longest: int = -1) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file with their line ends, without a byte order mark; refuse lines over `longest` bytes."""
+    with path.open("rb") as file:
+        _refuse_other_content(path, file.peek(max(map(len, MAGIC))))
+        for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
+            if len(line) == longest:
+                raise UserError(
+                    f"{path}:{number} is longer than {longest:,} bytes, which is not a row of text; put each row on a line."
+                )
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {error.start + 1} of the line); "
+                    "save the file as UTF-8."
+                ) from None
+
+
+def _refuse_other_content(path: Path, begin: bytes) -> None:
+    for magic, (kind, fix) in MAGIC.items():
+        if begin.startswith(magic):
+            raise UserError(f"{path} is {kind}, not text, despite its name; {fix}.")
+
+
+def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
+    for number, line in enumerate(_lines(path, LONGEST_LINE), 1):
+        if number == 1 and line.strip() in ("[", "[{", "{"):
+            raise UserError(
+                f"{path} is JSON over several lines; write one object per line, or name it .json if it is one list."
+            )
+        if line.strip():
+            yield SourceRow(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
+
+
+def _json_rows(path: Path) -> Iterator[SourceRow]:
+    """Parse the items of a JSON list one by one, so that the line of each item is known."""
+    text = "".join(_lines(path))
+    position = _after_space(text, 0)
+    if not text[position:]:
+        return
+    if text[position] != "[":
+        raise UserError(f"{path} is not a JSON list of rows; name it .jsonl if it has one object per line.")
+    line, seen, separator = 1, 0, "["
+    while True:
+        position = _after_space(text, position + 1)
+        line, seen = line + text.count("\n", seen, position), position
+        location = f"{path}:{line}"
+        if separator == "[" and text[position : position + 1] == "]":
+            break
+        columns, position = _parsed(text, location, position)
+        yield SourceRow(location, columns)
+        position = _after_space(text, position)
+        separator = text[position : position + 1]
+        if separator == "]":
+            break
+        if separator != ",":
+            raise UserError(f"{location} is not JSON (no , or ] follows the row that begins here); fix it.")
+    if text[position + 1 :].strip():
+        raise UserError(f"{path} has text after the end of its list of rows; fix it.")
+
+
+def _after_space(text: str, position: int) -> int:
+    match = SPACE.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+def _parsed(text: str, location: str, start: int = 0) -> tuple[Any, int]:
+    """Return the JSON value at `start` and its end; without `start`, the value must be all of `text`."""
+    try:
+        value, end = DECODER.raw_decode(text, start)
+        if not start and end != len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return value, end
+    except json.JSONDecodeError as error:
+        line = error.lineno - text.count("\n", 0, start)
+        where = f"line {line} of the row, column {error.colno}" if line > 1 else f"column {error.colno}"
+        # Some of json's messages end with "at" themselves.
+        reason = f"{error.msg.removesuffix(' at')} at {where}"
+    except RecursionError:
+        reason = "nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise UserError(f"{location} is not JSON ({reason}); fix or remove it.")
+
+
+def _csv_rows(path: Path) -> Iterator[SourceRow]:
+    # A chat in one cell may be longer than csv's default limit of 128 KiB.
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(_lines(path, LONGEST_LINE), strict=True)
+    header: list[str] = []
+    first = 1
+    try:
+        for cells in reader:
+            location, first = f"{path}:{first}", reader.line_num + 1
+            if not cells:
+                continue
+            if not header:
+                header = cells
+                if len(set(header)) != len(header):
+                    raise UserError(f"{location} names a column twice ({', '.join(header)[:200]}); rename one.")
+                continue
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{location} has {len(cells)} cells where the header has {len(header)}; fix or remove it."
+                )
+            yield SourceRow(location, _without_nulls(dict(zip(header, cells, strict=True)), location))
+    except csv.Error as error:
+        raise UserError(f"{path}:{first} is not CSV ({error}); fix or remove it.") from None
+
+
+def _without_nulls(columns: dict[str, str], location: str) -> dict[str, str | None]:
+    """Return the cells of a row with null where a library wrote a missing value as text.
+
+    Raises:
+        UserError: such a cell stands where an answer belongs, which may be meant as text.
+    """
+    for name in ("output", "completion", "text"):
+        if columns.get(name) in NULL_CELLS:
+            raise UserError(
+                f"{location}: {name} is {columns[name]}, which in a CSV file may be a missing value or text; remove the row, or "
+                "write the table as JSONL if it is text."
+            )
+    return {name: None if cell in NULL_CELLS else cell for name, cell in columns.items()}
+
+
+def _parquet_rows(path: Path) -> Iterator[SourceRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) != len(names):
+                raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
+            in_json = {field.name: field.type for field in table.schema_arrow if _holds_json(field.type)}
+            for batch in table.iter_batches(batch_size=1024):
+                for columns in batch.to_pylist(maps_as_pydicts="strict"):
+                    number += 1
+                    columns |= {name: _without_json(columns[name], kind) for name, kind in in_json.items()}
+                    yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError, RecursionError) as error:
+        reason = _in_one_line(error) or type(error).__name__
+        raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
+
+
+def _holds_json(kind: Any) -> bool:
+    """Return whether an Arrow type is JSON text or contains it."""
+    import pyarrow
+
+    return isinstance(kind, pyarrow.JsonType) or any(_holds_json(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _without_json(value: Any, kind: Any) -> Any:
+    """Parse the JSON text in a value of a Parquet column.
+
+    Datasets writes objects whose fields differ in type as JSON text, even whole messages. Without parsing, content would be
+    trained with quotation marks around it.
+
+    Raises:
+        ValueError, RecursionError: the text is not JSON.
+    """
+    import pyarrow
+
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pyarrow.JsonType):
+        return DECODER.decode(value)
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _without_json(value[field.name], field.type) for field in kind}
+    if pyarrow.types.is_map(kind):
+        return {name: _without_json(item, kind.item_type) for name, item in value.items()}
+    return [_without_json(item, kind.value_type) for item in value]
+
+
+def _hub_rows(
+    source: str, split: str, config: str | None, revision: str | None, streaming: bool
+) -> Iterator[SourceRow]:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(source, config, split=split, revision=revision, streaming=streaming)
+    except Exception as error:
+        reason = one_line(error, 1000)
+        row = find_known_error(f"{type(error).__name__}: {reason}")
+        advice = (
+            f" To fix it, download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
+            "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
+        )
+        raise UserError(
+            f"dataset {source} is not a local file and cannot be loaded from the Hub, split {split}: {reason}"
+            f"{advice if row and row.name == 'no network' else ''}"
+        ) from None
+    number = 0
+    try:
+        for columns in table:
+            number += 1
+            yield SourceRow(f"{source} {split} row {number}", without_filled_nulls(columns))
+    except Exception as error:
+        network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
+        raise UserError(
+            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an image "
+            "or audio column needs its own decoder, and this kit trains on text only."
+        ) from None

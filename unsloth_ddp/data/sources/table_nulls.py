@@ -1,0 +1,116 @@
+"""Remove the nulls that a table fills in, and keep nulls that the row's tools require. Pure functions.
+
+A table gives all objects of a column the same fields and fills missing ones with null. Tool calls and schemas would be
+trained with arguments and properties that nobody wrote. The table does not record whether a null was written, so the schema
+of the called tool decides: a null in a required argument is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unsloth_ddp.data.sources.messages import ARGUMENT_KEYS
+
+TOOL_COLUMNS = ("tools", "functions")
+
+
+def without_filled_nulls(columns: Any) -> Any:
+    """Remove the nulls inside the columns of a table's row, except:
+
+    - items of a list,
+    - arguments of a tool call that the tool's schema, in the same row, requires,
+    - "default" of a property that may be null and is not required.
+    """
+    if not isinstance(columns, dict):
+        return columns
+    schemas = _schemas_of(columns)
+    return {name: _schema(value) if name in TOOL_COLUMNS else _value(value, schemas) for name, value in columns.items()}
+
+
+def _schemas_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of the parameters of each tool in a row, by the tool's name."""
+    found = {}
+    for column in TOOL_COLUMNS:
+        for tool in _list(columns.get(column)):
+            function = _object(_object(tool).get("function")) or _object(tool)
+            if isinstance(function.get("name"), str):
+                found[function["name"]] = _object(function.get("parameters"))
+    return found
+
+
+def _value(value: Any, schemas: Mapping[str, Any]) -> Any:
+    """Return a value of a message without nulls, except in arguments that a tool requires."""
+    if isinstance(value, list):
+        return [_value(item, schemas) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("name")
+    called = schemas.get(name) if isinstance(name, str) else None
+    return {
+        key: _arguments(item, called or {}) if isinstance(name, str) and key in ARGUMENT_KEYS else _value(item, schemas)
+        for key, item in value.items()
+        if item is not None
+    }
+
+
+def _arguments(value: Any, schema: Any) -> Any:
+    """Return an argument without the nulls that its schema does not require."""
+    schema = _object(schema)
+    if isinstance(value, list):
+        return [_arguments(item, schema.get("items")) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties, required = _object(schema.get("properties")), _list(schema.get("required"))
+    return {
+        name: _arguments(item, properties.get(name))
+        for name, item in value.items()
+        if item is not None or name in required
+    }
+
+
+def _schema(value: Any, *, keeps: Collection[str] = ()) -> Any:
+    """Return a part of a tool's description without nulls, except in the keys `keeps`."""
+    if isinstance(value, list):
+        return [_schema(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    required = _list(value.get("required"))
+    found = {}
+    for key, item in value.items():
+        if key == "properties" and isinstance(item, dict):
+            found[key] = {
+                name: _schema(one, keeps=("default",) if name not in required and _may_be_null(one) else ())
+                for name, one in item.items()
+                if one is not None
+            }
+        elif item is not None or key in keeps:
+            found[key] = _schema(item)
+    return found
+
+
+def _may_be_null(schema: Any) -> bool:
+    choices = [schema, *(_list(_object(schema).get("anyOf"))), *(_list(_object(schema).get("oneOf")))]
+    types = [_object(choice).get("type") for choice in choices]
+    return any(one == "null" or (isinstance(one, list) and "null" in one) for one in types)
+
+
+def _list(value: Any) -> list[Any]:
+    value = _parsed(value)
+    return value if isinstance(value, list) else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    value = _parsed(value)
+    return value if isinstance(value, dict) else {}
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of JSON text, None if it is invalid; the row reader refuses invalid text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None

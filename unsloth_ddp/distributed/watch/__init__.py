@@ -1,0 +1,1 @@
+"""Watch the ranks of a run, and name one that is lost."""

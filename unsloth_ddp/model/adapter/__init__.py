@@ -1,0 +1,1 @@
+"""Configure, read and merge adapters."""

@@ -1,0 +1,1 @@
+"""Find, check, identify and write the files of a model."""

@@ -1,0 +1,212 @@
+"""Check a model folder before it is loaded: its JSON files, its index, and the header of every weight file.
+
+The libraries below fail on a damaged folder with unclear errors, or train weights that were never loaded. Nothing in
+the folder is executed, and of the weights only the headers are read.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.model.files.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.files.safe import stays_inside
+from unsloth_ddp.utils.units import counted
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+LARGEST_JSON = 1 << 28
+LFS_POINTER = b"version https://git-lfs.github.com/spec"
+ZIP = b"PK"
+# The weights in a checkpoint of full training with FSDP2 (checkpoints/shards.py).
+SHARDS = "weights/shard-*.safetensors"
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+# Files that hold one JSON object each, checked if they exist.
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def check_local_model(model: str, *, safetensors_only: bool) -> None:
+    """Refuse a local model folder that is incomplete; Hub ids are not checked.
+
+    Raises:
+        UserError: there is no such folder, or it is an adapter, has no config.json, or check_folder refuses it.
+    """
+    path = Path(model).expanduser()
+    if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
+        return
+    if (path / ADAPTER_FILE).is_file():
+        check_no_adapter(model, read_model_file(model, ADAPTER_FILE) or {})
+    if not path.exists():
+        raise UserError(f"model {model}: there is no such folder; give the folder of a saved model, or a Hub id.")
+    if not (path / "config.json").is_file():
+        raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
+    check_folder(path, safetensors_only=safetensors_only)
+
+
+def check_folder(folder: Path, *, safetensors_only: bool) -> None:
+    """Refuse a folder that cannot be loaded completely.
+
+    Raises:
+        UserError: naming the file and what is wrong with it.
+    """
+    for name in JSON_FILES:
+        if (folder / name).is_file():
+            _read_json(folder, name)
+    weights = _weight_files(folder, SAFE)
+    if weights is None and any(folder.glob(SHARDS)):
+        raise UserError(
+            f"model {folder} is a checkpoint of full training with FSDP2, whose weights are in shards; make a model of them with "
+            f"`python -m unsloth_ddp.export {shlex.quote(str(folder))} --to merged` and give that as --model, or go on with the run "
+            "by its --run_name."
+        )
+    if weights is None and safetensors_only:
+        if _holds(folder, PICKLED):
+            raise UserError(
+                f"model {folder} has its weights in pickle files, which are not read by default because a pickle can carry "
+                "code; save it with safetensors, or give --no_use_safetensors if you trust its source."
+            )
+        raise UserError(f"model {folder} holds no weights ({SAFE} or {SAFE}.index.json); download it again.")
+    if weights is None:
+        pickled = _weight_files(folder, PICKLED)
+        if pickled is None:
+            raise UserError(f"model {folder} holds no weights ({SAFE} or {PICKLED}); download it again.")
+        for name in pickled:
+            _refuse_pointer(folder, name)
+            _refuse_truncated(folder, name)
+        return
+    for name, wanted in weights.items():
+        found = _stored_names(folder, name)
+        if missing := sorted(wanted - found):
+            raise UserError(
+                f"model {folder}: {SAFE}.index.json lists {missing[0]} in {name}, which does not contain it; "
+                "download the model again."
+            )
+
+
+def check_adapter_file(folder: Path) -> None:
+    """Refuse an adapter whose file cannot be read or is shorter than its header says.
+
+    Raises:
+        UserError: naming the damage and where another copy may be.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        with safe_open(path, framework="numpy"):
+            return
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"The adapter in {folder} is damaged: {ADAPTER_WEIGHTS} cannot be read ({one_line(error)}); copy it again, or "
+            "give a checkpoint of the run, such as RUN/checkpoint-100."
+        ) from None
+
+
+def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> None:
+    """Refuse a model if some of its weights are not in its files, because they would be random.
+
+    Raises:
+        UserError: naming the first missing weight.
+    """
+    absent = sorted(missing) or [str(item[0] if isinstance(item, tuple) else item) for item in mismatched]
+    if absent:
+        raise UserError(
+            f"model {folder}: its files lack {counted(len(absent), 'weight')} (the first: {absent[0]}), which would be random; "
+            "download it again, or correct config.json if its sizes are wrong."
+        )
+
+
+def _holds(folder: Path, single: str) -> bool:
+    return (folder / single).is_file() or (folder / f"{single}.index.json").is_file()
+
+
+def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
+    """Return the weight files of one format with the weights that the index lists for each; None if there are none."""
+    if (folder / single).is_file():
+        return {single: set()}
+    index = f"{single}.index.json"
+    if not (folder / index).is_file():
+        return None
+    placed = _read_json(folder, index).get("weight_map")
+    if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
+        raise UserError(f"model {folder}: {index} has no weight_map of names; download the model again.")
+    files: dict[str, set[str]] = {}
+    for weight, name in placed.items():
+        files.setdefault(name, set()).add(weight)
+    for name in files:
+        if not stays_inside(name):
+            raise UserError(
+                f"model {folder}: {index} names {name[:100]!r}, which is not a file of this folder; do not use this model."
+            )
+        if not _is_file(folder / name):
+            raise UserError(
+                f"model {folder}: {name[:100]} is missing, which {index} lists as one of {len(files)} weight files; "
+                "download the model again."
+            )
+    return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _stored_names(folder: Path, name: str) -> set[str]:
+    """Return the names of the weights in a safetensors file; opening it also checks the length against the header."""
+    from safetensors import SafetensorError, safe_open
+
+    _refuse_pointer(folder, name)
+    try:
+        with safe_open(folder / name, framework="numpy") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"model {folder}: {name} is damaged ({one_line(error)}); download it again.") from None
+
+
+def _refuse_pointer(folder: Path, name: str) -> None:
+    """Refuse a Git LFS pointer, which git leaves in place of a large file if Git LFS is not set up."""
+    try:
+        with (folder / name).open("rb") as file:
+            begin = file.read(len(LFS_POINTER))
+    except OSError:
+        return  # the read that follows reports it
+    if begin == LFS_POINTER:
+        raise UserError(
+            f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "
+            "the model with hf download NAME."
+        )
+
+
+def _refuse_truncated(folder: Path, name: str) -> None:
+    """Refuse a truncated file of torch.save: a zip archive, whose directory is at its end. Nothing is unpickled."""
+    try:
+        with (folder / name).open("rb") as file:
+            # Files of torch before 1.6 are plain pickles, whose end cannot be told.
+            whole = file.read(len(ZIP)) not in (ZIP, b"") or zipfile.is_zipfile(file)
+    except OSError as error:
+        raise UserError(f"model {folder}: {name} cannot be read ({os_reason(error)}); download it again.") from None
+    if not whole:
+        raise UserError(f"model {folder}: {name} is truncated; download it again.")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    _refuse_pointer(folder, name)
+    path = folder / name
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise UserError(f"model {folder}: {name} has over {LARGEST_JSON:,} bytes, far more than such a file needs.")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+        raise UserError(f"model {folder}: {name} is not JSON ({reason}); download the model again.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"model {folder}: {name} is not a JSON object; download the model again.")
+    return content

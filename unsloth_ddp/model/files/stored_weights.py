@@ -1,0 +1,180 @@
+"""Relate the weights in a checkpoint's files to those of the model's class, and keep what the class does not have.
+
+Transformers renames weights when it loads older checkpoints, and ignores those that its class does not model, such as layers
+that predict several tokens (MTP). A model that was trained or merged from such a checkpoint is to contain them all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.files.find import SAFETENSORS, model_folder, safetensors_files
+from unsloth_ddp.model.loading.classes import model_class
+from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.utils.files.tensors import ModelFiles
+from unsloth_ddp.utils.units import counted
+
+INDEX = f"{SAFETENSORS}.index.json"
+# Tensors of old checkpoints that the model computes itself.
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|position_ids$")
+# Files beside weights, config and tokenizer that belong to a model.
+BESIDE = ("*preprocessor_config.json", "processor_config.json", "audio_tokenizer_config.json", "LICENSE*", "NOTICE*")
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def empty_model(folder: Path, settings: Settings) -> Any:
+    """Return the model of a folder on the meta device, in the class that its config.json names, without quantization."""
+    import transformers
+
+    trust = settings.trust_remote_code
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    with torch.device("meta"):
+        return model_class(config, str(folder), trust_remote_code=trust).from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=trust
+        )
+
+
+def whole_model(folder: Path, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the model of a folder, which holds all of its weights in 16 bits, on the CPU and ready to evaluate."""
+    import transformers
+
+    trust = settings.trust_remote_code
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    auto = model_class(config, str(folder), trust_remote_code=trust)
+    model: Any = auto.from_pretrained(folder, dtype=dtype, device_map={"": "cpu"}, trust_remote_code=trust)
+    return model.eval()
+
+
+def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str | None]:
+    """Return the model's name of each stored weight; None for one that the class does not model.
+
+    A weight that is made of several stored ones, or stored in another form, has their names in common.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    renamings: list[Any] = [one for one in conversions if not isinstance(one, WeightConverter)]
+    own = dict(model.state_dict())
+    modules = {path for path, _ in model.named_modules() if path}
+    found: dict[str, str | None] = {}
+    for name in stored:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        # As loading does: some patterns for older names match today's names too.
+        renamed = name if renamed not in own and name in own else renamed
+        # Constants of quantized weights have the module of their weight.
+        known = renamed in own or renamed.rpartition(".")[0] in modules or renamed.partition(".weight.")[0] in modules
+        found[name] = renamed if known or COMPUTED.search(name) else None
+    return found
+
+
+def complete_result(settings: Settings, model: Any, folder: Path) -> None:
+    """Add what the base model has beside its weights to the adapter or the model in `folder`."""
+    if settings.method == "full":
+        keep_what_is_not_modelled(settings, base_model(model), folder)
+    elif (base := model_folder(settings)) is not None:
+        copy_processor(base, folder)
+
+
+def keep_what_is_not_modelled(settings: Settings, model: Any, folder: Path) -> None:
+    """Complete a whole model in `folder` by what its base has beside: weights that its class lacks, processor files.
+
+    Prints the weights by their number.
+
+    Args:
+        model: of the base's class; its weights are not read.
+    """
+    base = model_folder(settings)
+    if base is None:
+        return
+    copy_processor(base, folder)
+    where = _stored_in(safetensors_files(base))
+    own = names_in_model(model, where)
+    written = _stored_in(safetensors_files(folder))
+    lost = sorted(name for name, known in own.items() if known is None and name not in written)
+    if not lost:
+        return
+    quantized = {name for name in lost if _dtype_of(where[name], name) not in (*SIXTEEN_BIT, torch.float32)}
+    if quantized:
+        print(
+            f"The {counted(len(lost), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: "
+            f"{lost[0]}) are quantized and not in {folder.name}; copy them from the base model if you need them.",
+            flush=True,
+        )
+        return
+    _add_tensors(folder, {name: where[name] for name in lost})
+    tell_kept(settings, model, lost)
+
+
+def tell_kept(settings: Settings, model: Any, names: list[str]) -> None:
+    """Print which of the base model's weights are kept although its class does not model them."""
+    if names:
+        print(
+            f"Kept {counted(len(names), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: "
+            f"{names[0]}); they are the base model's, unchanged.",
+            flush=True,
+        )
+
+
+def copy_processor(base: Path, folder: Path) -> None:
+    """Copy the processor's files and the licence of a model to `folder`, unless it has files of these names."""
+    for path in sorted({path for pattern in BESIDE for path in base.glob(pattern)}):
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+
+
+def _stored_in(files: Iterable[Path]) -> dict[str, Path]:
+    """Return the file of each weight."""
+    found: dict[str, Path] = {}
+    for path in files:
+        with safe_open(path, "pt") as weights:
+            found |= dict.fromkeys(weights.keys(), path)
+    return found
+
+
+def _dtype_of(path: Path, name: str) -> torch.dtype:
+    with safe_open(path, "pt") as weights:
+        dtype: torch.dtype = weights.get_tensor(name).dtype
+        return dtype
+
+
+def _add_tensors(folder: Path, tensors: dict[str, Path]) -> None:
+    """Add tensors to a model's weight files, in files of their own that the index lists.
+
+    Args:
+        tensors: name and file of each.
+    """
+    files = ModelFiles(folder, list(tensors), stem="base")
+    try:
+        for name, path in tensors.items():
+            with safe_open(path, "pt") as weights:
+                files.add(name, weights.get_tensor(name))
+        files.close()
+    finally:
+        files.remove_unfinished()
+    added = sorted(path for path in folder.glob("base*.safetensors"))
+    (folder / "base.safetensors.index.json").unlink(missing_ok=True)
+    before = safetensors_files(folder)
+    everything = [*before, *added]
+    (folder / INDEX).unlink(missing_ok=True)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, path in enumerate(everything, start=1):
+        final = folder / f"model-{number:05d}-of-{len(everything):05d}.safetensors"
+        path.rename(final)
+        weight_map |= dict.fromkeys(_stored_in([final]), final.name)
+        total += final.stat().st_size
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

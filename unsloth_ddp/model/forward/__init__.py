@@ -1,0 +1,1 @@
+"""Configure how a model computes: attention, output head, precision and gradient checkpointing."""

@@ -1,0 +1,205 @@
+"""Select the attention kernel for packed rows, and decide by it whether a run packs its rows.
+
+Attention over a pack is block-diagonal, one block per row. A kernel for rows of different length (varlen) computes
+only the blocks; without one, a mask of the whole pack is built and most of the computed scores are discarded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.order.packing import (
+    PackingDecision,
+    PackingObstacles,
+    decide_packing,
+    describe_backend,
+    describe_older_gpu,
+)
+from unsloth_ddp.distributed.precision import AMPERE
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.forward.packing_obstacles import lost_boundaries_reason, mixing_reason, untested_reason
+from unsloth_ddp.model.modules import base_model
+
+LARGEST_HEAD = 256
+TORCH_KERNEL = "torch's varlen_attn"
+
+
+@dataclass(frozen=True)
+class AttentionSetup:
+    """Hold the properties that decide which attention kernel computes packed rows.
+
+    Args:
+        device_type: cuda or cpu.
+        sixteen_bit: whether attention is computed in bf16 or fp16.
+        head_dim: size of the largest attention head.
+        implementation: attention of Transformers (sdpa, flash_attention_2, ...), used where Unsloth has none.
+        unsloth_attention: whether Unsloth has replaced the model's attention layers.
+        replaceable: whether varlen.py may replace that attention.
+        obstacle: the reason why varlen.py cannot replace it, as far as it was looked for.
+        capability: major compute capability of the GPU.
+        flash_attn: whether Unsloth would use flash-attn.
+        xformers: whether Unsloth would use xformers.
+        torch_varlen: whether torch has a varlen_attn that takes grouped heads and windows.
+    """
+
+    device_type: str
+    sixteen_bit: bool
+    head_dim: int
+    implementation: str = "sdpa"
+    unsloth_attention: bool = False
+    replaceable: bool = False
+    obstacle: str | None = None
+    capability: int = 0
+    flash_attn: bool = False
+    xformers: bool = False
+    torch_varlen: bool = False
+
+
+def select_varlen_kernel(setup: AttentionSetup) -> str | None:
+    """Return the kernel for packed rows, in Unsloth's order of preference; None if a mask has to be used.
+
+    No kernel is selected for fp32: torch's refuses it, and flash-attn would round to 16 bit.
+    """
+    if setup.device_type != "cuda" or not setup.sixteen_bit or setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
+        return None
+    torch_kernel = TORCH_KERNEL if setup.torch_varlen and setup.capability >= AMPERE[0] else None
+    if not setup.unsloth_attention:
+        if "flash" in setup.implementation:
+            return "flash-attn"
+        usable = setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable and not setup.obstacle
+        return torch_kernel if usable else None
+    if setup.flash_attn and setup.capability >= AMPERE[0]:
+        return "flash-attn"
+    return torch_kernel or ("xformers" if setup.xformers else None)
+
+
+def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingDecision:
+    """Decide whether this run packs its rows; every rank gets the same decision.
+
+    If torch's kernel is selected for Transformers' attention, the model is switched to it.
+
+    Raises:
+        UserError: --packing is on, but this model would mix rows.
+    """
+    setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
+    kernel = select_varlen_kernel(setup) if setup else None
+    everywhere = kernel if None not in runtime.gather(kernel) else None
+    model_type = base_model(model).config.model_type
+    choice = decide_packing(
+        settings.packing,
+        _why_no_kernel(setup) or f"{_place(settings, runtime)} has no attention kernel for packed rows",
+        everywhere,
+        mixing_reason(model) or lost_boundaries_reason(model_type, everywhere, _implementation(model)),
+        untested_reason(model),
+    )
+    if choice.packed and setup and not setup.unsloth_attention and kernel == TORCH_KERNEL:
+        varlen.use(base_model(model))
+    return choice
+
+
+def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
+    """Return what in the model keeps a GPU from computing packed rows with a kernel; None if it is something else."""
+    if setup is None or setup.device_type != "cuda" or not setup.sixteen_bit:
+        return None
+    if setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
+        return (
+            f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of 8 up to "
+            f"{LARGEST_HEAD}"
+        )
+    return setup.obstacle
+
+
+def packing_obstacles(model: Any, *, unsloth_attention: bool) -> PackingObstacles:
+    """Return what in a model, which may be empty, is against packing its rows on a GPU in 16 bit.
+
+    Args:
+        unsloth_attention: whether Unsloth will have replaced the model's attention layers.
+    """
+    base = base_model(model)
+    setup = AttentionSetup(
+        "cuda",
+        sixteen_bit=True,
+        head_dim=_largest_head(base.config.get_text_config()),
+        obstacle=None if unsloth_attention else varlen.obstacle(base),
+    )
+    return PackingObstacles(mixing_reason(model), untested_reason(model), _why_no_kernel(setup))
+
+
+def _place(settings: Settings, runtime: Runtime) -> str:
+    """Describe where attention runs; name the generation of an older GPU, which is why it has no kernel."""
+    if runtime.device_type == "cpu":
+        return "a CPU"
+    capability = torch.cuda.get_device_capability()
+    older = "" if capability >= AMPERE else describe_older_gpu(runtime.device_name, capability)
+    return describe_backend(runtime.backend, runtime.precision, settings) + older
+
+
+def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
+    """Return which keys a batch of packs needs besides position_ids (see data.collate.Flatten)."""
+    implementation = _implementation(model)
+    if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
+        return "flash"
+    return "unsloth" if runtime.backend == "unsloth" else "positions"
+
+
+def prepare_for_packs(runtime: Runtime, model: Any) -> None:
+    """Enable Unsloth's packed attention for models that use Transformers' attention, as Unsloth's own trainer does."""
+    if runtime.backend == "unsloth" and _implementation(model) != varlen.NAME:
+        from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
+
+        enable_hf_packed_attention()
+
+
+def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> AttentionSetup:
+    base, unsloth = base_model(model), runtime.backend == "unsloth"
+    cuda = runtime.device_type == "cuda"
+    xformers = flash_attn = False
+    torch_varlen = cuda and varlen.is_available()
+    if unsloth:
+        from unsloth.utils import attention_dispatch
+
+        # Unsloth returns SDPA when it uses torch's own kernels.
+        selected = attention_dispatch.select_attention_backend(use_varlen=True)
+        xformers = selected == attention_dispatch.XFORMERS
+        flash_attn = selected == attention_dispatch.FLASH_VARLEN
+        # At import Unsloth has read its environment variable and checked the arguments of torch's kernel.
+        torch_varlen = torch.version.hip is None and attention_dispatch._TORCH_VARLEN_ATTN is not None
+    setup = AttentionSetup(
+        device_type=runtime.device_type,
+        sixteen_bit=runtime.precision != "fp32",
+        head_dim=_largest_head(base.config),
+        implementation=_implementation(model),
+        unsloth_attention=unsloth and any(_is_unsloth_attention(module) for module in model.modules()),
+        replaceable=unsloth or settings.attn_implementation is None,
+        capability=torch.cuda.get_device_capability()[0] if cuda else 0,
+        flash_attn=flash_attn,
+        xformers=xformers,
+        torch_varlen=torch_varlen,
+    )
+    if select_varlen_kernel(setup) == TORCH_KERNEL and not setup.unsloth_attention:
+        # Runs a forward pass, so it is called only where its answer matters.
+        return dataclasses.replace(setup, obstacle=varlen.obstacle(base))
+    return setup
+
+
+def _largest_head(config: Any) -> int:
+    """Return the size of the largest head; some configs with different layers raise RuntimeError on a common size."""
+    try:
+        heads = getattr(config, "num_attention_heads", 0) or 1
+        return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    except RuntimeError:
+        return max(_largest_head(layer) for layer in config.per_layer_config)
+
+
+def _is_unsloth_attention(module: torch.nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention") and type(module).forward.__module__.startswith("unsloth.models")
+
+
+def _implementation(model: Any) -> str:
+    return str(getattr(base_model(model).config, "_attn_implementation", None) or "")

@@ -1,0 +1,238 @@
+"""Compute the loss of a micro-batch of fixed shape, without a wait for the device, so that it can be captured.
+
+The model's decoder is called with row boundaries that stay on the device. Layers whose attention is Unsloth's look up
+the boundaries on the host, so that attention is computed by varlen.py's kernel there too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
+from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.forward.compile_options import repeatable_options
+from unsloth_ddp.model.forward.head_loss import head_loss
+from unsloth_ddp.model.modules import base_model, kept_random_numbers, text_decoder
+
+# The function that Unsloth's attention layers of every family call, by this name in the family's module.
+UNSLOTH_ATTENTION = "run_attention"
+# Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3: the module, the switch in it,
+# and the variable that sets it.
+FUSED_NORM = ("unsloth.kernels.qk_norm_rope", "QK_NORM_ROPE_ENABLED", "UNSLOTH_FUSED_QKNORM_ROPE")
+# varlen.py passes the module on where a mask is given, which is not so here.
+NO_MODULE = torch.nn.Identity()
+
+
+class Rows:
+    """The boundaries of the rows that attention is computed within, int32 (rows + 1,); None where rows are sequences."""
+
+    boundaries: Tensor | None = None
+
+
+class PackedForward:
+    """Call a causal language model on padded micro-batches (see FixedShape.pad).
+
+    Args:
+        model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).
+        shape: of every micro-batch.
+        recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's own
+            checkpointing is off here, whatever the model is set to.
+
+    Raises:
+        NotImplementedError: the model cannot be called in this way; the message says why, in a few words.
+    """
+
+    def __init__(self, model: Any, shape: FixedShape, *, recompute: bool = False) -> None:
+        self.recompute = recompute
+        base = base_model(model)
+        self.decoder: Any = text_decoder(model)
+        self.head: Any = base.get_output_embeddings()
+        self.shape = shape
+        self.layers: list[Any] = list(getattr(self.decoder, "layers", []))
+        if not self.layers:
+            raise NotImplementedError("its layers are not known")
+        if type(self.head) is not torch.nn.Linear or self.head.bias is not None:
+            raise NotImplementedError("its output head is not a plain matrix")
+        attention = {
+            type(module).forward.__module__
+            for layer in self.layers
+            for module in layer.modules()
+            if type(module).__name__.endswith("Attention") and type(module).forward.__module__.startswith("unsloth.")
+        }
+        self.unsloth_modules: list[Any] = [sys.modules[name] for name in attention]
+        if any(not hasattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules):
+            raise NotImplementedError("Unsloth computes its attention in another way")
+        self._rows: Rows = Rows()
+        # One function for all calls: compiled layers are compiled anew for another one.
+        self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest)
+
+    def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
+        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`.
+
+        Args:
+            dtype: of the head's matrix products.
+        """
+        hidden = self._hidden(step)
+        selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, step.head_positions)
+        return head_loss(selected, self.head.weight, step.head_labels, dtype)
+
+    def _hidden(self, step: StepTensors) -> Tensor:
+        given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
+        boundaries = None
+        if not self.shape.sequences:
+            boundaries = step.boundaries.int()
+            # Compiled layers are the same for any number of rows.
+            torch._dynamo.mark_dynamic(boundaries, 0)
+        self._rows.boundaries = boundaries
+        if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
+            longest = self.shape.longest
+            if boundaries is None:
+                given["dense"] = True
+            else:
+                given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+                given |= {"max_length_q": longest, "max_length_k": longest}
+        hidden: Tensor = self.decoder(**given)[0]
+        return hidden
+
+    def draws_random_numbers(self, step: StepTensors) -> bool:
+        """Return whether a forward pass draws random numbers in the model's present mode, as dropout does in training."""
+        device = step.input_ids.device
+        with kept_random_numbers(device), torch.no_grad(), self.passes():
+            before = _random_state(device)
+            self._hidden(step)
+            return not torch.equal(before, _random_state(device))
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Prepare the model for forward and backward passes inside the block.
+
+        A layer that is computed again in the backward pass has to find there what it found in the forward pass.
+        """
+        with ExitStack() as changes:
+            if self.unsloth_modules:
+                changes.enter_context(self._unsloth_attention())
+                changes.enter_context(_fused_norm())
+            changes.enter_context(self._own_checkpointing())
+            yield
+
+    @contextmanager
+    def _unsloth_attention(self) -> Iterator[None]:
+        """Compute the attention of Unsloth's layers within the rows of `_rows` inside the block."""
+        before = [getattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules]
+        allowed = getattr(self.decoder, "_unsloth_allow_packed_overlength", False)
+        try:
+            # Unsloth would cut a micro-batch of several packs at the longest row.
+            self.decoder._unsloth_allow_packed_overlength = True
+            for module in self.unsloth_modules:
+                setattr(module, UNSLOTH_ATTENTION, self._attend)
+            yield
+        finally:
+            self.decoder._unsloth_allow_packed_overlength = allowed
+            for module, function in zip(self.unsloth_modules, before, strict=True):
+                setattr(module, UNSLOTH_ATTENTION, function)
+
+    @contextmanager
+    def _own_checkpointing(self) -> Iterator[None]:
+        """Turn the library's gradient checkpointing off inside the block, and recompute layers if `recompute` says so.
+
+        Transformers' checkpointing reads the state of the GPU's random numbers, and Unsloth's is reentrant; neither can
+        be captured.
+        """
+        switched = [module for module in self.decoder.modules() if vars(module).get("gradient_checkpointing")]
+        kinds = [module.gradient_checkpointing for module in switched]
+        calls = [layer._compiled_call_impl for layer in self.layers]
+        try:
+            for module in switched:
+                module.gradient_checkpointing = False
+            if self.recompute:
+                for layer, call in zip(self.layers, calls, strict=True):
+                    layer._compiled_call_impl = _recomputed(call or layer._call_impl)
+            yield
+        finally:
+            for layer, call in zip(self.layers, calls, strict=True):
+                layer._compiled_call_impl = call
+            for module, kind in zip(switched, kinds, strict=True):
+                module.gradient_checkpointing = kind
+
+    @contextmanager
+    def compiled_layers(self) -> Iterator[None]:
+        """Run layers and the last norm compiled inside the block; each is compiled at its first call there."""
+        norm = getattr(self.decoder, "norm", None)
+        # Unsloth computes the last norm without calling the module.
+        modules = self.layers if self.unsloth_modules or norm is None else [*self.layers, norm]
+        try:
+            for module in modules:
+                module.compile(dynamic=False, options=repeatable_options())
+            with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
+                yield
+        finally:
+            for module in modules:
+                # torch has no way to take a module's compile() back.
+                module._compiled_call_impl = None
+
+
+@contextmanager
+def _fused_norm() -> Iterator[None]:
+    """Switch FUSED_NORM on inside the block, unless the user has set its variable or this Unsloth does not have it.
+
+    It is off by default in Unsloth. A captured pass is compared to the backend's, which does not use it.
+    """
+    name, switch, variable = FUSED_NORM
+    module = sys.modules.get(name)
+    if variable in os.environ or not hasattr(module, switch):
+        yield
+        return
+    before = getattr(module, switch)
+    try:
+        setattr(module, switch, True)
+        yield
+    finally:
+        setattr(module, switch, before)
+
+
+def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's call that keeps only its inputs, and is repeated in the backward pass.
+
+    The repetition draws its own random numbers: a captured graph cannot set the generator's state back.
+    """
+    checkpoint = torch.utils.checkpoint.checkpoint
+    if checkpoint.__module__ != torch.utils.checkpoint.__name__:
+        raise NotImplementedError(f"{checkpoint.__module__} has replaced torch's checkpoint function")
+    return functools.partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Return the state of the device's random numbers."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _attention_within(rows: Rows, longest: int) -> Callable[..., Tensor]:
+    """Return a function in place of Unsloth's run_attention: causal attention within the rows of a pack."""
+
+    def attend(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        given = config.flash_varlen_kwargs or {}
+        if given.get("softcap") or not context.is_causal:
+            raise NotImplementedError("its attention has a cap on its scores or looks ahead")
+        attended, _ = varlen.attend(
+            NO_MODULE,
+            Q,
+            K,
+            V,
+            scaling=given.get("softmax_scale"),
+            sliding_window=context.sliding_window if (context.sliding_window or 0) > 0 else None,
+            cu_seq_lens_q=rows.boundaries,
+            max_length_q=longest,
+            dense=rows.boundaries is None,
+        )
+        return attended
+
+    return attend

@@ -1,0 +1,1 @@
+"""Load a model, whole or in shards, in the class that its config.json names."""

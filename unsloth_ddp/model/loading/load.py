@@ -1,0 +1,404 @@
+"""Load the model to train and its tokenizer, by method and backend.
+
+The backend is Unsloth on an accelerator, and Transformers + PEFT elsewhere. Settings have the same meaning in both: the
+dtype of the base weights, the modules with an adapter, the kind of gradient checkpointing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.template import check_chat_template, set_chat_template
+from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.sharding import loads_in_shards
+from unsloth_ddp.model.adapter.experts import full_shape, stacked_experts
+from unsloth_ddp.model.adapter.lora import check_module_names, lora_config, target_modules, target_parameters
+from unsloth_ddp.model.files.check import check_complete, check_local_model
+from unsloth_ddp.model.files.download import download_model
+from unsloth_ddp.model.files.find import is_folder, model_folder
+from unsloth_ddp.model.files.same_files import check_same_files
+from unsloth_ddp.model.files.source_check import check_source, read_model_file
+from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
+from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
+from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config
+from unsloth_ddp.model.loading.whole_model import short_of_memory, tried_in_shards
+from unsloth_ddp.model.modules import DTYPES, name_present_layers
+from unsloth_ddp.model.parts import freeze_beside_text
+from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.known_errors import find_known_error
+
+
+def check_model(settings: Settings, runtime: Runtime) -> None:
+    """Refuse settings that this machine or backend cannot load, before anything is loaded.
+
+    Raises:
+        UserError: the model is an adapter, has no config.json or is quantized in a way that cannot be trained, or this
+            machine or backend does not support a method or option.
+    """
+    check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+    runtime.on_main(lambda: check_source(settings, runtime.backend, runtime.sharding))
+    if settings.method == "qlora" and runtime.device_type == "cpu":
+        raise UserError("method qlora needs a GPU for its 4-bit kernels, and this run uses none; use --method lora.")
+    if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
+    check_full_weights(settings.method, settings.full_weights, runtime.precision)
+    check_fp8(settings, runtime)
+    asked = settings.attn_implementation
+    if runtime.device_type == "cuda" and asked and "flash" in asked and torch.cuda.get_device_capability() < AMPERE:
+        raise UserError(
+            f"attn_implementation {asked} needs compute capability 8.0, which {runtime.device_name} does not have; use sdpa."
+        )
+    check_chat_template(settings.chat_template)
+    if runtime.backend == "transformers" and settings.gradient_checkpointing == "unsloth":
+        raise UserError(
+            "gradient_checkpointing unsloth needs the unsloth backend, and this run uses transformers; use torch."
+        )
+
+
+def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> tuple[Any, Any]:
+    """Return the model, on this process's device and ready for a trainer, and its tokenizer.
+
+    Args:
+        also: paths of modules that get an adapter beside those that the settings name; those that the model lacks do not matter.
+
+    Raises:
+        UserError: the model cannot be found or loaded.
+    """
+    runtime.on_main(lambda: check_class(settings))
+    download_model(settings, runtime)
+    in_shards = loads_in_shards(
+        runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)
+    )
+    # With FSDP2 no rank sends its weights to the others. Unsloth may load another repository than a Hub id names.
+    if in_shards or (runtime.sharding == "fsdp2" and runtime.broadcast_from_main(lambda: is_folder(settings))):
+        check_same_files(settings, runtime)
+    if not in_shards:
+        return _load(settings, runtime, also)
+    from unsloth_ddp.model.loading.sharded_load import shard_mesh
+
+    # Creating the mesh is a collective, so it happens outside on_every_rank, where a rank may fail.
+    mesh = shard_mesh(runtime)
+    return runtime.on_every_rank(lambda: _load(settings, runtime, also, mesh))
+
+
+def check_class(settings: Settings) -> None:
+    """Refuse a model that is no causal language model, by its config.json; before its weights are downloaded.
+
+    Raises:
+        UserError: see model_class.
+    """
+    try:
+        config = read_config(settings)
+    except Exception as error:
+        if not is_model_file_error(error):
+            raise
+        return  # loading the model tells it
+    model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
+
+
+def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
+    """Return whether Unsloth trains this model from shards: it does not fit on a GPU, and its type was tested.
+
+    Every rank calls this.
+    """
+    if runtime.backend != "unsloth" or runtime.sharding != "fsdp2" or short_of_memory(settings, runtime) is None:
+        return False
+
+    def tried() -> bool:
+        folder = model_folder(settings)
+        config = (read_model_file(str(folder), "config.json") if folder is not None else None) or {}
+        return tried_in_shards(
+            settings, str(config.get("model_type")), quantized="quantization_config" in config, copies=runtime.copies
+        )
+
+    # All ranks have to load in the same way; check_same_files finds out later whether nodes have different files.
+    return runtime.broadcast_from_main(tried)
+
+
+def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
+    """Load model and tokenizer, without collectives.
+
+    Args:
+        also: see load_model.
+        mesh: over which the weights are sharded while loading; None loads the whole model.
+    """
+    try:
+        if runtime.backend == "unsloth":
+            model, tokenizer = _load_unsloth(settings, runtime, also, mesh)
+        else:
+            model, tokenizer = _load_transformers(settings, runtime, also, mesh)
+    except Exception as error:
+        if isinstance(error, UserError) or not is_model_file_error(error):
+            raise
+        raise UserError(
+            f"model {settings.model} {_or_not_here(settings)}cannot be loaded: {describe_load_error(error)}"
+        ) from error
+    _complete_tokenizer(settings, tokenizer)
+    model.config.use_cache = False
+    if settings.method == "full" and not settings.train_towers:
+        freeze_beside_text(model)
+    return model, tokenizer
+
+
+def load_tokenizer(settings: Settings) -> Any:
+    """Return the same tokenizer as `load_model`, without the model.
+
+    Raises:
+        UserError: the tokenizer cannot be found or loaded.
+    """
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+        )
+    except Exception as error:
+        if not is_model_file_error(error):
+            raise
+        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {describe_load_error(error)}") from None
+    _complete_tokenizer(settings, tokenizer)
+    return tokenizer
+
+
+def _or_not_here(settings: Settings) -> str:
+    """Return a part of the error message for a name that may be a Hub id or a mistyped path, such as outputs/RUM."""
+    path = Path(str(settings.model))
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    missing = "is not a folder here" if path.parent == Path() else f"is not in the folder {path.parent} here"
+    return f"{missing}, and as a Hub id it "
+
+
+def is_model_file_error(error: Exception) -> bool:
+    """Return whether loading failed because of the model's files, and not because of the machine.
+
+    Broken files raise exceptions of many classes. A RuntimeError comes from devices, memory or other ranks, except for the
+    messages and subclasses checked here.
+    """
+    if isinstance(error, RuntimeError):
+        sizes = any(words in str(error) for words in ("ignore_mismatched_sizes", "negative dimension"))
+        return sizes or isinstance(error, (RecursionError, NotImplementedError))
+    return not isinstance(error, (MemoryError, AssertionError))
+
+
+# Errors whose message names no way out.
+EXPLAINED = ("no network", "flash-attn")
+
+
+def describe_load_error(error: Exception) -> str:
+    """Return the library's message, with the class of errors whose message alone says little, such as KeyError."""
+    text = one_line(error, 1000)
+    if "ignore_mismatched_sizes" in text:
+        return "the sizes of its weights differ from its config.json; download it again, or correct config.json."
+    said = text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+    known = find_known_error(f"{type(error).__name__}: {text}")
+    return f"{said} What helps: {known.fix}" if known and known.name in EXPLAINED else said
+
+
+def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
+    set_chat_template(tokenizer, settings.chat_template)
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"model {settings.model}: its tokenizer has no EOS token, so rows would have no end; set eos_token in tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
+    """Return the dtype of the base weights: --full_weights with method full, else the compute precision."""
+    if settings.method == "full":
+        return DTYPES[settings.full_weights]
+    return DTYPES[runtime.precision]
+
+
+def _load_unsloth(
+    settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None
+) -> tuple[Any, Any]:
+    from unsloth import FastLanguageModel
+
+    from unsloth_ddp.model.loading import sharded_load, shards
+
+    checkpointing = UNSLOTH_NAMES[loaded_with(runtime, settings)]
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(sharded_load.reading_shards(mesh, str(settings.model)))
+            stack.enter_context(sharded_load.patched_by_unsloth())
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            model_name=str(settings.model),
+            revision=settings.model_revision,
+            max_seq_length=settings.max_length,
+            dtype=DTYPES[runtime.precision],
+            load_in_4bit=settings.method == "qlora",
+            full_finetuning=settings.method == "full",
+            float32_mixed_precision=settings.full_weights == "fp32" if settings.method == "full" else None,
+            use_gradient_checkpointing=checkpointing,
+            # An automatic device map would put every rank's model on the first GPU, or spread one model over all GPUs.
+            device_map=runtime.device_map,
+            # DDP averages gradients on the GPU, so the embedding must not stay in host memory.
+            offload_embedding=False,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=safetensors_only(settings),
+        )
+    _check_class_of_unsloth(settings, model)
+    name_present_layers(model)
+    if settings.method != "full":
+        check_module_names(settings, model)
+        # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
+        parts = {"finetune_vision_layers": True} if os.environ.get("UNSLOTH_USE_NEW_MODEL") == "1" else {}
+        with shards.copied_with_modules():
+            model = FastLanguageModel.get_peft_model(
+                model,
+                **parts,
+                r=settings.lora_r,
+                lora_alpha=settings.lora_alpha,
+                lora_dropout=settings.lora_dropout,
+                target_modules=target_modules(settings, model, also),
+                # With None, Unsloth would choose experts of an MoE model itself.
+                target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
+                modules_to_save=settings.lora_modules_to_save or None,
+                use_rslora=settings.use_rslora,
+                bias="none",
+                use_gradient_checkpointing=checkpointing,
+                random_state=settings.seed,
+            )
+    if runtime.precision == "fp32":
+        # Unsloth's trainer enables bf16 autocast for fp32 weights unless the model has this attribute.
+        model._unsloth_forced_float32 = True
+    if mesh is not None:
+        model = sharded_load.wrap(model, mesh, runtime.precision, quantized=False)
+    return model, getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
+    """Refuse another class than the transformers backend loads, as names of weights would differ."""
+    known = class_name(model.config, str(settings.model), trust_remote_code=settings.trust_remote_code)
+    if type(model).__name__ != known and not settings.trust_remote_code:
+        raise UserError(
+            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {known}; use --backend "
+            "transformers."
+        )
+
+
+def _load_transformers(
+    settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None
+) -> tuple[Any, Any]:
+    import transformers
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    from unsloth_ddp.model.loading import packed_shards, sharded_load, shards
+
+    transformers.utils.logging.disable_progress_bar()
+    source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, **source)
+    quantization = None
+    if settings.method == "qlora":
+        quantization = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=DTYPES[runtime.precision],
+            # FSDP2 shards floating-point tensors only, so the packed 4-bit weights are stored in such a dtype.
+            bnb_4bit_quant_storage=DTYPES[runtime.precision] if runtime.sharding == "fsdp2" else torch.uint8,
+        )
+    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    with contextlib.nullcontext() if mesh is None else sharded_load.reading_shards(mesh, str(settings.model)):
+        loaded: Any = auto.from_pretrained(
+            str(settings.model),
+            dtype=weights_dtype(settings, runtime),
+            device_map=runtime.device_map,
+            quantization_config=quantization,
+            attn_implementation=settings.attn_implementation,
+            use_safetensors=safetensors_only(settings),
+            output_loading_info=True,
+            **source,
+        )
+    model, loading = loaded
+    name_present_layers(model)
+    # The check does not work with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
+    if runtime.sharding != "zero3" and quantization is None:
+        check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
+        if mesh is None:
+            check_attends_backwards(settings, model)
+    checkpointing = loaded_with(runtime, settings) != "none"
+    if quantization is not None:
+        prepare = prepare_model_for_kbit_training if mesh is None else packed_shards.prepare_for_adapters
+        model = prepare(
+            model,
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    if settings.method != "full":
+        check_module_names(settings, model)
+        torch.manual_seed(settings.seed)
+        # ZeRO-3 gathers small weights into buffers of one dtype, so with it adapters keep the dtype of the base model
+        # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
+        with shards.copied_with_modules():
+            adapter = lora_config(settings, model, also)
+            model = get_peft_model(model, adapter, autocast_adapter_dtype=runtime.sharding != "zero3")
+    if settings.fp8:
+        use_fp8(model)
+    if mesh is not None:
+        model = sharded_load.wrap(model, mesh, runtime.precision, quantized=quantization is not None)
+    return model, tokenizer
+
+
+def safetensors_only(settings: Settings) -> bool | None:
+    """Return use_safetensors for from_pretrained: False would refuse safetensors, and None accepts either format."""
+    return True if settings.use_safetensors else None
+
+
+def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
+    """Make generation stop at `stop_tokens` too, which end the supervised answers; return the newly added tokens."""
+    known = model.generation_config.eos_token_id
+    stops = known if isinstance(known, list) else [] if known is None else [known]
+    if added := [token for token in stop_tokens if token not in stops]:
+        model.generation_config.eos_token_id = [*stops, *added]
+    return added
+
+
+def check_positions(settings: Settings, model: Any, longest: int) -> None:
+    """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE).
+
+    Raises:
+        UserError: naming both lengths.
+    """
+    config = model.config.get_text_config()
+    known = getattr(config, "max_position_embeddings", None)
+    if not known or longest <= known:
+        return
+    # Copies of the token embedding in an adapter are left out: they may have as many entries as there are positions.
+    tokens = set(model.get_input_embeddings().modules())
+    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding) and one not in tokens]
+    # Some position embeddings (OPT) have an offset and are longer by it.
+    if any(known <= table.num_embeddings < known + 8 for table in tables):
+        raise UserError(
+            f"Rows of up to {longest:,} tokens are longer than the {known:,} positions of model {settings.model}; use "
+            f"--max_length {known}, which truncates them (with --overlong drop: leaves them out), or a model with more positions."
+        )
+    if getattr(config, "rope_parameters", None):
+        print(
+            f"Rows of up to {longest:,} tokens are longer than the {known:,} positions that model {settings.model} was trained for; "
+            f"use --max_length {known}, or set rope_parameters in its config.json to a scaling for longer rows."
+        )
+
+
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """Return (all, trainable) parameters; a packed 4-bit weight counts as its original number of values."""
+    total = trainable = 0
+    for parameter in model.parameters():
+        count = math.prod(full_shape(parameter))
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    return total, trainable

@@ -1,0 +1,120 @@
+"""Switch to the backend that loads in shards if the whole model, which Unsloth would load first, does not fit on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.files.find import is_folder, model_folder, safetensors_files
+from unsloth_ddp.utils.memory_limits import BYTES_PACKED, FILLED
+from unsloth_ddp.utils.units import shown_bytes
+
+# Model types that benchmarks/correctness/unsloth_shards.py trained from shards with Unsloth.
+TRIED_IN_SHARDS = ("llama", "qwen3")
+
+
+def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
+    """With FSDP2 and --backend auto, replace Unsloth by Transformers if the whole model does not fit on every GPU.
+
+    Every rank calls this, before the backend is imported. A model of unknown size keeps Unsloth.
+    """
+    if runtime.sharding != "fsdp2" or runtime.backend != "unsloth" or settings.backend != "auto":
+        return
+    short = short_of_memory(settings, runtime)
+    if short is None:
+        return
+    runtime.use_backend("transformers")
+    if runtime.ranks.is_main:
+        needed, room = map(shown_bytes, short)
+        print(
+            f"Using backend transformers, which loads model {settings.model} in shards: Unsloth would load it whole, which "
+            f"takes {needed}, and a GPU has {room}.",
+            flush=True,
+        )
+
+
+def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | None:
+    """Return (bytes to load the whole model, bytes of the smallest GPU) if it does not fit; None if it fits.
+
+    Every rank calls this. A model of unknown size is assumed to fit.
+    """
+    room = min(runtime.gather(gpu_bytes()))
+    needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
+    return None if needed is None or needed <= FILLED * room else (needed, room)
+
+
+def gpu_bytes() -> int:
+    """Return the bytes of this process's GPU that it may use."""
+    import torch
+
+    return int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
+
+
+def tried_in_shards(settings: Settings, model_type: str, *, quantized: bool, copies: int = 1) -> bool:
+    """Return whether training such a model from shards with Unsloth was tested: plain LoRA on TRIED_IN_SHARDS.
+
+    Args:
+        model_type: from the model's config.json.
+        quantized: whether the model's files are quantized.
+        copies: number of replicas with hybrid sharding.
+    """
+    plain = settings.method == "lora" and not (
+        settings.fp8 or settings.lora_modules_to_save or settings.lora_target_parameters or copies > 1
+    )
+    return plain and model_type in TRIED_IN_SHARDS and not quantized
+
+
+def bytes_while_loading(settings: Settings, parts: int) -> int | None:
+    """Return the peak bytes of loading the whole model on a GPU and then sharding it; None if its size is not known.
+
+    Args:
+        parts: number of processes that a replica of the model is sharded over.
+    """
+    tensors = read_tensors(settings)
+    if not tensors:
+        return None
+    # accelerate keeps trained weights in fp32, and holds a shard in addition to the whole model while it shards.
+    each = 4.0 if settings.method == "full" else 2.0
+    return int(whole_bytes(tensors, each, packs=settings.method == "qlora") * (1 + 1 / parts))
+
+
+def whole_bytes(tensors: Iterable[tuple[str, str, list[int]]], each: float, *, packs: bool) -> float:
+    """Return the bytes of a loaded model.
+
+    Args:
+        tensors: (name, safetensors dtype, shape) of the tensors in its files.
+        each: bytes per value after loading.
+        packs: whether the weight matrices of layers are quantized to 4 bits.
+    """
+    return sum(math.prod(shape) * _bytes_of(name, dtype, shape, each, packs=packs) for name, dtype, shape in tensors)
+
+
+def _bytes_of(name: str, dtype: str, shape: list[int], each: float, *, packs: bool) -> float:
+    if dtype in ("U8", "I8"):
+        return 1.0  # packed already
+    embeds = "embed" in name or "lm_head" in name
+    return BYTES_PACKED if packs and len(shape) > 1 and not embeds else each
+
+
+def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:
+    """Return (name, dtype, shape) of the tensors in a model's safetensors files, local or on the Hub; empty if unknown."""
+    from huggingface_hub import get_safetensors_metadata, parse_local_safetensors_file_metadata
+
+    folder, model = model_folder(settings), str(settings.model)
+    try:
+        files: Iterable[Any] = []
+        # A complete download needs no requests to the Hub.
+        if not is_folder(settings) and not (folder and safetensors_files(folder)):
+            with contextlib.suppress(Exception):  # no network: read the cache
+                files = get_safetensors_metadata(model, revision=settings.model_revision).files_metadata.values()
+        if folder is not None and not files:
+            # Beside the files of the index there may be the same weights in another format.
+            found = safetensors_files(folder) or sorted(folder.glob("*.safetensors"))
+            files = [parse_local_safetensors_file_metadata(path) for path in found]
+        return [(name, str(t.dtype), list(t.shape)) for file in files for name, t in file.tensors.items()]
+    except Exception:  # damaged files: loading raises the error
+        return []

@@ -1,0 +1,298 @@
+"""Compare what all nodes have to agree on: pure functions from plain values by node to rows of the table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.preflight.checks import Check, Verdict, merge_checks, name_nodes, not_checked
+from unsloth_ddp.preflight.node.disks import output_folder
+from unsloth_ddp.preflight.node.machine import list_gpus
+from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.units import shown_bytes
+
+# Packages that only log or convert; every other one decides what a run computes or how ranks communicate.
+LOGGING_PACKAGES = ("tensorboard", "nbconvert")
+# These depend on the hardware of each node, so they may differ.
+PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")
+NUMERIC_VARIABLES = (
+    "ACCELERATE_MIXED_PRECISION", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG", "UNSLOTH_FORCE_FLOAT32", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+)  # fmt: skip
+# Options that name files or folders.
+PATHS = tuple(name for name, option in OPTIONS.items() if option.path)
+# The report of each node by its number.
+Reports = Mapping[int, Mapping[str, Any]]
+SECRET = re.compile(r"token|secret|password|passwd|api_?key", re.IGNORECASE)
+
+
+def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
+    """Compare Python, torch, CUDA, NCCL and packages: one row for all that agree, one for each that differs."""
+    names = list(dict.fromkeys(name for found in by_node.values() for name in found))
+    differing = [name for name in names if len({found.get(name) for found in by_node.values()}) > 1]
+    first = next(iter(by_node.values()))
+    alike = ", ".join(f"{name} {first[name]}" for name in names if name not in differing)
+    rows = [Check("versions", dict.fromkeys(sorted(by_node), alike))]
+    for name in differing:
+        found = {node: by_node[node].get(name, "not installed") for node in sorted(by_node)}
+        minor = name == "python" and len({v.rpartition(".")[0] for v in found.values()}) == 1
+        verdict: Verdict = "warning" if minor or name in LOGGING_PACKAGES else "failure"
+        remedy = "Use one environment on every node: uv sync --locked from the same uv.lock."
+        rows.append(Check(f"version of {name}", found, verdict, remedy))
+    return rows
+
+
+def compare_code(by_node: Mapping[int, Mapping[str, str]]) -> Check:
+    """Compare the kit itself: the `hash` of its files decides, the `commit` is shown beside it."""
+    shown = {node: f"{c['commit']} (files {c['hash'][:8]})" for node, c in sorted(by_node.items())}
+    if len({c["hash"] for c in by_node.values()}) > 1:
+        return Check("kit", shown, "failure", "The nodes run different code: check out the same commit on every node.")
+    if len({c["commit"] for c in by_node.values()}) > 1:
+        return Check(
+            "kit", shown, "warning", "The kit's files are the same, but the commits differ; check out the same one."
+        )
+    return Check("kit", shown)
+
+
+def compare_settings(by_node: Mapping[int, Mapping[str, Any]], paths: Sequence[str]) -> Check:
+    """Compare every option of the run; only paths may differ, since the content of files is compared too.
+
+    Args:
+        paths: options that name files or folders.
+    """
+    flat = {node: flatten_options(options) for node, options in by_node.items()}
+    names = sorted({name for options in flat.values() for name in options})
+    differing = [name for name in names if len({options.get(name) for options in flat.values()}) > 1]
+    if not differing:
+        return Check(
+            "settings",
+            dict.fromkeys(sorted(by_node), f"{len(names)} options{', equal on all nodes' if len(flat) > 1 else ''}"),
+        )
+    shown = {
+        node: ", ".join(f"{name}={show_value(name, options.get(name, 'not set'))}" for name in differing)
+        for node, options in sorted(flat.items())
+    }
+    hard = [name for name in differing if name.partition(".")[0] not in paths]
+    if hard:
+        remedy = f"{', '.join(hard)} differ: give the same options (the same --config) on every node."
+        return Check("settings", shown, "failure", remedy)
+    remedy = f"{', '.join(differing)} name different paths; that is right if each node uses its own disk."
+    return Check("settings", shown, "warning", remedy)
+
+
+def flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return options as text, each key of a mapping as an option of its own."""
+    flat: dict[str, str] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": json.dumps(item, sort_keys=True) for key, item in value.items()}
+        else:
+            flat[name] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def show_value(name: str, value: str) -> str:
+    """Return the value of a setting or variable, hidden if its name says that it is a secret."""
+    return "(hidden)" if SECRET.search(name) else value[:200]
+
+
+def compare_files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any]]], what: str) -> list[Check]:
+    """Compare files by content: one row for all that agree, one for each that differs or is missing.
+
+    Args:
+        by_node: for each node, label -> {"bytes", "digest"}, {"missing": path} or {"hub": commit or None}.
+        what: the word for these files in the remedy.
+    """
+    labels = list(dict.fromkeys(label for found in by_node.values() for label in found))
+    rows, alike = [], []
+    for label in labels:
+        entries = {node: by_node[node].get(label, {"missing": label}) for node in sorted(by_node)}
+        shown = {node: describe_file(entry) for node, entry in entries.items()}
+        missing = [node for node, entry in entries.items() if "missing" in entry]
+        kinds = {json.dumps(e, sort_keys=True) for e in entries.values()}
+        if missing:
+            remedy = (
+                f"{label} is missing on {name_nodes(missing)}: copy it there, or keep it in a folder all nodes share."
+            )
+            if len(missing) == len(by_node):
+                remedy = f"{label} is missing: give a path that exists with --{what}."
+            rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
+        elif len(kinds) == 1:
+            alike.append(f"{label} {describe_file(next(iter(entries.values())))}")
+        elif all("hub" in entry for entry in entries.values()):
+            remedy = f"The nodes' caches hold different commits of this {what}: remove the older, or pin a revision."
+            verdict: Verdict = "warning" if any(e["hub"] is None for e in entries.values()) else "failure"
+            if verdict == "warning":
+                remedy = f"Some nodes still have to download this {what}: pin a revision, or download it on every node."
+            rows.append(Check(f"{name}: {label}", shown, verdict, remedy))
+        else:
+            remedy = f"The nodes would train on different {what}s: copy the same files to every node."
+            rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
+    if alike:
+        rows.insert(0, Check(name, dict.fromkeys(sorted(by_node), ", ".join(alike))))
+    return rows
+
+
+def describe_file(entry: Mapping[str, Any]) -> str:
+    """Return a file's size and the beginning of its checksum."""
+    if "missing" in entry:
+        return "missing"
+    if "hub" in entry:
+        return f"from the Hub, commit {entry['hub'][:10]} in the cache" if entry["hub"] else "from the Hub, not cached"
+    sampled = " (sampled)" if entry.get("sampled") else ""
+    digest = f" {entry['digest'][:10]}" if entry.get("digest") else ""
+    return f"{shown_bytes(entry['bytes'])}{digest}{sampled}"
+
+
+def compare_variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
+    """Compare the environment variables that decide how ranks communicate and compute."""
+    names = sorted({name for found in by_node.values() for name in found})
+    differing = [n for n in names if len({found.get(n) for found in by_node.values()}) > 1]
+    judged = [n for n in differing if n not in PER_NODE_VARIABLES]
+    if not judged:
+        shown = {
+            node: ", ".join(f"{n}={show_value(n, v)}" for n, v in sorted(found.items())) or "none set"
+            for node, found in sorted(by_node.items())
+        }
+        return Check("environment flags", shown)
+    shown = {
+        node: ", ".join(f"{n}={show_value(n, found[n])}" if n in found else f"{n} not set" for n in judged)
+        for node, found in sorted(by_node.items())
+    }
+    verdict: Verdict = "failure" if any(n in NUMERIC_VARIABLES for n in judged) else "warning"
+    return Check("environment flags", shown, verdict, f"Set {', '.join(judged)} to the same value on every node.")
+
+
+def compare_gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
+    """Compare the number and type of GPUs of the nodes.
+
+    Args:
+        by_node: name, memory (bytes) and compute capability of each GPU.
+    """
+    shown = {node: list_gpus(devices) for node, devices in sorted(by_node.items())}
+    name = "same GPUs"
+    if len({len(devices) for devices in by_node.values()}) > 1:
+        remedy = "Every node needs the same number of GPUs; set CUDA_VISIBLE_DEVICES or GPUS_PER_NODE to the smallest."
+        return Check(name, shown, "failure", remedy)
+    everywhere = [device for devices in by_node.values() for device in devices]
+    if len({str(device.get("capability", "")).partition(".")[0] for device in everywhere}) > 1:
+        remedy = "GPUs of different generations compute differently (bf16, kernels); use nodes of one type."
+        return Check(name, shown, "failure", remedy)
+    if len({device["name"] for device in everywhere}) > 1:
+        return Check(name, shown, "warning", "The slowest and smallest GPU sets the pace and the batch for all.")
+    return Check(name, shown)
+
+
+def check_one_gpu_per_rank(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
+    """Check that no two ranks use one GPU, which NCCL refuses.
+
+    Args:
+        uuids: the GPU of each rank that has one.
+        node_of: the node of each rank.
+    """
+    by_gpu: dict[str, list[int]] = {}
+    for rank, uuid in sorted(uuids.items()):
+        by_gpu.setdefault(uuid, []).append(rank)
+    double = [ranks for ranks in by_gpu.values() if len(ranks) > 1]
+    in_use: dict[int, set[str]] = {}
+    for rank, uuid in uuids.items():
+        in_use.setdefault(node_of[rank], set()).add(uuid)
+    values = {node: f"{len(gpus)} in use" for node, gpus in in_use.items()}
+    if not double:
+        return Check("one GPU a rank", values)
+    which = "; ".join(f"ranks {' and '.join(map(str, ranks))}" for ranks in double)
+    remedy = f"{which} use one GPU: check CUDA_VISIBLE_DEVICES of each node, and start one process a GPU."
+    return Check("one GPU a rank", values, "failure", remedy)
+
+
+def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: bool) -> Check:
+    """Check whether all nodes see one output folder.
+
+    Args:
+        seen: whether each other node found node 0's file; None where it could not look. Empty for one node.
+        sharded: every rank writes its part of each checkpoint (ZeRO, FSDP2).
+    """
+    name = "output folder shared"
+    if not seen:
+        return Check(name, {0: "one node"})
+    words = {True: "shared with node 0", False: "its own disk", None: "not known"}
+    values = {0: path, **{node: words[found] for node, found in sorted(seen.items())}}
+    apart = [node for node, found in seen.items() if found is False]
+    if apart and sharded:
+        remedy = (
+            "Sharded runs write a part of each checkpoint from every node: put --output_dir on a file system that all "
+            "nodes share (NFS), or use --sharding none."
+        )
+        return Check(name, values, "failure", remedy)
+    if apart:
+        remedy = (
+            "Checkpoints and the result are written on node 0 alone. To resume, start with the same node as node 0, or "
+            "copy the newest checkpoint to the same path on every node first. Model and data are read from each node's "
+            "own disk. With a shared file system (NFS) none of this is needed."
+        )
+        return Check(name, values, "warning", remedy)
+    if None in seen.values():
+        return Check(
+            name,
+            values,
+            "warning",
+            "Preflight could not check this; check by hand that all nodes see one output folder.",
+        )
+    return Check(name, values)
+
+
+# ---- the reports of all nodes ----
+
+
+def decode_check(values: Mapping[str, Any]) -> Check:
+    """Return a Check that has been through JSON, where keys are text."""
+    return Check(**{**values, "values": {int(n): text for n, text in values["values"].items()}})
+
+
+def compare_reports(
+    reports: Reports, gpus: Mapping[int, str], local_world_size: int, *, cpu: bool, settings: Settings, sharded: bool
+) -> list[Check]:
+    """Return the rows of all nodes, merged, and the rows that compare the nodes.
+
+    Args:
+        gpus: uuid of each rank's GPU; "" without one.
+        cpu: the run is on the CPU.
+        sharded: every rank writes its part of a checkpoint.
+    """
+    rows = merge_checks([decode_check(check) for report in reports.values() for check in report["checks"]])
+    identities = {number: report["identity"] for number, report in reports.items()}
+
+    def compare(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]], row: str = "") -> list[Check]:
+        """Compare one part of the identities; a node that could not read it gets a warning."""
+        found = {number: mine[name] for number, mine in identities.items() if name in mine}
+        unknown = {number: mine["unknown"][name] for number, mine in identities.items() if name in mine["unknown"]}
+        bad = [not_checked(reason).row(row or name, number) for number, reason in unknown.items()]
+        try:
+            good = rows_of(found) if found else []
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            good = [not_checked(reason).row(row or name, number) for number in reports]
+        return merge_checks(bad) + (good if isinstance(good, list) else [good])
+
+    rows += compare("versions", compare_versions)
+    rows += compare("code", compare_code, "kit")
+    rows += compare("settings", lambda found: compare_settings(found, PATHS))
+    rows += compare("data", lambda found: compare_files("data", found, "dataset"))
+    rows += compare("model", lambda found: compare_files("model", found, "model"))
+    rows += compare("flags", compare_variables, "environment flags")
+    if len(gpus) == 1:
+        return rows
+    if not cpu:
+        rows += compare("gpus", compare_gpus, "same GPUs")
+    uuids = {rank: uuid for rank, uuid in gpus.items() if uuid}
+    if uuids:
+        node_of = {rank: rank // local_world_size for rank in gpus}
+        rows.append(check_one_gpu_per_rank(uuids, node_of))
+    others = {number: report for number, report in reports.items() if number}
+    shared = {number: report["shared"] for number, report in others.items()}
+    rows.append(check_shared_folder(str(output_folder(settings)), shared, sharded))
+    return rows

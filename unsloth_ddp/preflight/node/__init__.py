@@ -1,0 +1,1 @@
+"""Check one node."""

@@ -1,0 +1,196 @@
+"""Collect what this node would train with, as plain values to compare: versions, code, settings, files, variables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources.rows import is_file
+from unsloth_ddp.model.files.find import weight_bytes
+from unsloth_ddp.preflight.between.cross_node import SECRET
+from unsloth_ddp.preflight.checks import run_with_limit
+from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.units import GIB, MIB
+from unsloth_ddp.utils.versions import PACKAGES, versions
+
+OTHER_PACKAGES = ("bitsandbytes", "deepspeed", "tensorboard", "nbconvert")
+FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_", "UNSLOTH_")
+FLAGS = (
+    "ACCELERATE_MIXED_PRECISION", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS",
+)  # fmt: skip
+# These belong to one node: the place of its caches, and the launcher's file for the exit code.
+NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model",
+)  # fmt: skip
+
+# Hashing this many bytes takes about ten seconds of one core; a larger file is compared by samples.
+READ_WHOLE = 4 * GIB
+SAMPLES = 512
+KIT = Path(__file__).resolve().parents[2]
+
+
+def collect_identity(
+    settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = (), seconds: float = 200
+) -> dict[str, Any]:
+    """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`.
+
+    Args:
+        gpus: the GPUs that machine.read_gpus returned.
+        seconds: time limit of all parts together.
+    """
+    deadline = time.monotonic() + seconds
+    parts = {
+        "versions": read_versions,
+        "code": hash_kit,
+        "settings": lambda: hide_secrets(settings),
+        "data": lambda: hash_data_files(settings),
+        "model": lambda: hash_model_files(settings),
+        "flags": lambda: read_variables(environ),
+        "gpus": lambda: list(gpus),
+    }
+    found: dict[str, Any] = {"unknown": {}}
+    for name, part in parts.items():
+        try:
+            found[name] = run_with_limit(part, max(1.0, deadline - time.monotonic()))
+        except Exception as error:
+            found["unknown"][name] = f"{type(error).__name__}: {one_line(error)}"
+    return found
+
+
+def hide_secrets(settings: Settings) -> dict[str, Any]:
+    """Return every option, a secret's value replaced by a digest, since the result is sent to other nodes."""
+    options = dataclasses.asdict(settings)
+    for name, value in options["trainer_args"].items():
+        if SECRET.search(name):
+            options["trainer_args"][name] = hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+    return options
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of Python, CUDA, NCCL and the installed packages."""
+    import torch
+
+    found = versions((*PACKAGES, *OTHER_PACKAGES))
+    # The imported version counts, with the suffix of its build (+cu130).
+    found["torch"] = torch.__version__
+    found["cuda"] = str(torch.version.cuda)
+    with contextlib.suppress(Exception):
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return found
+
+
+def hash_kit(root: Path = KIT) -> dict[str, str]:
+    """`hash` of the kit's Python files and configs, and the git commit they are from (+dirty: with changes)."""
+    files = [p for p in root.rglob("*.py") if "__pycache__" not in p.parts]
+    files += [root.parent / "train_ddp.py", *(root.parent / "accelerate_configs").glob("*.yaml")]
+    digest = hashlib.sha256()
+    for path in sorted(p for p in files if p.is_file()):
+        digest.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return {"hash": digest.hexdigest(), "commit": git_commit(root.parent)}
+
+
+def git_commit(folder: Path) -> str:
+    """Return the commit, such as `1a2b3c4d5e`, with +dirty for changed files; `no git` outside a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=10", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return "no git"
+    return commit + ("+dirty" if changed else "")
+
+
+def read_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables that decide how ranks communicate and compute."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name in FLAGS or name.startswith(FLAG_PREFIXES)) and name not in NOT_COMPARED and not SECRET.search(name)
+    }
+
+
+def hash_data_files(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return an entry for every source of rows, by option and position, and for the chat template's file."""
+    found = {}
+    for option in ("dataset", "eval_dataset"):
+        sources: list[str] = getattr(settings, option)
+        for number, source in enumerate(sources, 1):
+            label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
+            path = Path(source).expanduser()
+            if not is_file(source):
+                found[label] = read_hub_commit(source, "dataset")
+            elif settings.streaming and option == "dataset" and path.is_dir():
+                found[label] = hash_folder(path)
+            else:
+                found[label] = hash_file(path)
+    if settings.chat_template and settings.chat_template != "chatml":
+        found["chat_template"] = hash_file(Path(settings.chat_template).expanduser())
+    return found
+
+
+def hash_model_files(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return checksums of config.json and tokenizer files and the bytes of the weights; a Hub model's commit."""
+    path = Path(str(settings.model)).expanduser()
+    if not path.is_dir():
+        return {
+            "model": {"missing": str(path)}
+            if is_file(str(settings.model))
+            else read_hub_commit(str(settings.model), "model", settings.model_revision)
+        }
+    names: Iterable[Path] = {path / "config.json", *(f for pattern in TOKENIZER_FILES for f in path.glob(pattern))}
+    found = {file.name: hash_file(file) for file in sorted(names)}
+    found["weights"] = {"bytes": weight_bytes(path)}
+    return found
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    """Return a file's bytes and SHA-256; for a very large file, the SHA-256 of evenly spread samples."""
+    if not path.is_file():
+        return {"missing": str(path)}
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        if length <= READ_WHOLE:
+            return {"bytes": length, "digest": hashlib.file_digest(file, "sha256").hexdigest()}
+        digest = hashlib.sha256()
+        for number in range(SAMPLES):
+            file.seek((length - MIB) * number // (SAMPLES - 1))
+            digest.update(file.read(MIB))
+    return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
+
+
+def hash_folder(folder: Path) -> dict[str, Any]:
+    """Return a folder's bytes and the SHA-256 of its files' names and sizes, since streamed data is too large to read."""
+    digest, length = hashlib.sha256(), 0
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+        length += size
+    return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
+
+
+def read_hub_commit(name: str, kind: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the commit of a Hub model or dataset in the cache; None when it is not cached."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+    if revision and (folder / "snapshots" / revision).is_dir():
+        return {"hub": revision}
+    try:
+        return {"hub": (folder / "refs" / (revision or "main")).read_text().strip()}
+    except OSError:
+        return {"hub": None}

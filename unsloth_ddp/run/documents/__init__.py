@@ -1,0 +1,1 @@
+"""Write and read what describes a run: record, report, model card."""

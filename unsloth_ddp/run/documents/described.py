@@ -1,0 +1,100 @@
+"""Put what is known of a run into names and texts, for its report, its model card and the comparison of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from unsloth_ddp.run.documents.record import RunRecord, is_number
+from unsloth_ddp.utils.units import counted, shown_bytes, shown_seconds
+
+METHODS = {"lora": "LoRA", "qlora": "QLoRA (4-bit base weights)", "full": "full training"}
+# What a run computes on and how, by the names of summary.json and of a record's parts.
+MACHINE = (
+    "world_size", "nodes", "device", "sharding", "copies", "backend", "precision", "gradient_checkpointing",
+    "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
+# The results of a run, each with its text.
+RESULTS: dict[str, Callable[[float], str]] = {
+    "steps": "{:,.0f}".format,
+    "loss": "{:.4f}".format,
+    "mean training loss": "{:.4f}".format,
+    "evaluation loss": "{:.4f}".format,
+    "exact answers": "{:.1%}".format,
+    "tokens seen": "{:,.0f}".format,
+    "tokens/s": "{:,.0f}".format,
+    "peak memory": shown_bytes,
+    "training time": shown_seconds,
+}
+
+
+def results(run: RunRecord) -> dict[str, float]:
+    """Return the known results by their names in RESULTS; a loss may be infinite or not a number."""
+    found = {
+        "steps": run.step,
+        "loss": run.last("loss"),
+        "mean training loss": run.summary.get("train_loss"),
+        "evaluation loss": run.eval_loss,
+        "exact answers": run.summary.get("demo_accuracy_after"),
+        "tokens seen": run.summary.get("tokens"),
+        "tokens/s": run.tokens_per_second,
+        "peak memory": run.summary.get("peak_memory_bytes"),
+        "training time": run.seconds,
+    }
+    return {name: value for name, value in found.items() if is_number(value) or isinstance(value, float)}
+
+
+def show_result(name: str, value: float) -> str:
+    """Return a result as text."""
+    return RESULTS[name](value) if is_number(value) else "not a number"
+
+
+def describe_method(run: RunRecord) -> str:
+    """Return the method of a run."""
+    method = str(run.settings.get("method"))
+    return METHODS.get(method, method)
+
+
+def describe_data(run: RunRecord) -> list[tuple[str, str]]:
+    """Return names and texts of the rows; empty if the run has no record."""
+    data = run.record.get("data")
+    if not data:
+        return []
+    train, evaluation = data["train"], data["evaluation"]
+    found = [
+        ("training rows", f"{'the first rows: ' if data['streamed'] else ''}{train['rows']:,}"),
+        ("tokens", f"{train['tokens']:,}, {train['tokens'] / train['rows']:,.0f} a row"),
+        ("supervised tokens", f"{train['supervised']:,} ({train['supervised'] / train['tokens']:.1%})"),
+        ("longest row", counted(train["longest"], "token")),
+    ]
+    for name in ("truncated", "dropped"):
+        if train[name]:
+            found.append((f"{name} rows", f"{train[name]:,} over {run.settings.get('max_length')} tokens"))
+    found.append(("packing", f"{counted(data['packs'], 'pack')} ({data['packing']})" if data["packs"] else "off"))
+    return [*found, ("evaluation rows", f"{evaluation['rows']:,}" if evaluation else "none")]
+
+
+def gaps(run: RunRecord) -> list[str]:
+    """Return a sentence for each kind of loss that was not always a number."""
+    found = []
+    for name, key in (("training", "loss"), ("evaluation", "eval_loss")):
+        logged = run.series(key, gaps=True)
+        missing = [step for step, value in logged if not is_number(value)]
+        if missing:
+            found.append(
+                f"The {name} loss was not a number (NaN or infinite) in {len(missing):,} of {len(logged):,} log lines, first "
+                f"at step {missing[0]:,.0f}."
+            )
+    return found
+
+
+def show(value: Any) -> str:
+    """Return a setting as text."""
+    if value is None or value in ([], {}):
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,0 +1,224 @@
+"""Write the model card of a finished adapter or model, with its curves as a picture beside it.
+
+The Hub shows the card, so it names local models and files without their folders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from unsloth_ddp.config.questionable import ADAPTER
+from unsloth_ddp.run.documents.described import describe_data, describe_method, results, show, show_result
+from unsloth_ddp.run.documents.files import CARD_FILE, CURVES_FILE
+from unsloth_ddp.run.documents.record import RunRecord
+from unsloth_ddp.run.documents.report import TEMPLATES, loss_chart, templates
+from unsloth_ddp.utils.files.safe import write_new_file
+from unsloth_ddp.utils.redaction import hide, printable
+from unsloth_ddp.utils.units import counted
+
+# The settings that say how the weights came to be, apart from model and data, which have places of their own.
+SETTINGS = (
+    "method", *ADAPTER, "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed",
+)  # fmt: skip
+FULL_ONLY = ("full_weights",)
+
+
+def write_card(run: RunRecord) -> list[Path]:
+    """Write card and curves of a run into its folder, and into the merged model's; return the cards.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    merged = run.folder / "merged"
+    folders = {run.folder: run.settings.get("method") != "full"}
+    if run.settings.get("merge") and merged.is_dir():
+        folders[merged] = False
+    picture = render_curves(run)
+    for folder, is_adapter in folders.items():
+        if picture:
+            write_new_file(folder / CURVES_FILE, picture)
+        write_new_file(folder / CARD_FILE, render_card(run, adapter=is_adapter))
+    return [folder / CARD_FILE for folder in folders]
+
+
+def render_curves(run: RunRecord) -> str:
+    """Return the curves of the losses as an SVG file; empty if nothing was logged."""
+    chart = loss_chart(run)
+    if chart is None:
+        return ""
+    return str(templates().get_template("chart.svg.jinja").module.draw(chart, standalone=True)) + "\n"  # type: ignore[attr-defined]
+
+
+def render_card(run: RunRecord, *, adapter: bool) -> str:
+    """Return the card as Markdown with the Hub's metadata.
+
+    Args:
+        adapter: the folder holds an adapter, and not a whole model.
+    """
+    # Escaping is that of Markdown here (see code), not of HTML.
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined)  # noqa: S701
+    kind = "adapter" if adapter else "model"
+    settings, record = run.settings, run.record
+    method = describe_method(run)
+    origin = code(base_name(run)) + (
+        f" (revision {code(settings['model_revision'])})" if settings.get("model_revision") else ""
+    )
+    merged = not adapter and settings.get("method") != "full"
+    how = f"{method}, merged into 16-bit weights" if merged else method
+    body = environment.get_template("card.md.jinja").render(
+        title=plain(run.name),
+        intro=f"This {kind} is {origin}, fine-tuned with {how}, on {_rows(run)}. It was trained with "
+        f"{'[Unsloth](https://github.com/unslothai/unsloth), ' if uses_unsloth(run) else ''}"
+        "[TRL](https://github.com/huggingface/trl) and unsloth-ddp.",
+        curves=CURVES_FILE if loss_chart(run) else "",
+        results=_results(run),
+        loaders=_loaders(run, adapter=adapter),
+        sources=_sources(run),
+        data=[(name, plain(value)) for name, value in describe_data(run)],
+        settings=[
+            (code(name), code(show(settings[name])))
+            for name in SETTINGS
+            if name in settings and name not in (ADAPTER if settings.get("method") == "full" else FULL_ONLY)
+        ],
+        versions=", ".join(f"{plain(name)} {plain(value)}" for name, value in (run.fact("versions") or {}).items()),
+        licence=_licence(record, kind),
+    )
+    return f"---\n{_metadata(run, adapter=adapter)}\n---\n\n{body}"
+
+
+def base_name(run: RunRecord) -> str:
+    """Return the base model's Hub id, or the last part of its path."""
+    name = str(run.settings["model"])
+    return name.rstrip("/").rpartition("/")[2] if _is_local(run) else name
+
+
+def uses_unsloth(run: RunRecord) -> bool:
+    """Return whether Unsloth was the backend."""
+    return run.fact("backend") == "unsloth"
+
+
+def code(text: Any) -> str:
+    """Return a text as a Markdown code span, in which nothing is markup, fit for a table's cell."""
+    shown = printable(hide(str(text))).replace("`", "'").replace("|", "\\|").strip()
+    return f"`{shown}`" if shown else "none"
+
+
+def plain(text: Any) -> str:
+    """Return a text as Markdown prose, with everything escaped that is markup there."""
+    return re.sub(r"([\\`*_{}\[\]()<>#+!|~&-])", r"\\\1", printable(hide(str(text))))
+
+
+def _is_local(run: RunRecord) -> bool:
+    return bool(run.record.get("model", {}).get("local", True))
+
+
+def _metadata(run: RunRecord, *, adapter: bool) -> str:
+    from huggingface_hub import ModelCardData
+
+    licence = run.record.get("model", {}).get("license") or {}
+    tags = [
+        *(["unsloth"] if uses_unsloth(run) else []),
+        "trl",
+        "sft",
+        *([str(run.settings.get("method"))] if adapter else []),
+    ]
+    data = ModelCardData(
+        # The Hub takes repository ids only.
+        base_model=None if _is_local(run) else hide(str(run.settings["model"])),
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="image-text-to-text" if _auto_class(run) == "AutoModelForImageTextToText" else "text-generation",
+        tags=tags,
+        datasets=run.record.get("data", {}).get("hub") or None,
+        **licence,
+    )
+    return str(data.to_yaml()).strip()
+
+
+def _rows(run: RunRecord) -> str:
+    data = run.record.get("data")
+    if not data:
+        return "supervised rows"
+    return "a stream of rows" if data["streamed"] else counted(data["train"]["rows"], "row")
+
+
+def _results(run: RunRecord) -> list[tuple[str, str]]:
+    # The last logged loss is that of a few steps; the mean says more.
+    found = [(name, show_result(name, value)) for name, value in results(run).items() if name != "loss"]
+    before = run.summary.get("demo_accuracy_before")
+    if before is not None:
+        found.append(("exact answers before training", show_result("exact answers", before)))
+    if run.fact("device"):
+        found.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
+    return found
+
+
+def _sources(run: RunRecord) -> str:
+    hub = set(run.record.get("data", {}).get("hub") or [])
+    return ", ".join(
+        code(name if name in hub else Path(name).name) for name in map(str, run.settings.get("dataset") or [])
+    )
+
+
+def _licence(record: dict[str, Any], kind: str) -> str:
+    licence = record.get("model", {}).get("license")
+    if not licence:
+        return (
+            f"The licence of the base model is not known here; look at its card before you share this {kind}. The terms of "
+            "the data apply too."
+        )
+    name = licence.get("license_name") or licence["license"]
+    link = f" ({code(licence['license_link'])})" if licence.get("license_link") else ""
+    return f"The base model's card names the licence {code(name)}{link}; it applies to this {kind} too. So do the terms of the data."
+
+
+def _loaders(run: RunRecord, *, adapter: bool) -> list[dict[str, str]]:
+    settings = run.settings
+    name, length = json.dumps(_uploaded_name(run)), settings.get("max_length") or 2048
+    quantized = adapter and settings.get("method") == "qlora"
+    auto = _auto_class(run)
+    imports = f"from transformers import {auto}, AutoTokenizer{', BitsAndBytesConfig' if quantized else ''}"
+    load = f'model = {auto}.from_pretrained(name, dtype="auto", device_map="auto")'
+    if adapter:
+        imports = f"from peft import PeftConfig, PeftModel\n{imports}"
+        how = 'dtype="auto"'
+        load = "base = PeftConfig.from_pretrained(name).base_model_name_or_path\n"
+        if quantized:
+            how = "quantization_config=quantized"
+            load += 'quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")\n'
+        load += f'model = {auto}.from_pretrained(base, {how}, device_map="auto")\nmodel = PeftModel.from_pretrained(model, name)'
+    return [
+        {
+            "text": f"With {'PEFT' if adapter else 'Transformers'}, where `name` is this folder or its name on the Hub:",
+            "code": f"""{imports}
+
+name = {name}
+{load}
+tokenizer = AutoTokenizer.from_pretrained(name)
+chat = [{{"role": "user", "content": "Hello!"}}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**inputs.to(model.device), max_new_tokens=128)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))""",
+        },
+        {
+            "text": "With Unsloth:",
+            "code": f"""from unsloth import FastLanguageModel
+
+model, tokenizer = FastLanguageModel.from_pretrained({name}, max_seq_length={int(length)}, load_in_4bit={quantized})
+FastLanguageModel.for_inference(model)""",
+        },
+    ]
+
+
+def _auto_class(run: RunRecord) -> str:
+    """Return the class of Transformers that loads the model; records of earlier versions name none."""
+    return str(run.record.get("model", {}).get("auto_class", "AutoModelForCausalLM"))
+
+
+def _uploaded_name(run: RunRecord) -> str:
+    return hide(str(run.settings.get("hub_model_id") or run.name))

@@ -1,0 +1,1 @@
+"""Measure a run while it trains, and show it."""

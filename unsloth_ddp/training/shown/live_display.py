@@ -1,0 +1,220 @@
+"""Draw a run's state at the bottom of a terminal, below what is printed.
+
+The display changes no mode of the terminal and leaves the cursor at the start of the line below it, so that the terminal
+stays usable however the process ends: by an exception, os._exit or kill -9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from typing import IO, Any, cast
+
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from unsloth_ddp.training.shown.status import Status, shown_clock, shown_number, sparkline
+from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.streams import ProtectedStream, diverted
+from unsloth_ddp.utils.units import shown_bytes
+
+WIDEST, NARROWEST, LOWEST = 100, 72, 14
+CURVE = 24
+# Drawing takes a few milliseconds, during which the training thread cannot launch work.
+DRAWN_A_SECOND = 2
+
+
+def can_draw(stream: Any) -> bool:
+    """Return whether a stream is a terminal that the display can be drawn on."""
+    if not isinstance(stream, ProtectedStream) or not stream.isatty():
+        return False
+    console = _Terminal(file=_drawing(stream))
+    return (
+        not console.is_dumb_terminal
+        and console.encoding.startswith("utf")
+        and console.width >= NARROWEST
+        and console.height >= LOWEST
+    )
+
+
+class LiveDisplay:
+    """Draw the state of one run until `end`; text that is printed meanwhile goes above it.
+
+    Args:
+        stream: the terminal (see can_draw).
+    """
+
+    def __init__(self, stream: ProtectedStream) -> None:
+        self._stream = stream
+        self._console = _Terminal(file=_drawing(stream), highlight=False)
+        self._status: Status | None = None
+        self._live: Live | None = None
+        self._open = contextlib.ExitStack()
+        # Text printed after the last newline.
+        self._unfinished = ""
+        self._ended = False
+
+    def begin(self, status: Status) -> None:
+        """Draw the display; from now on it follows `status`."""
+        self._status = status
+        if self._live is not None:
+            return
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._frame,
+            refresh_per_second=DRAWN_A_SECOND,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self._open.enter_context(diverted(self._print_above))
+        self._live.start(refresh=True)
+
+    def logged(self, status: Status) -> None:
+        """Do nothing: the next frame shows it."""
+
+    def evaluated(self, status: Status) -> None:
+        """Do nothing: the next frame shows it."""
+
+    def end(self) -> None:
+        """Draw the last state, which stays on the terminal, and let text be printed below it."""
+        live, self._live = self._live, None
+        if live is None:
+            return
+        self._open.close()
+        # The last frame has no empty line, because Live ends the last line itself.
+        self._ended = True
+        live.stop()
+        if self._unfinished:
+            sys.stdout.write(self._unfinished)
+
+    def _frame(self) -> RenderableType:
+        if self._status is None:
+            return ""
+        # The cursor stays on the empty line.
+        width = min(WIDEST, self._console.width)
+        return Group(describe(self._status, width), *([] if self._ended else [Text("")]))
+
+    def _print_above(self, text: str) -> None:
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        for line in lines:
+            # A progress bar rewrites its line after each carriage return; its last state is enough.
+            line = line.rstrip("\r").rpartition("\r")[2]
+            if not self._stream.is_lost:
+                self._console.print(Text.from_ansi(line))
+            if self._stream.is_lost:
+                self._stream.keep(line)
+
+
+class _Drawing:
+    """Write rich's frames to the terminal directly, past the redirection of printed text."""
+
+    def __init__(self, stream: ProtectedStream) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.draw(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: `draw` has flushed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _drawing(stream: ProtectedStream) -> IO[str]:
+    return cast(IO[str], _Drawing(stream))
+
+
+class _Terminal(Console):
+    """A console that takes its size from its file and never hides the cursor, which a killed process could not show again."""
+
+    @property  # type: ignore[misc]
+    def size(self) -> ConsoleDimensions:
+        with contextlib.suppress(OSError, ValueError):
+            found = os.get_terminal_size(self.file.fileno())
+            if found.columns and found.lines:
+                return ConsoleDimensions(found.columns, found.lines)
+        return super().size
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+def describe(status: Status, width: int) -> Panel:
+    """Return the display of one state, `width` columns wide; its height is the same for every state."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True, ratio=3, overflow="ellipsis")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True, ratio=2, overflow="ellipsis")
+    table.expand = True
+    for left, right in _rows(status):
+        table.add_row(left[0], left[1], right[0], right[1])
+    title = Text(printable(status.name), style="bold", overflow="ellipsis")
+    return Panel(Group(_progress(status), table), title=title, title_align="left", width=width, border_style="dim")
+
+
+def _progress(status: Status) -> Table:
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    line.add_row(
+        Text(f"step {status.step:,} of {status.steps:,}", style="bold"),
+        ProgressBar(total=max(1, status.steps), completed=status.step, complete_style="cyan", finished_style="green"),
+        f"{_activity(status)}{status.step / max(1, status.steps):.0%}{_left(status)}",
+    )
+    return line
+
+
+def _left(status: Status) -> str:
+    left = status.seconds_left
+    return "" if left is None or status.step >= status.steps else f", {shown_clock(left)} left"
+
+
+def _activity(status: Status) -> str:
+    phase = status.phase()
+    if phase == "evaluating" and status.evaluated is not None:
+        done, batches = status.evaluated
+        return f"evaluating {done}{f' of {batches}' if batches else ''}, "
+    return f"{phase}, " if phase in ("evaluating", "saving") else ""
+
+
+def _rows(status: Status) -> list[tuple[tuple[str, RenderableType], tuple[str, RenderableType]]]:
+    epochs = "" if status.epochs is None else f" of {status.epochs:g}"
+    loss = Text(shown_number(status.losses[-1] if status.losses else None), style="bold")
+    if status.losses:
+        if not math.isfinite(status.losses[-1]):
+            loss.stylize("red")
+        loss.append(f"  {sparkline(status.losses, CURVE)}", style="cyan")
+    rate, memory = status.tokens_per_second, status.memory_bytes
+    speed = "-" if rate is None else f"{rate:,.0f}"
+    if status.mfu is not None:
+        speed += f"  (MFU {status.mfu:.1%})"
+    peak = "-" if memory is None else shown_bytes(memory)
+    if memory is not None and status.capacity_bytes:
+        peak += f" of {shown_bytes(status.capacity_bytes)}"
+    evaluation = checkpoint = "none yet"
+    if status.evaluation is not None:
+        evaluation = f"loss {shown_number(status.evaluation[1])} at step {status.evaluation[0]:,}"
+    if status.checkpoint is not None:
+        name, written = status.checkpoint
+        checkpoint = f"{name}, {shown_clock(time.monotonic() - written)} ago"
+    return [
+        (("loss", loss), ("epoch", f"{status.epoch:.2f}{epochs}")),
+        (
+            ("learning rate", "-" if status.learning_rate is None else f"{status.learning_rate:.2e}"),
+            ("gradient norm", shown_number(status.grad_norm, 3)),
+        ),
+        (("tokens/s", speed), ("peak memory", peak)),
+        (("evaluation", evaluation), ("checkpoint", checkpoint)),
+    ]

@@ -1,0 +1,1 @@
+"""Compute an optimizer step: losses, micro-batches, and the exchange of gradients."""

@@ -1,0 +1,141 @@
+"""Check on the GPU that micro-batches replayed as CUDA graphs give the same loss and gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.modules import kept_random_numbers
+from unsloth_ddp.sizing.graphs import obstacle_on_gpus
+from unsloth_ddp.training.step.captured_step import CapturedStep
+from unsloth_ddp.utils.errors import one_line
+
+logger = logging.getLogger("unsloth_ddp")
+# Allowed relative differences between a replayed pass and the backend's, which round to 16 bit in different orders.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
+# With --fp8 a different order changes which values are rounded up. On H200s gradients of random weights differed by
+# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json).
+FP8_GRADIENT_TOLERANCE = 0.25
+
+
+def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | None:
+    """Return why a run cannot replay micro-batches as CUDA graphs, in a few words; None if it can."""
+    if runtime.device_type != "cuda":
+        return "a CPU has no CUDA graphs"
+    reason = obstacle_on_gpus(
+        settings,
+        packed=data.train.packing is not None,
+        precision=runtime.precision,
+        sharding=runtime.sharding,
+        processes=runtime.ranks.world_size,
+    )
+    if reason is None and not varlen.is_available():
+        return "this torch has no varlen_attn for grouped heads and windows"
+    return reason
+
+
+def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple[bool, str | None]:
+    """Return whether the model draws random numbers in its current mode, and the reason if that cannot be determined.
+
+    Args:
+        batch: padded to the captured shape ("padded_batch"), on the device or in host memory.
+    """
+    try:
+        step = captured.shape.parts(batch["padded_batch"].to(captured.device))
+        with captured.autocast():
+            return captured.forward.draws_random_numbers(step), None
+    except Exception as error:
+        return False, _failed(error)
+
+
+def check_capture(
+    captured: CapturedStep,
+    batch: dict[str, Any],
+    ordinary: Callable[[dict[str, Any]], Tensor],
+    tolerance: float = GRADIENT_TOLERANCE,
+) -> str | None:
+    """Return why a captured pass is not used, in a few words: it fails, or its loss or gradients differ; None if used.
+
+    Gradients are left as they were. The model must not draw random numbers, which would differ between the passes.
+
+    Args:
+        batch: padded to the captured shape ("padded_batch"), on the device.
+        ordinary: batch -> summed token losses as the backend computes them, with their autograd graph.
+        tolerance: allowed difference of gradients, relative to their norm.
+    """
+    one = torch.ones((), device=captured.device)
+    before = [p.grad for p in captured.trained]
+    try:
+        for p in captured.trained:
+            p.grad = None
+        expected = ordinary(batch)
+        expected.backward()
+        # Kept without a copy, because in full fine-tuning gradients are as large as the model.
+        gradients = [p.grad for p in captured.trained]
+        for p in captured.trained:
+            p.grad = None
+        loss, _ = captured.run(batch, one)
+        return _difference(expected, loss, gradients, captured.trained, tolerance)
+    except Exception as error:
+        return _failed(error)
+    finally:
+        for p, gradient in zip(captured.trained, before, strict=True):
+            p.grad = gradient
+
+
+def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str | None:
+    """Capture a micro-batch of every number of tokens that has none, so that layers are compiled before step 1.
+
+    Gradients and random numbers are left as they were.
+
+    Args:
+        example: the shortest pack.
+
+    Returns:
+        why it failed, in a few words, or None.
+    """
+    parts = (example["input_ids"], example["labels"], example["lengths"])
+    one, before = torch.ones((), device=captured.device), [p.grad for p in captured.trained]
+    try:
+        with kept_random_numbers(captured.device):
+            for tokens in captured.shape.token_sizes:
+                if not captured.has_size(tokens):
+                    captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, one)
+        return None
+    except Exception as error:
+        return _failed(error)
+    finally:
+        for p, gradient in zip(captured.trained, before, strict=True):
+            p.grad = gradient
+
+
+def _failed(error: Exception) -> str:
+    logger.warning("the step is not captured: %s", error, exc_info=True)
+    return f"capturing it failed: {one_line(error, 120)}"
+
+
+def _difference(
+    expected: Tensor, loss: Tensor, gradients: list[Tensor | None], trained: list[Any], tolerance: float
+) -> str | None:
+    off = abs(loss.item() - expected.item()) / max(abs(expected.item()), 1e-6)
+    if not off <= LOSS_TOLERANCE:
+        return f"its loss would differ by {off:.1e}"
+    squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
+    for p, gradient in zip(trained, gradients, strict=True):
+        wanted = torch.zeros_like(p) if gradient is None else gradient
+        difference = p.grad.float() - wanted.float()
+        squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
+    far, whole = squares.sqrt().tolist()
+    logger.info("a captured step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
+    if not far <= tolerance * max(whole, 1e-12):
+        return f"its gradients would differ by {far / max(whole, 1e-12):.1e}"
+    return None

@@ -1,0 +1,210 @@
+"""Capture the forward and backward pass of a micro-batch as a CUDA graph, and replay it without waiting for the host.
+
+A small micro-batch is thousands of short kernels, and launching them takes the host longer than the GPU needs to run
+them. Micro-batches of one shape can share a CUDA graph, which starts them all at once, and layers compiled for it. The
+optimizer, the exchange of gradients and everything that is logged stay outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.data.order.fixed_shape import FixedShape, PaddedBatch, StepTensors
+from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.model.modules import kept_random_numbers
+from unsloth_ddp.training.step.adapter_copies import AdapterCopies
+from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
+from unsloth_ddp.utils.errors import one_line
+
+logger = logging.getLogger("unsloth_ddp")
+
+# Passes before the first capture of a number of tokens: the first compiles, the second has the memory that the first one's
+# kernels were chosen with.
+WARM_UP = 2
+# Passes before further captures, for which little is compiled.
+WARM_UP_AGAIN = 1
+
+
+class CaptureFailed(RuntimeError):
+    """A pass could not be captured; gradients are as they were before."""
+
+
+@dataclass
+class CapturedGraph:
+    """A captured pass over micro-batches of the same sizes; replaying reads `padded_batch` and writes `loss`."""
+
+    padded_batch: PaddedBatch
+    step: StepTensors
+    loss: Tensor
+    replay: Callable[[], None]
+
+
+class CapturedStep:
+    """Compute micro-batches of fixed shape by replaying a captured pass.
+
+    Gradients are added to buffers that stay where they are, as the graph writes there.
+
+    Args:
+        model: whose parameters are trained; in training mode, without DistributedDataParallel around it.
+        forward: computes the loss.
+        autocast: the trainer's.
+        dtype: of matrix products.
+        gradients: the buffers of all parameters that are trained, where the trainer has some; else the step has its own.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: PackedForward,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        dtype: torch.dtype,
+        device: torch.device,
+        gradients: GradientBuffers | None = None,
+    ) -> None:
+        self.forward = forward
+        self.autocast = autocast
+        self.dtype = dtype
+        self.device = device
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.gradients = GradientBuffers(self.trained) if gradients is None else gradients
+        self.adapters = AdapterCopies(model, dtype)
+        self.divisor = torch.ones((), device=device)
+        self.graphs: dict[tuple[int, int, int], CapturedGraph] = {}
+        # Peak memory of a pass, which a replay takes without asking the allocator for it.
+        self.peak_bytes = 0
+        # Until training begins, other passes are trials, which are no part of its peak.
+        self.in_trial = True
+        self._pool: Any = None
+
+    @property
+    def shape(self) -> FixedShape:
+        """The shape of the micro-batches."""
+        return self.forward.shape
+
+    def takes(self, batch: dict[str, Any]) -> bool:
+        """Return whether a micro-batch was padded to the shape; a larger one was not."""
+        return "padded_batch" in batch
+
+    def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors]:
+        """Add the gradients of a micro-batch to those of its step.
+
+        Args:
+            batch: with `padded_batch` (see FixedShape.pad), on the device or in pinned memory.
+            divisor: of the summed token losses, 0-dim.
+
+        Returns:
+            the loss, 0-dim, and the parts of the micro-batch on the device; both are overwritten by the next call.
+
+        Raises:
+            CaptureFailed: this is the first micro-batch of its sizes, and memory is short, say.
+        """
+        given: PaddedBatch = batch["padded_batch"]
+        self.gradients.hold()
+        self.divisor.copy_(divisor)
+        graph = self.graphs.get(given.sizes)
+        if graph is None:
+            graph = self.graphs[given.sizes] = self._capture(given)
+        graph.padded_batch.vector.copy_(given.vector, non_blocking=True)
+        graph.replay()
+        return graph.loss, graph.step
+
+    def has_size(self, tokens: int) -> bool:
+        """Return whether a micro-batch padded to so many tokens was captured, whatever its other sizes."""
+        return any(sizes[0] == tokens for sizes in self.graphs)
+
+    def forget(self) -> None:
+        """Drop all graphs; each is captured anew at its next use."""
+        self.graphs.clear()
+        self._pool = None
+
+    def recompute_layers(self, recompute: bool) -> None:
+        """Capture anew, with layers computed again in the backward pass or not; the memory of graphs is freed."""
+        self.forward.recompute = recompute
+        self.forget()
+
+    def _capture(self, example: PaddedBatch) -> CapturedGraph:
+        """Capture the pass over micro-batches like `example`; gradients and random numbers are left as they were."""
+        began = time.perf_counter()
+        padded_batch = example.to(self.device, copy=True)
+        step = self.shape.parts(padded_batch)
+        loss = torch.zeros((), device=self.device)
+
+        def compute() -> None:
+            with self.forward.passes(), self.adapters.in_place():
+                with self.autocast():
+                    computed = self.forward.loss_sum(step, self.dtype) / self.divisor
+                computed.backward()
+            loss.copy_(computed.detach())
+
+        if self.device.type != "cuda":
+            # A CPU has no graphs; it computes what a graph does.
+            return CapturedGraph(padded_batch, step, loss, compute)
+        self._count_anew()
+        replay = self._capture_beside_gradients(compute, self._warm_up(padded_batch.tokens))
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        logger.info(
+            "captured the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
+            *padded_batch.sizes,
+            time.perf_counter() - began,
+        )
+        return CapturedGraph(padded_batch, step, loss, replay)
+
+    def _warm_up(self, tokens: int) -> int:
+        """Return how often a pass over so many tokens runs before it is captured."""
+        return WARM_UP_AGAIN if self.has_size(tokens) else WARM_UP
+
+    def _capture_beside_gradients(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
+        """Return what replays `compute`, which runs `warm_up` times before; gradients are left as they were.
+
+        Raises:
+            CaptureFailed: it failed, or there is no memory for a copy of the gradients.
+        """
+        kept: list[tuple[Tensor, Tensor | None]] = []
+        try:
+            for flat in self.gradients.flat:
+                # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
+                kept.append((flat, flat.clone() if flat.any() else None))
+            return self._capture_on_gpu(compute, warm_up)
+        except Exception as error:
+            raise CaptureFailed(one_line(error, 200)) from error
+        finally:
+            for flat, before in kept:
+                flat.zero_() if before is None else flat.copy_(before)
+
+    def _count_anew(self) -> None:
+        """Start a new count of peak memory; keep that of passes and evaluations since training began."""
+        if not self.in_trial:
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _capture_on_gpu(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
+        """Return what replays `compute`, which runs `warm_up` times before."""
+        with kept_random_numbers(self.device), self.forward.compiled_layers():
+            for _ in range(warm_up):
+                compute()
+            torch.cuda.synchronize(self.device)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+            # Other threads pin memory and watch collectives meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                compute()
+        self._pool = graph.pool()
+        return graph.replay
+
+
+def use_capture_stream(device: torch.device) -> None:
+    """Make a stream of its own the current one; everything that follows has to be computed there.
+
+    Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails where
+    that is the default stream, which cannot be captured.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    torch.cuda.set_stream(stream)

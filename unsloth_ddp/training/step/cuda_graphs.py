@@ -1,0 +1,178 @@
+"""Decide whether a run replays micro-batches as CUDA graphs, capture them, and replay them (see captured_step.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import Collate
+from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
+from unsloth_ddp.sizing.graphs import (
+    StepChoice,
+    kind_obstacle,
+    reason_after,
+    reason_before,
+    refuse,
+    shape_of_run,
+    tokens_while_launching,
+)
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
+from unsloth_ddp.sizing.trial import release
+from unsloth_ddp.training.step.capture_check import (
+    FP8_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    capture_sizes,
+    check_capture,
+    draws_random_numbers,
+    obstacle,
+)
+from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed, use_capture_stream
+from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
+
+
+class CudaGraphs:
+    """Replay micro-batches as CUDA graphs if that works on every rank, gives the same results, and saves time.
+
+    Args:
+        collate: of the trainer; it pads micro-batches to the captured shape once they are replayed.
+
+    Raises:
+        UserError: --cuda_graphs is on, but the settings already rule out CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        data: TrainingData,
+        collate: Collate,
+        device: torch.device,
+        model: Any,
+    ) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self.data = data
+        self.collate = collate
+        self.device = device
+        self.captured: CapturedStep | None = None
+        self._random = False
+        self._while_launching = tokens_while_launching(weights_of_first_layer(model))
+        # The micro-batch is chosen for CUDA graphs or without them.
+        against = obstacle(settings, runtime, data)
+        against = reason_before(settings, against, data.train, data.plan, self._while_launching)
+        refuse(settings, against)
+        self.choice = StepChoice(against is None, against or "")
+        if self.choice.uses_graphs:
+            use_capture_stream(device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak memory in bytes of a replayed micro-batch; 0 if none is replayed."""
+        return self.captured.peak_bytes if self.captured else 0
+
+    def prepare(
+        self,
+        runner: MicroBatchRunner,
+        decision: MicroBatchDecision,
+        plan: BatchPlan,
+        gradients: GradientBuffers | None = None,
+    ) -> None:
+        """Make the final decision, when the micro-batch is known; every rank calls this.
+
+        Args:
+            runner: computes a micro-batch as the backend does.
+            plan: the batch plan with the chosen micro-batch.
+            gradients: buffers of the gradients that are exchanged, if any.
+
+        Raises:
+            UserError: --cuda_graphs is on, but a CUDA graph cannot be used.
+        """
+        if not self.choice.uses_graphs:
+            return
+        shape = shape_of_run(self.settings, self.data.train, plan)
+        reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._while_launching)
+        if reason is None:
+            captured, reason = self._try(runner, decision, shape, gradients)
+            reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
+            if captured is not None and reason is None:
+                captured.in_trial = False
+                self.captured = captured
+        refuse(self.settings, reason)
+        self.choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
+        self.collate.pad_to_shape(self.captured.shape if self.captured else None)
+
+    def _try(
+        self,
+        runner: MicroBatchRunner,
+        decision: MicroBatchDecision,
+        shape: FixedShape,
+        gradients: GradientBuffers | None,
+    ) -> tuple[CapturedStep | None, str | None]:
+        train, model, size = self.data.train, runner.model, decision.per_device
+        try:
+            forward = PackedForward(model, shape, recompute=decision.kind == "torch")
+        except NotImplementedError as error:
+            return None, str(error)
+        captured = CapturedStep(model, forward, runner.autocast, torch.bfloat16, self.device, gradients)
+        self.collate.pad_to_shape(shape)
+        batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
+        tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
+        with training_mode(model):
+            self._random, reason = draws_random_numbers(captured, batch)
+            reason = reason or kind_obstacle(decision.kind, random=self._random)
+            if reason is not None:
+                return None, reason
+            with without_dropout(model) as dropped:
+                reason = check_capture(captured, batch, runner.loss_sum, tolerance)
+            if dropped:
+                captured.forget()
+            if reason is None and not train.streamed:
+                shortest = int(np.argmin(train.lengths()[:-1]))
+                reason = capture_sizes(captured, train.examples[shortest])
+        return captured, reason
+
+    def release(self) -> bool:
+        """Free the memory of the captured graphs, which the next step captures again; return whether there were any."""
+        if self.captured is None or not self.captured.graphs:
+            return False
+        self.captured.forget()
+        release()
+        return True
+
+    def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors] | None:
+        """Return the loss and the parts of a micro-batch (see CapturedStep.run); None if the backend has to compute it."""
+        if self.captured is None or not self.captured.takes(batch):
+            return None
+        try:
+            return self.captured.run(batch, divisor)
+        except CaptureFailed as failed:
+            self._stop(str(failed))
+            return None
+
+    def use(self, kind: str) -> None:
+        """Switch to a kind of gradient checkpointing: capture again with it, or stop replaying if it cannot be captured.
+
+        This frees the memory of earlier graphs, which a step that ran out of memory needs.
+        """
+        if self.captured is None:
+            return
+        self.captured.recompute_layers(kind == "torch")
+        reason = kind_obstacle(kind, random=self._random)
+        if reason is not None:
+            self._stop(reason)
+
+    def _stop(self, reason: str) -> None:
+        self.captured = None
+        self.collate.pad_to_shape(None)
+        location = self.runtime.locations[self.runtime.ranks.rank]
+        print(f"Micro-batches are no longer replayed on {location}: {reason}", flush=True)

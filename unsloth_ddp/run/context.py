@@ -17,6 +17,7 @@ from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.run.file_checks import check_files
+from unsloth_ddp.run.folder import check_run_folder, choose_run_folder
 from unsloth_ddp.run.outcomes import RunEnd
 
 
@@ -60,13 +61,13 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
         check_files(settings, ranks.world_size)
+        check_run_folder(settings)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watch.watchdog import watched
     from unsloth_ddp.model.loading.whole_model import choose_backend_by_size
-    from unsloth_ddp.run.folder import choose_run_folder
     from unsloth_ddp.run.upload import check_upload
 
     ended: RunEnd | None = None

@@ -304,7 +304,7 @@ def test_templates_are_read_by_name_or_file(tmp_path: Path) -> None:
     assert "<|im_start|>" in read_chat_template("chatml")
     path.write_bytes(b"\xff\xfe")
     for wanted in (str(path), str(tmp_path), str(tmp_path / "none"), "x" * 5000, "~nobody_here/x", "chat\0ml"):
-        with pytest.raises(UserError, match=r"chat_template .*(the kit's own are: chatml|cannot be read)"):
+        with pytest.raises(UserError, match=r"chat_template .*(give a Jinja file, chatml|cannot be read)"):
             read_chat_template(wanted)
 
 

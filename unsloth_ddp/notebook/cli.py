@@ -9,7 +9,6 @@ import re
 import sys
 from pathlib import Path
 
-from unsloth_ddp.notebook.report import summary
 from unsloth_ddp.notebook.types import ConversionOptions, NotebookError
 from unsloth_ddp.utils.files.safe import write_whole
 
@@ -82,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         _write(options.report, json.dumps(conversion.report.to_dict(), indent=2, ensure_ascii=False) + "\n")
     if options.diff:
         sys.stdout.writelines(_diff(options.notebook, conversion.script, target))
-    print(summary(conversion.report, "(nothing written)" if options.dry_run else f"-> {target}"))
+    print(conversion.report.summary("(nothing written)" if options.dry_run else f"-> {target}"))
     return 1 if options.check and conversion.report.warnings else 0
 
 

@@ -36,13 +36,6 @@ class ConversionContext:
     _marked: dict[int, ReportEntry] = field(default_factory=dict)
 
     @property
-    def command_names(self) -> set[str]:
-        """Return names imported from modules that start commands or log in."""
-        commands = ("subprocess.", "os.system", "os.popen", "asyncio.create_subprocess")
-        logins = ("huggingface_hub.", "wandb.login")
-        return {name for name, path in self.imports.items() if path.startswith(commands + logins)}
-
-    @property
     def on_kaggle(self) -> bool:
         """Return whether the notebook takes secrets from Kaggle."""
         return any(path.startswith("kaggle_secrets") for path in self.imports.values())

@@ -9,13 +9,13 @@ from pathlib import Path, PurePath
 
 import libcst as cst
 
+from unsloth_ddp.notebook.analyse.changes import link
 from unsloth_ddp.notebook.analyse.checks import only_remote_training, only_training_command, trains_nothing
 from unsloth_ddp.notebook.analyse.draws import assign_seeds
 from unsloth_ddp.notebook.analyse.graph import Graph, build
-from unsloth_ddp.notebook.analyse.links import link
 from unsloth_ddp.notebook.analyse.main_values import mark_sent
 from unsloth_ddp.notebook.analyse.roles import assign_roles
-from unsloth_ddp.notebook.analyse.stand_ins import stand_in_for_runs
+from unsloth_ddp.notebook.analyse.tracked_runs import stand_in_for_runs
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.read.magics import Lowered, add_automagic, lower
 from unsloth_ddp.notebook.read.normalise import normalise
@@ -150,13 +150,9 @@ def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: Conve
 def _know_configs(graph: Graph, context: ConversionContext) -> None:
     """Find the classes whose instances trainers take as arguments, whatever they are called."""
     made: dict[str, str] = {}
-    sites = [site for s in graph.statements for site in s.usage.calls]
-    sites += [site for body in graph.functions.values() for site in body.calls]
-    for statement in graph.statements:
-        for site in statement.usage.calls:
-            if len(statement.usage.writes) == 1:
-                made.setdefault(next(iter(statement.usage.writes)), site.path)
-    for site in sites:
+    for name, site in graph.assigned:
+        made.setdefault(name, site.path)
+    for site in graph.sites:
         if not is_trainer_call(site, graph.trainer_classes):
             continue
         found = keyword(site.node, "args")
@@ -170,12 +166,8 @@ def _know_configs(graph: Graph, context: ConversionContext) -> None:
 
 def _know_arguments(graph: Graph, context: ConversionContext) -> None:
     """Find the names whose arguments come from a call that the notebook shows, and is edited."""
-
-    usages = [statement.usage for statement in graph.statements]
-    visible = any(_is_shown(site, graph, context) for usage in usages for site in usage.calls)
-    assigned = [pair for usage in usages for pair in usage.assigned]
-    context.known_arguments = {name for name, site in assigned if _is_shown(site, graph, context)}
-    if visible:
+    context.known_arguments = {name for name, site in graph.assigned if _is_shown(site, graph, context)}
+    if any(_is_shown(site, graph, context) for statement in graph.statements for site in statement.usage.calls):
         context.known_arguments |= {param for body in graph.functions.values() for param in _parameters(body)}
 
 

@@ -9,7 +9,6 @@ from traitlets import Bool, Int, Unicode, Union, default
 
 from unsloth_ddp.notebook.convert import convert_notebook
 from unsloth_ddp.notebook.read.reader import from_node
-from unsloth_ddp.notebook.report import summary
 from unsloth_ddp.notebook.types import ConversionOptions
 
 
@@ -38,5 +37,5 @@ class UnslothDDPExporter(Exporter):
         size = self.per_device_batch_size
         options = ConversionOptions(None if size == "keep" else int(size), self.tensorboard, self.seed)
         conversion = convert_notebook(from_node(nb, f"{name}.ipynb"), options)
-        self.log.info("%s", summary(conversion.report, "-> a script that trains under DDP"))
+        self.log.info("%s", conversion.report.summary("-> a script that trains under DDP"))
         return conversion.script, resources

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +50,24 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready values."""
         return asdict(self)
+
+    def summary(self, outcome: str) -> str:
+        """Return a short table for the terminal; `outcome` says where the script was written."""
+        lines = [f"{self.notebook} {outcome}"]
+        counts = Counter(entry.kind for entry in self.edits)
+        width = max((len(kind) for kind in counts), default=0)
+        for kind, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+            example = next(entry.message for entry in self.edits if entry.kind == kind)
+            lines.append(f"  {count:4}  {kind:<{width}}  {example}")
+        many = "s" * (len(self.warnings) > 1)
+        lines.append(f"{len(self.warnings)} warning{many}, marked `# ddp: CHECK:`" if self.warnings else "no warnings")
+        for entry in self.warnings:
+            cell = f"cell {entry.cell}, " if entry.cell is not None else ""
+            line = f"line {entry.line}: " if entry.line is not None else ""
+            lines.append(f"  {cell}{line}{entry.kind}: {entry.message}")
+        if self.requirements:
+            lines.append(f"the notebook installed: pip install {shlex.join(self.requirements)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

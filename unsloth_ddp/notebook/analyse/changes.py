@@ -1,4 +1,4 @@
-"""Find what a call changes: its arguments, the object whose method it is, and the notebook's globals."""
+"""Find what a call changes, and connect the statements: which of them define what each one uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.syntax.effects import Effect, call_effects, downloads_data
-from unsloth_ddp.notebook.syntax.tree import HARMLESS, RootNames, moves, root_name, sets_argument
+from unsloth_ddp.notebook.syntax.tree import HARMLESS, moves, root_name, root_names, sets_argument
 from unsloth_ddp.notebook.syntax.usage import RETURNED, CallSite, DeferredBody, follow_aliases, gives_parts
 
 # A call with no other effect than these, whose value nobody takes, is made for what it does to its arguments.
@@ -22,8 +22,7 @@ class Changes:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.known: dict[int, set[str]] = {}
-        assigned = [pair for statement in graph.statements for pair in statement.usage.assigned]
-        self.handed = self._handed(assigned)
+        self.handed = self._handed(graph.assigned)
 
     def of_statement(self, statement: Statement) -> None:
         """Add to a statement's mutations what the functions that it calls change."""
@@ -117,11 +116,8 @@ def _arguments(site: CallSite, body: DeferredBody, bound: bool) -> Iterator[tupl
     params = body.params[1:] if bound else body.params
     for index, arg in enumerate(site.node.args):
         param = arg.keyword.value if arg.keyword else (params[index] if index < len(params) else "")
-        roots = RootNames()
         if gives_parts(arg.value) and not arg.star:
-            arg.value.visit(roots)
-        for name in roots.found:
-            yield param, name
+            yield from ((param, name) for name in root_names(arg.value))
 
 
 def _only_known(statement: Statement) -> set[str]:
@@ -144,3 +140,54 @@ def sets_first(body: DeferredBody, functions: dict[str, DeferredBody]) -> frozen
             break
         found |= {name for name, path in part.sets.items() if path.split(".")[0] not in functions}
     return frozenset(found)
+
+
+def link(graph: Graph) -> None:
+    """Connect every statement to the statements whose definitions it reads."""
+    changes = Changes(graph)
+    for statement in graph.statements:
+        changes.of_statement(statement)
+    reaching: dict[str, list[int]] = {}
+    carried: dict[str, set[str]] = {}  # what an object will read later, through functions it holds
+    functions: dict[str, DeferredBody] = {}
+    for index, statement in enumerate(graph.statements):
+        usage = statement.usage
+        reads = _with_deferred(usage.reads | usage.mutates - usage.replaces, functions)
+        for name in list(reads):
+            reads |= carried.get(name, set())
+        for name in reads:
+            statement.uses.update(reaching.get(name, ()))
+        functions.update(usage.defines)
+        later = reads - usage.reads if not statement.effects & {Effect.TRAINER} else set(reads)
+        for name in usage.writes | usage.mutates:
+            carried[name] = (carried.get(name, set()) if name in usage.mutates else set()) | later - {name}
+        for name in usage.mutates:
+            reaching.setdefault(name, []).append(index)
+        for name in usage.writes:
+            if statement.conditional:
+                reaching.setdefault(name, []).append(index)
+            else:
+                reaching[name] = [index]
+    for index, statement in enumerate(graph.statements):
+        statement.uses.discard(index)
+        for used in statement.uses:
+            graph.statements[used].used_by.add(index)
+
+
+def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[str]:
+    """Return `names` and everything that the functions among them read when they run."""
+    found = set(names)
+    queue: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in names]
+    seen = set(queue)
+    while queue:
+        name, own = queue.pop()
+        body = functions.get(name)
+        if body is None:
+            continue
+        own |= sets_first(body, functions)  # a stopwatch kept in a global: what an earlier call left there is not read
+        fresh = (body.reads | body.mutates - set(body.params)) - own
+        found |= fresh
+        further = {(read, own) for read in fresh} - seen
+        seen |= further
+        queue += further
+    return found

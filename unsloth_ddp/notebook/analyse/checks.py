@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.analyse.main_values import MainValues
-from unsloth_ddp.notebook.analyse.stand_ins import stand_in_serves
+from unsloth_ddp.notebook.analyse.tracked_runs import stand_in_serves
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.read.host_folders import check_paths
+from unsloth_ddp.notebook.read.host_folders import host_paths
 from unsloth_ddp.notebook.read.hosts import HOST_NAMES
 from unsloth_ddp.notebook.syntax.arguments import code, names_arguments, splats
 from unsloth_ddp.notebook.syntax.commands import ending_line, training_line
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import command_of
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, walk
+from unsloth_ddp.notebook.syntax.usage import CallSite
 from unsloth_ddp.notebook.write.load import DEVICE_COUNTS
 
 # Code that mentions none of these has nothing to do with a model.
@@ -42,7 +44,6 @@ _TRAINS_ELSEWHERE = re.compile(
     r"^(\w+\.)*\w*(train|finetun|fine_tun)\w*\.(\w+\.)*(run_|main_)?(train|finetune|fine_tune)(_\w+)?$"
 )
 _ENDS = ("exit", "quit", "sys.exit", "SystemExit")
-_OWN_LOADERS = ("get_train_dataloader",)
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
@@ -90,50 +91,41 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
     """Return comments with the warnings about one statement."""
     if statement.role in (Role.DEAD, Role.DROP):
         return []
-    effects = set(statement.effects)
-    for name in statement.usage.defines:
-        effects |= graph.class_effects(name) & {Effect.LOOP}
-    notes = []
-    if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement)):
-        shared = context.accelerated or id(statement) in context.shared_loops
-        if not shared:
-            notes.append(context.warn("loop", _LOOP_WITH_ACCELERATE if graph.prepares else _LOOP))
+    return [context.warn(*warning) for check in _CHECKS for warning in check(statement, graph, context)]
+
+
+_Warnings = Iterator[tuple[str, str]]
+
+
+def _check_effects(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
+    effects = statement.effects.union(*(graph.class_effects(name) & {Effect.LOOP} for name in statement.usage.defines))
+    everywhere = statement.role in (Role.ALL, Role.FIRST)
+    shared = context.accelerated or id(statement) in context.shared_loops
+    if Effect.LOOP in effects and not (shared or Effect.TRAIN in effects or _only_calls(statement)):
+        yield "loop", _LOOP_WITH_ACCELERATE if graph.prepares else _LOOP
     if effects & SEEDS and _breaks_by_the_clock(statement, graph):
-        notes.append(context.warn("loop", "ends by the clock: each process has its own, and those that go on wait"))
-    if statement.role in (Role.MAIN, Role.NODE) and any(site.path in _ENDS for site in statement.usage.calls):
-        notes.append(context.warn("exit", "ends the main process only, and the others go on: end all of them"))
-    if Effect.SERVER in statement.effects:
-        notes.append(context.warn("server", "starts another process: once a node; check who must reach it"))
-    if Effect.PAID in statement.effects:
-        once = statement.role not in (Role.ALL, Role.FIRST) or statement.takes_sent or statement.usage.defines
+        yield "loop", "ends by the clock: each process has its own, and those that go on wait"
+    if not everywhere and any(site.path in _ENDS for site in statement.usage.calls):
+        yield "exit", "ends the main process only, and the others go on: end all of them"
+    if Effect.SERVER in effects:
+        yield "server", "starts another process: once a node; check who must reach it"
+    if Effect.PAID in effects:
+        once = not everywhere or statement.takes_sent or statement.usage.defines
         who = "once, by the main process" if once else "every process does, since what it makes cannot be sent"
-        notes.append(context.warn("paid call", f"calls a service: {who}"))
+        yield "paid call", f"calls a service: {who}"
     if statement.reads_one_node:
-        notes.append(context.warn("read back", "only the main process saved this: several nodes need a shared disk"))
+        yield "read back", "only the main process saved this: several nodes need a shared disk"
     if Effect.INFER in effects and statement.needed and not effects & {Effect.TRAIN, Effect.TRAINER}:
-        notes.append(
-            context.warn(
-                "inference",
-                "every process generates here, since the training reads something that this makes or changes; "
-                "put it under `if IS_MAIN:` if it only evaluates",
-            )
+        yield (
+            "inference",
+            "every process generates here, since the training reads something that this makes or changes; "
+            "put it under `if IS_MAIN:` if it only evaluates",
         )
-    shared = statement.needed and statement.role in (Role.ALL, Role.FIRST) and not stand_in_serves(graph, statement)
-    if shared and MainValues(graph, statement).leaves_run():
-        notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
-    if Effect.FILE in statement.effects and re.search("(site|dist)-packages", code(statement.node)):
-        notes.append(context.warn("install", "reaches installed packages: leave this out if it changes them"))
-    notes += _check_optimizer(statement, context)
-    notes += _check_names(statement, context)
-    notes += check_paths(statement.node, context)
-    notes += _check_commands(statement, context)
-    notes += [context.warn(*_STARTERS[path]) for path in _starters(statement, graph)]
-    notes += _check_modules(statement, graph, context)
-    notes += _check_trainers(statement, graph, context)
-    notes += _check_loss(statement, graph, context)
-    notes += _check_loaders(statement, graph, context)
-    notes += _check_sizing(statement, graph, context)
-    return notes
+    needs = statement.needed and everywhere and not stand_in_serves(graph, statement)
+    if needs and MainValues(graph, statement).leaves_run():
+        yield "tracker", "uses a tracked run that only the main process has"
+    if Effect.FILE in effects and re.search("(site|dist)-packages", code(statement.node)):
+        yield "install", "reaches installed packages: leave this out if it changes them"
 
 
 def _breaks_by_the_clock(statement: Statement, graph: Graph) -> bool:
@@ -143,78 +135,58 @@ def _breaks_by_the_clock(statement: Statement, graph: Graph) -> bool:
     return any(differs_by_process(graph.full_path(site)) for site in statement.usage.calls)
 
 
-def _check_names(statement: Statement, context: ConversionContext) -> list[str]:
+def _check_names(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     """Warn about names that the script does not have: of cells that were left out, and of the notebook's host."""
     usage = statement.usage
     read = usage.reads.union(*(body.reads for body in usage.defines.values())) - context.bound - BUILTINS
-    notes = []
     for name in sorted(read):
         cell = next((n for n, text in context.left_out if re.search(rf"(?<![\w.]){name}\b", text)), None)
         if cell is not None:
-            notes.append(context.warn("name", f"{name} comes from cell {cell}, which is not in the script: define it"))
+            yield "name", f"{name} comes from cell {cell}, which is not in the script: define it"
         elif name in HOST_NAMES:
-            notes.append(context.warn("host", f"{name} exists only on {HOST_NAMES[name]}: make it, or leave this out"))
+            yield "host", f"{name} exists only on {HOST_NAMES[name]}: make it, or leave this out"
     for name in sorted(usage.reads & context.host_names):
-        notes.append(
-            context.warn(
-                "host", f"{name} of {context.imports[name]} exists only on the host: leave this out, or replace it"
-            )
-        )
-    return notes
+        yield "host", f"{name} of {context.imports[name]} exists only on the host: leave this out, or replace it"
 
 
-def _check_optimizer(statement: Statement, context: ConversionContext) -> list[str]:
+def _check_optimizer(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     """Warn about an optimizer that steps while it goes backward, wherever its name is written."""
-    found = _Strings.ending(statement.node, "_layerwise")
-    return [
-        context.warn("optimizer", f"{name!r} works on one process only: use it without layerwise") for name in found
-    ]
+    strings = [part.evaluated_value for part in walk(statement.node) if isinstance(part, cst.SimpleString)]
+    for name in dict.fromkeys(text for text in strings if isinstance(text, str) and text.endswith("_layerwise")):
+        yield "optimizer", f"{name!r} works on one process only: use it without layerwise"
 
 
-class _Strings(cst.CSTVisitor):
-    """Collects the strings that end so."""
-
-    def __init__(self, ending: str) -> None:
-        self.wanted, self.found = ending, list[str]()
-
-    @classmethod
-    def ending(cls, node: cst.CSTNode, ending: str) -> list[str]:
-        visitor = cls(ending)
-        node.visit(visitor)
-        return list(dict.fromkeys(visitor.found))
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        value = node.evaluated_value
-        if isinstance(value, str) and value.endswith(self.wanted):
-            self.found.append(value)
+def _check_paths(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
+    """Warn about the host's paths that a statement names for the first time in the notebook."""
+    new = [path for path in host_paths(statement.node) if path not in context.host_paths]
+    context.host_paths.update(new)
+    for host, folders in (("Colab", "/content"), ("Kaggle", "/kaggle")):
+        if paths := [path for path in new if path.startswith(folders)]:
+            yield "host", f"only {host} has {', '.join(paths)}: use a path of this machine"
 
 
-def _check_commands(statement: Statement, context: ConversionContext) -> list[str]:
+def _check_commands(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     commands = [command_of(site.node) for site in statement.usage.calls]
-    trains = dict.fromkeys(line for line in map(training_line, commands) if line)
-    ends = dict.fromkeys(line for line in map(ending_line, commands) if line)
-    starts = "starts a training of its own, from one process and with the same GPUs"
-    notes = [context.warn("command", f"`{line}` {starts}") for line in trains]
-    return notes + [
-        context.warn("command", f"`{line}` would end this script's processes too: leave it out") for line in ends
-    ]
+    for line in dict.fromkeys(filter(None, map(training_line, commands))):
+        yield "command", f"`{line}` starts a training of its own, from one process and with the same GPUs"
+    for line in dict.fromkeys(filter(None, map(ending_line, commands))):
+        yield "command", f"`{line}` would end this script's processes too: leave it out"
 
 
-def _starters(statement: Statement, graph: Graph) -> list[str]:
-    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
-    return [path for path in dict.fromkeys(graph.full_path(site) for site in sites) if path in _STARTERS]
+def _sites(statement: Statement) -> list[CallSite]:
+    """Return the calls of a statement, and those of the functions that it defines."""
+    return [*statement.usage.calls, *(site for body in statement.usage.defines.values() for site in body.calls)]
 
 
-def _check_modules(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
-    """Warn about a function that trains in a module of its author's, by its name and the module's."""
-    sites = [site for site in statement.usage.calls if site.root in graph.imports]
-    paths = [path for path in dict.fromkeys(map(graph.full_path, sites)) if _TRAINS_ELSEWHERE.search(path)]
-    return [
-        context.warn(
-            "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
-        )
-        for path in paths
-    ]
+def _check_calls(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
+    """Warn about what starts trainings by itself, and about what trains in a module of its author's, by its name."""
+    for path in dict.fromkeys(map(graph.full_path, _sites(statement))):
+        if path in _STARTERS:
+            yield _STARTERS[path]
+    imported = [site for site in statement.usage.calls if site.root in graph.imports]
+    for path in dict.fromkeys(map(graph.full_path, imported)):
+        if _TRAINS_ELSEWHERE.search(path):
+            yield "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
 
 
 def _only_calls(statement: Statement) -> bool:
@@ -222,26 +194,21 @@ def _only_calls(statement: Statement) -> bool:
     return not statement.usage.defines and not any(s.tail == "backward" for s in statement.usage.calls)
 
 
-def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
-    notes = []
-    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
-    for site in sites:
+def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
+    for site in _sites(statement):
         full = graph.full_path(site)
         if site.path in graph.callable_trainers:
-            notes.append(context.warn("arguments", f"{site.path}() trains with a batch of its own on every process"))
+            yield "arguments", f"{site.path}() trains with a batch of its own on every process"
         if is_remote(full) or not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
             continue
-        if graph.full_path(site).split(".")[0] in ("lightning", "pytorch_lightning"):
-            notes.append(context.warn("sizing", _LIGHTNING))
+        if full.split(".")[0] in ("lightning", "pytorch_lightning"):
+            yield "sizing", _LIGHTNING
         elif not any(_might_be_arguments(arg, context) for arg in site.node.args):
-            notes.append(
-                context.warn(
-                    "arguments",
-                    f"{site.tail} has no arguments object: each process takes the default batch, so the global batch "
-                    "is that times the number of processes",
-                )
+            yield (
+                "arguments",
+                f"{site.tail} has no arguments object: each process takes the default batch, so the global batch "
+                "is that times the number of processes",
             )
-    return notes
 
 
 def _might_be_arguments(arg: cst.Arg, context: ConversionContext) -> bool:
@@ -251,38 +218,28 @@ def _might_be_arguments(arg: cst.Arg, context: ConversionContext) -> bool:
     return names_arguments(arg) or dotted(arg.value) in context.known_arguments
 
 
-def _check_loaders(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
-    """Warn about a trainer that makes its own DataLoader and does not share the rows out."""
-    return [
-        context.warn(
-            "data loader",
-            f"{name}.{method} makes a DataLoader of its own: unless it goes through self.accelerator.prepare, "
-            "every process trains on the same rows",
-        )
-        for name, body in statement.usage.defines.items()
-        for method in _OWN_LOADERS
-        if name in graph.trainer_classes and method in body.methods
-        if not any(site.tail in _SHARDS for site in body.calls)
-    ]
+def _check_classes(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
+    """Warn about a trainer with a loss of its own, or with a DataLoader whose rows it does not share out."""
+    own = [(name, body) for name, body in statement.usage.defines.items() if name in graph.trainer_classes]
+    for name, body in own:
+        if "compute_loss" in body.methods:
+            yield "custom loss", f"{name} has its own compute_loss: check how it averages over tokens and processes"
+    for name, body in own:
+        if "get_train_dataloader" in body.methods and not any(site.tail in _SHARDS for site in body.calls):
+            yield (
+                "data loader",
+                f"{name}.get_train_dataloader makes a DataLoader of its own: unless it goes through "
+                "self.accelerator.prepare, every process trains on the same rows",
+            )
 
 
-def _check_loss(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
-    return [
-        context.warn("custom loss", f"{name} has its own compute_loss: check how it averages over tokens and processes")
-        for name, body in statement.usage.defines.items()
-        if name in graph.trainer_classes and "compute_loss" in body.methods
-    ]
-
-
-def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     """Warn about code that computes with the batch or the number of devices."""
-    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
-    counts = [graph.full_path(site) for site in sites if site.tail == "device_count"]
-    if set(counts) - set(DEVICE_COUNTS) and statement.role is not Role.MAIN:
-        return [context.warn("sizing", "counts the GPUs itself; under DDP every process has one")]
-    if isinstance(statement.node, cst.SimpleStatementLine) and any(_sets_batch(small) for small in statement.node.body):
-        return [context.warn("sizing", "changes the batch after the arguments were made; check the global batch")]
-    return []
+    counts = {graph.full_path(site) for site in _sites(statement) if site.tail == "device_count"}
+    if counts - set(DEVICE_COUNTS) and statement.role is not Role.MAIN:
+        yield "sizing", "counts the GPUs itself; under DDP every process has one"
+    elif isinstance(statement.node, cst.SimpleStatementLine) and any(map(_sets_batch, statement.node.body)):
+        yield "sizing", "changes the batch after the arguments were made; check the global batch"
 
 
 def _sets_batch(small: cst.BaseSmallStatement) -> bool:
@@ -290,3 +247,9 @@ def _sets_batch(small: cst.BaseSmallStatement) -> bool:
         return False
     target = small.targets[0].target
     return isinstance(target, cst.Attribute) and target.attr.value in _COUNTS
+
+
+_CHECKS = (
+    _check_effects, _check_optimizer, _check_names, _check_paths, _check_commands, _check_calls, _check_trainers,
+    _check_classes, _check_sizing,
+)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unsloth_ddp.notebook.analyse.graph import Graph, Role, Seed, Statement
+from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.syntax.effects import Effect, draws_from, is_trainer_call, seeded_by
 from unsloth_ddp.notebook.syntax.usage import CallSite
 
@@ -27,7 +27,7 @@ def assign_seeds(graph: Graph) -> None:
         everywhere = statement.role in (Role.ALL, Role.FIRST)
         on_each_node = statement.role is Role.NODE and index < graph.last_seed  # its files must be alike
         if ((everywhere and statement.needed) or on_each_node) and unseeded:
-            statement.seed = Seed(number, tuple(sorted(unseeded)) if seeded else ())
+            statement.seed = (number, sorted(unseeded) if seeded else [])
             number += 1
         if everywhere and not statement.conditional:
             seeded |= inside

@@ -54,14 +54,6 @@ class Role(Enum):
 
 
 @dataclass
-class Seed:
-    """The generators to seed before a statement that draws from them, and the number of the seed."""
-
-    number: int
-    generators: tuple[str, ...] = ()  # all of them, if none is named
-
-
-@dataclass
 class Statement:
     """One top-level statement and what was found out about it."""
 
@@ -76,7 +68,8 @@ class Statement:
     share: list[str] = field(default_factory=list)  # names the main process hands to the others
     handles: set[str] = field(default_factory=set)  # names that only the process that made them can use
     share_value: bool = False  # the main process hands the assigned value to the others
-    seed: Seed | None = None
+    # The number of the seed that it needs, and the generators: all of them, if none is named.
+    seed: tuple[int, list[str]] | None = None
     before: list[cst.BaseStatement] = field(default_factory=list)  # lines of the script that it needs first
     runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
     configs: frozenset[str] = frozenset()  # names that hold the config of one
@@ -99,26 +92,27 @@ class Graph:
     imports: dict[str, str]
     functions: dict[str, DeferredBody]
     trainer_classes: TrainerClasses
-    effects: _Effects | None = None
+    effects: _Effects = field(init=False)
+
+    @cached_property
+    def assigned(self) -> list[tuple[str, CallSite]]:
+        """Return all names that are assigned the value of a call, with the call."""
+        return [pair for statement in self.statements for pair in statement.usage.assigned]
 
     @cached_property
     def run_names(self) -> frozenset[str]:
         """Return the names that hold a tracker's run anywhere in the notebook."""
-        usages = [s.usage for s in self.statements]
-        assigned = [pair for usage in usages for pair in usage.assigned]
-        return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
+        return frozenset(name for name, site in self.assigned if starts_run(self.full_path(site)))
 
     @cached_property
     def counts_of_processes(self) -> frozenset[str]:
         """Return the names that hold the number of processes, as the launcher or a library says it."""
-        assigned = [pair for s in self.statements for pair in s.usage.assigned]
-        return frozenset(name for name, site in assigned if _COUNTS_PROCESSES.search(code(site.node)))
+        return frozenset(name for name, site in self.assigned if _COUNTS_PROCESSES.search(code(site.node)))
 
     @cached_property
     def remote_names(self) -> frozenset[str]:
         """Return the names that hold a trainer, an estimator or a client of a service that trains elsewhere."""
-        assigned = [pair for s in self.statements for pair in s.usage.assigned]
-        return frozenset(name for name, site in assigned if is_remote(self.full_path(site)))
+        return frozenset(name for name, site in self.assigned if is_remote(self.full_path(site)))
 
     @cached_property
     def sites(self) -> list[CallSite]:
@@ -135,23 +129,19 @@ class Graph:
     @property
     def callable_trainers(self) -> set[str]:
         """Return the names that hold a trainer; calling one trains."""
-        assert self.effects is not None
         return self.effects.trainers
 
     @property
     def function_effects(self) -> dict[str, set[Effect]]:
         """Return the effects of the notebook's own functions."""
-        assert self.effects is not None
         return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.is_class}
 
     def class_effects(self, name: str) -> set[Effect]:
         """Return the effects of all methods of one of the notebook's own classes."""
-        assert self.effects is not None
         return self.effects.of_function(name)
 
     def effects_of(self, usage: NameUsage) -> set[Effect]:
         """Return the effects of code that uses names so."""
-        assert self.effects is not None
         return set().union(*(self.effects.of_site(site) for site in usage.calls))
 
     def full_path(self, site: CallSite) -> str:
@@ -160,7 +150,6 @@ class Graph:
 
     def bodies_run_by(self, site: CallSite) -> list[DeferredBody]:
         """Return the notebook's own functions that a call runs, or passes to what it calls."""
-        assert self.effects is not None
         names = [site.path, *sorted(site.names)]
         owner = self.effects.owner(site)
         names += [owner] if owner else []
@@ -182,16 +171,14 @@ class Graph:
 
     def own_body(self, site: CallSite) -> tuple[DeferredBody, bool] | None:
         """Return the notebook's function or method that a call runs, and whether its first parameter is the object."""
-        assert self.effects is not None
         body = self.functions.get(site.path)
         if body is not None and not body.is_class:
             return body, False
-        name, method = (site.path, "__init__") if body is not None else (self.effects.owner(site) or "", site.tail)
-        while name in self.functions:  # a method that it inherits
-            if method in self.functions[name].methods:
-                return self.functions[name].methods[method], True
-            name = next((base for base in self.functions[name].bases if base in self.functions), "")
-        return None
+        if body is not None:
+            owner, method = self.effects.defines(site.path, "__init__"), "__init__"
+        else:
+            owner, method = self.effects.owner(site), site.tail
+        return (self.functions[owner].methods[method], True) if owner else None
 
     @property
     def last_seed(self) -> int:
@@ -234,14 +221,9 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
 
 def _trainer_classes(functions: dict[str, DeferredBody]) -> TrainerClasses:
     """Return the notebook's classes that inherit from a trainer, whatever they are called."""
-    found: set[str] = set()
-    grown = True
-    while grown:
-        grown = False
-        for name, body in functions.items():
-            if name not in found and any(b.split(".")[-1].endswith("Trainer") or b in found for b in body.bases):
-                found.add(name)
-                grown = True
+    found = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
+    while further := {name for name, body in functions.items() if found & set(body.bases)} - found:
+        found |= further
     classes = TrainerClasses(found)
     classes.others = frozenset(functions.keys() - found)
     return classes
@@ -262,7 +244,7 @@ class _Effects:
 
     def __init__(self, graph: Graph, trainers: set[str], instances: dict[str, set[str]]) -> None:
         self.graph, self.trainers, self.instances = graph, trainers, instances
-        assigned = [pair for s in graph.statements for pair in s.usage.assigned]
+        assigned = graph.assigned
         self.accelerators = {name for name, site in assigned if makes_accelerator(graph.full_path(site))}
         self.shared = {
             name
@@ -309,10 +291,10 @@ class _Effects:
                 pass
             case _:
                 found = self.instances.get(site.root, set()) if site.is_method else set()
-                return next((owner for name in sorted(found) if (owner := self._defines(name, site.tail))), None)
-        return self._defines(name, site.tail)
+                return next((owner for name in sorted(found) if (owner := self.defines(name, site.tail))), None)
+        return self.defines(name, site.tail)
 
-    def _defines(self, name: str, method: str) -> str | None:
+    def defines(self, name: str, method: str) -> str | None:
         """Return the notebook's class that defines a method for a class: itself, or what it inherits from."""
         seen: set[str] = set()
         while name in self.graph.functions and name not in seen:

@@ -16,15 +16,9 @@ def drop_installs(graph: Graph) -> None:
     for statement in statements:
         if only_installs(statement):
             statement.role = Role.DROP
-    grown = True
-    while grown:
-        grown = False
-        for statement in statements:
-            if statement.role is Role.DROP or statement.role is Role.DEAD or statement.cell not in touched:
-                continue
-            if _serves_installs(graph, statement):
-                statement.role = Role.DROP
-                grown = True
+    kept = [s for s in statements if s.role not in (Role.DROP, Role.DEAD) and s.cell in touched]
+    while found := next((s for s in kept if s.role is not Role.DROP and _serves_installs(graph, s)), None):
+        found.role = Role.DROP
 
 
 def has_install(statement: Statement) -> bool:
@@ -34,12 +28,12 @@ def has_install(statement: Statement) -> bool:
 
 def only_installs(statement: Statement) -> bool:
     """Return whether nothing is left of a statement once its installs are removed."""
-    node = statement.node
-    if not isinstance(node, cst.SimpleStatementLine):
-        return False
-    return all(
-        isinstance(s, cst.Expr) and isinstance(s.value, cst.Call) and _installs(s.value) == "" for s in node.body
-    )
+    lines = statement.node.body if isinstance(statement.node, cst.SimpleStatementLine) else [None]
+    return all(isinstance(line, cst.Expr) and _is_install(line.value) for line in lines)
+
+
+def _is_install(value: cst.BaseExpression) -> bool:
+    return isinstance(value, cst.Call) and _installs(value) == ""
 
 
 def _installs(node: cst.Call) -> str | None:
@@ -69,9 +63,7 @@ def _does_more(node: cst.CSTNode) -> bool:
     """Return whether a part of a statement does more than import, assign plain names and install."""
     match node:
         case cst.Expr(value=value):
-            return not isinstance(value, cst.SimpleString) and not (
-                isinstance(value, cst.Call) and _installs(value) == ""
-            )
+            return not isinstance(value, cst.SimpleString) and not _is_install(value)
         case cst.AssignTarget(target=target):
             return isinstance(target, cst.Attribute | cst.Subscript)
     return isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Raise | cst.Assert | cst.Del | cst.AugAssign)

@@ -18,7 +18,7 @@ from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, starts_run
 from unsloth_ddp.notebook.syntax.lines import LineEditor, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted, walk
 from unsloth_ddp.notebook.syntax.usage import CallSite
 
 _TOGETHER = SEEDS | {Effect.SYNC}
@@ -68,10 +68,11 @@ class MainValues:
     def __init__(self, graph: Graph, statement: Statement, timed: frozenset[str] | None = None) -> None:
         """Prepare the search. `timed` holds names of clock readings used for durations only; None ignores clocks."""
         self.graph, self.statement, self.timed = graph, statement, timed
-        repeated = _Repeated(loops=not statement.effects & {Effect.TRAIN, Effect.TRAINER})
-        if timed is not None:
-            statement.node.visit(repeated)
-        self.repeated = repeated.calls
+        blocks = cst.BaseComp if statement.effects & {Effect.TRAIN, Effect.TRAINER} else cst.BaseComp | cst.For
+        # Calls made once per row: they name rows, not folders, and sending each would take long.
+        found = (part for part in walk(statement.node) if isinstance(part, blocks) and timed is not None)
+        rows = [part.body if isinstance(part, cst.For) else part for part in found]
+        self.repeated = {id(call) for part in rows for call in walk(part) if isinstance(call, cst.Call)}
 
     def tracked(self, node: cst.CSTNode) -> tuple[str, list[str]]:
         """Return what of a tracker an expression is ("run", "config", "value", or ""), and its last steps."""
@@ -105,7 +106,7 @@ class MainValues:
     def _differs(self, site: CallSite) -> bool:
         body = self.graph.functions.get(site.path)
         if body is None:
-            return site.root in self.graph.imports and differs_by_process(self.graph.full_path(site))
+            return site.root in self.graph.imports and bool(differs_by_process(self.graph.full_path(site)))
         if body.is_class or body.writes:
             return False
         paths = [(inner, self.graph.full_path(inner)) for inner in body.calls]
@@ -236,34 +237,6 @@ class MainValues:
         return False
 
 
-class _Repeated(cst.CSTVisitor):
-    """Collects calls made once per row: they name rows, not folders, and sending each would take long."""
-
-    def __init__(self, loops: bool) -> None:
-        self.calls: set[int] = set()
-        self.loops = loops
-        self.depth = 0
-
-    def visit_Call(self, node: cst.Call) -> None:
-        if self.depth:
-            self.calls.add(id(node))
-
-    def visit_ListComp(self, node: cst.ListComp) -> None:
-        self.depth += 1
-
-    def leave_ListComp(self, original_node: cst.ListComp) -> None:
-        self.depth -= 1
-
-    def visit_For_body(self, node: cst.For) -> None:
-        self.depth += self.loops
-
-    def leave_For_body(self, node: cst.For) -> None:
-        self.depth -= self.loops
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # type: ignore[assignment]
-    leave_SetComp = leave_DictComp = leave_GeneratorExp = leave_ListComp  # type: ignore[assignment]
-
-
 def _chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
     """Return the root of a chain of attributes, items and method calls, and the chain's steps from there."""
     steps: list[str] = []
@@ -387,5 +360,10 @@ class _Sender(LineEditor):
         reason = "the run is there" if self.values.reads_tracker(original_node) else "each would have its own"
         reason = "it is paid for once" if self.values.is_paid(original_node) else reason
         self.note(self.context.edit("once", f"{why}: {reason}"))
-        lambda_ = cst.Lambda(params=cst.Parameters(), body=value)
-        return cst.Call(func=cst.Name(self.context.names["from_main"]), args=[cst.Arg(lambda_)])
+        return from_main(value, self.context)
+
+
+def from_main(value: cst.BaseExpression, context: ConversionContext) -> cst.Call:
+    """Return `from_main(lambda: value)`."""
+    made = cst.Lambda(params=cst.Parameters(), body=value)
+    return cst.Call(func=cst.Name(context.names["from_main"]), args=[cst.Arg(made)])

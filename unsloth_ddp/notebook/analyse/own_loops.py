@@ -9,6 +9,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph
 from unsloth_ddp.notebook.syntax.arguments import code
+from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import contains, dotted
 from unsloth_ddp.notebook.syntax.usage import CallSite
 
@@ -92,32 +93,16 @@ def _loader(node: cst.BaseExpression, owner: cst.BaseStatement) -> cst.Name | No
     """Return the name of what a loop iterates over, out of what shows its progress."""
     match node:
         case cst.Name(value=name):
-            bars = _Bars(name)
-            owner.visit(bars)
-            return _loader(bars.found, owner) if bars.found is not None else node
+            bars = [site for bound, site in collect(owner).assigned if bound == name and site.tail in _WRAPS]
+            return _loader(bars[-1].node, owner) if bars else node
         case cst.Call(args=[cst.Arg(value=first), *_]) if dotted(node.func).split(".")[-1] in _WRAPS:
             return _loader(first, owner)
     return None
 
 
-class _Bars(cst.CSTVisitor):
-    """Finds `bar = tqdm(loader)`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.found: cst.BaseExpression | None = None
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        match node:
-            case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))], value=cst.Call() as value):
-                if name == self.name and dotted(value.func).split(".")[-1] in _WRAPS:
-                    self.found = value
-
-
 def _is_loader(name: str, owner: cst.BaseStatement, graph: Graph) -> bool:
     """Return whether a name holds a DataLoader: made by that class, or given so to the function."""
-    assigned = [pair for s in graph.statements for pair in s.usage.assigned]
-    made = {bound for bound, site in assigned if site.tail == "DataLoader" or _gives_loader(site, graph)}
+    made = {bound for bound, site in graph.assigned if site.tail == "DataLoader" or _gives_loader(site, graph)}
     if name in made:
         return True
     if not isinstance(owner, cst.FunctionDef) or name not in graph.functions[owner.name.value].params:

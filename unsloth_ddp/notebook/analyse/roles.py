@@ -149,7 +149,7 @@ def _settle(graph: Graph, last: int) -> bool:
     for index, statement in enumerate(graph.statements):
         if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & _TOGETHER:
             continue
-        role = _role_of_what_it_reads(graph, index, statement)
+        role = _role_of_what_it_reads(graph, statement)
         if role is None and _only_main_uses(graph, index, statement, last):
             role = _role_of_users(graph, statement)
         if role is not None:
@@ -165,29 +165,18 @@ def _settle(graph: Graph, last: int) -> bool:
     return moved
 
 
-def _latest(graph: Graph, index: int, name: str) -> tuple[list[Statement], bool]:
-    """Return the definitions of a name just before `index`, and whether any of them exists on every process."""
-    found = [
-        graph.statements[i] for i in sorted(graph.statements[index].uses) if name in graph.statements[i].usage.writes
-    ]
-    return found, any(
-        s.role in (Role.ALL, Role.FIRST) or name in s.share or (s.needed and name not in s.handles) for s in found
-    )
-
-
-def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Role | None:
+def _role_of_what_it_reads(graph: Graph, statement: Statement) -> Role | None:
     roles = set()
     names = statement.usage.reads | statement.usage.mutates
     for function in statement.usage.reads & graph.functions.keys():
         names |= graph.functions[function].reads
+    earlier = [graph.statements[i] for i in statement.uses]
     for name in names:
-        definitions, everywhere = _latest(graph, index, name)
-        if not definitions or everywhere:
-            continue
-        roles |= {s.role for s in definitions} & _APART
-    if not roles:
-        return None
-    return Role.MAIN if Role.MAIN in roles else Role.NODE
+        found = [s for s in earlier if name in s.usage.writes]
+        shared = any(name in s.share or (s.needed and name not in s.handles) for s in found)
+        if not shared and all(s.role not in (Role.ALL, Role.FIRST) for s in found):
+            roles |= {s.role for s in found} & _APART
+    return Role.MAIN if Role.MAIN in roles else Role.NODE if roles else None
 
 
 def _reads_main(graph: Graph, statement: Statement) -> bool:
@@ -195,7 +184,7 @@ def _reads_main(graph: Graph, statement: Statement) -> bool:
     usage = statement.usage
     made = [graph.statements[i] for i in statement.uses]
     filled = any(s.role is Role.MAIN and s.usage.mutates & usage.reads - set(s.share) for s in made)
-    return filled or _role_of_what_it_reads(graph, graph.statements.index(statement), statement) is Role.MAIN
+    return filled or _role_of_what_it_reads(graph, statement) is Role.MAIN
 
 
 def _role_of_users(graph: Graph, statement: Statement) -> Role:

@@ -1,4 +1,4 @@
-"""Edit trackers' runs that start inside code that every process runs."""
+"""Edit trackers' runs that start inside code that every process runs, or that such code passes on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import Graph
+from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.main_values import MainValues
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, splats
 from unsloth_ddp.notebook.syntax.effects import starts_run
 from unsloth_ddp.notebook.syntax.tree import dotted, full_path
-
-_NEEDS_MAIN = "every process starts this run; start it on the main process only"
-
 
 # What tells a tracker something and gives nothing back that training needs.
 _TELLS = re.compile(
@@ -55,16 +53,35 @@ def _target_path(node: cst.BaseExpression) -> str:
 
 
 def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
-    """Switch off a W&B run on other processes, and warn about other trackers, which have no such switch.
-
-    Args:
-        full: the callee's path with imports resolved.
-    """
+    """Switch off a W&B run on other processes, and warn about other trackers, which have no such switch."""
     if context.on_one_process or not starts_run(full):
         return call, []
     if not can_be_disabled(call, full):
-        return call, [context.warn("tracker", _NEEDS_MAIN)]
+        return call, [context.warn("tracker", "every process starts this run; start it on the main process only")]
     old = keyword(call, "mode")
     given = f"({code(old.value)})" if old is not None else "None"
     call = set_keyword(call, "mode", f'{given} if {context.names["IS_MAIN"]} else "disabled"')
     return call, [context.edit("once", "only the main process's run is tracked; the others' does nothing")]
+
+
+def stand_in_for_runs(graph: Graph) -> None:
+    """Mark the runs that code on every process passes on: there, the other processes get a stand-in that does nothing."""
+    wanted: set[str] = set()
+    for statement in graph.statements:
+        if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
+            wanted |= statement.runs
+    for statement in graph.statements:
+        if statement.role is Role.MAIN and isinstance(statement.node, cst.SimpleStatementLine):
+            started = {name for name, site in statement.usage.assigned if starts_run(graph.full_path(site))}
+            statement.stands_in = len(statement.node.body) == 1 and bool(started & wanted)
+
+
+def stand_in_serves(graph: Graph, statement: Statement) -> bool:
+    """Return whether a stand-in is as good as the run in a statement: it is only told something, or handed to a training."""
+    found = {name for s in graph.statements if s.stands_in for name in s.usage.writes}
+    if not statement.runs or not statement.runs <= found:
+        return False
+    told = MainValues(graph, statement).only_told(statement.node)
+    calls = any(site.bare and not site.is_method and site.root != "?" for site in statement.usage.calls)
+    is_call = calls and isinstance(statement.node, cst.SimpleStatementLine) and len(statement.node.body) == 1
+    return told or (is_call and bool(statement.effects & SEEDS) and not statement.usage.writes)

@@ -15,13 +15,11 @@ _FUNCTIONS = {"len", "type", "list", "dict", "sorted", "str", "int", "float", "r
 
 def is_bare_value(node: cst.BaseStatement) -> bool:
     """Return whether a statement is a bare expression without a call at its top, which only a notebook displays."""
-    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
-        return False
-    small = node.body[0]
-    if not isinstance(small, cst.Expr):
-        return False
-    value = small.value
-    return not isinstance(value, cst.Call | cst.Await | cst.Yield | cst.SimpleString | cst.Ellipsis | cst.NamedExpr)
+    match node:
+        case cst.SimpleStatementLine(body=[cst.Expr(value=value)]):
+            silent = cst.Call | cst.Await | cst.Yield | cst.SimpleString | cst.Ellipsis | cst.NamedExpr
+            return not isinstance(value, silent)
+    return False
 
 
 def print_value(node: cst.BaseStatement, context: ConversionContext) -> cst.BaseStatement:

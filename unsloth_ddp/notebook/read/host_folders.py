@@ -8,7 +8,7 @@ from collections.abc import Callable
 import libcst as cst
 
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import code
+from unsloth_ddp.notebook.syntax.arguments import code, with_value
 from unsloth_ddp.notebook.syntax.ipython import command_of, ipython_call
 from unsloth_ddp.notebook.syntax.tree import dotted, full_path
 
@@ -61,21 +61,14 @@ def edit_chdir(call: cst.Call, context: ConversionContext) -> tuple[cst.Call | N
     folder, note = changed
     if folder is None:
         return None, note
-    return call.with_changes(args=[call.args[0].with_changes(value=cst.parse_expression(folder))]), note
+    return with_value(call, call.args[0], cst.parse_expression(folder)), note
 
 
-def check_paths(node: cst.BaseStatement, context: ConversionContext) -> list[str]:
-    """Return comments with a warning about the host's paths that a statement names for the first time in the notebook."""
+def host_paths(node: cst.BaseStatement) -> list[str]:
+    """Return the host's paths that a statement names."""
     found = _Paths()
     node.visit(found)
-    new = [path for path in dict.fromkeys(found.paths) if path not in context.host_paths]
-    context.host_paths.update(new)
-    notes = []
-    for host, folders in (("Colab", "/content"), ("Kaggle", "/kaggle")):
-        paths = [path for path in new if path.startswith(folders)]
-        if paths:
-            notes.append(context.warn("host", f"only {host} has {', '.join(paths)}: use a path of this machine"))
-    return notes
+    return list(dict.fromkeys(found.paths))
 
 
 def _below(path: str, folder: str) -> str | None:

@@ -7,23 +7,14 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.read.asynchronous import as_coroutine
+from unsloth_ddp.notebook.read import hosts
 from unsloth_ddp.notebook.read.displayed import print_value
 from unsloth_ddp.notebook.read.host_folders import change_folder, edit_chdir
-from unsloth_ddp.notebook.read.hosts import (
-    edit_value,
-    imported_names,
-    is_dropped,
-    is_secret,
-    note_dropped,
-    without_host_names,
-)
-from unsloth_ddp.notebook.read.launchers import call_directly
 from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.commands import is_launcher_variable, variable_of
 from unsloth_ddp.notebook.syntax.effects import Effect, TrainerClasses, call_effects
 from unsloth_ddp.notebook.syntax.ipython import SHELL_METHODS, as_python_string, ipython_call
-from unsloth_ddp.notebook.syntax.lines import LineEditor, is_empty, lead
+from unsloth_ddp.notebook.syntax.lines import LineEditor, Small, is_empty, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import dotted, full_path
 
@@ -71,12 +62,10 @@ class _Normaliser(LineEditor):
     def leave_Try_body(self, node: cst.Try) -> None:
         self.tries -= 1
 
-    def leave_Del(self, original_node: cst.Del, updated_node: cst.Del) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+    def leave_Del(self, original_node: cst.Del, updated_node: cst.Del) -> Small:
         return self._without_launchers(updated_node.target, updated_node)
 
-    def _without_launchers(
-        self, node: cst.BaseExpression, statement: cst.BaseSmallStatement
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+    def _without_launchers(self, node: cst.BaseExpression, statement: cst.BaseSmallStatement) -> Small:
         """Leave out what sets or removes a variable of the launcher."""
         name = variable_of(node)
         if name != _VISIBLE and not is_launcher_variable(name):
@@ -84,14 +73,12 @@ class _Normaliser(LineEditor):
         self.note(self.context.edit("environment", f"{code(statement)} left out: {name} is the launcher's to set"))
         return cst.RemoveFromParent()
 
-    def leave_Expr(
-        self, original_node: cst.Expr, updated_node: cst.Expr
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]:
+    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> Small:
         magic = ipython_call(updated_node.value)
         if magic is not None and magic.method == "run_line_magic" and not magic.command:
             return self._line_magic(magic.args[0], magic.args[1], updated_node)
-        if isinstance(original_node.value, cst.Call) and is_dropped(original_node.value, self.context):
-            self.note(note_dropped(original_node.value, self.context))
+        if isinstance(original_node.value, cst.Call) and hosts.is_dropped(original_node.value, self.context):
+            self.note(hosts.note_dropped(original_node.value, self.context))
             return cst.RemoveFromParent()
         changed = edit_chdir(updated_node.value, self.context) if isinstance(updated_node.value, cst.Call) else None
         if changed is not None:
@@ -108,9 +95,7 @@ class _Normaliser(LineEditor):
     def _is_bare_magic(self, name: str) -> bool:
         return name in _QUIET and name not in self.context.bound
 
-    def _line_magic(
-        self, name: str, line: str, node: cst.Expr
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]:
+    def _line_magic(self, name: str, line: str, node: cst.Expr) -> Small:
         context = self.context
         if name in ("env", "set_env"):
             return self._environment(line)
@@ -143,7 +128,7 @@ class _Normaliser(LineEditor):
             )
         return cst.RemoveFromParent()
 
-    def _environment(self, line: str) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+    def _environment(self, line: str) -> Small:
         """Replace `%env NAME = 1 # note`: IPython takes everything after the = as the value, the note too."""
         context = self.context
         name, separator, value = line.partition("=" if "=" in line else " ")
@@ -162,19 +147,17 @@ class _Normaliser(LineEditor):
         why = "would put every process on the same GPU" if name == _VISIBLE else "is the launcher's to set"
         return self.context.edit("environment", f"{name}={value} left out: it {why}")
 
-    def leave_Assign(
-        self, original_node: cst.Assign, updated_node: cst.Assign
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> Small:
         target = updated_node.targets[0].target
         if isinstance(target, cst.Subscript) and dotted(target.value).endswith("environ"):
             key = code(target.slice[0].slice).strip("\"'")
             if key == _VISIBLE or is_launcher_variable(key):
                 self.note(self._visible(key, code(updated_node.value)))
                 return cst.RemoveFromParent()
-            if is_secret(updated_node.value, self.context):
+            if hosts.is_secret(updated_node.value, self.context):
                 return updated_node.with_changes(value=cst.parse_expression(f'{code(updated_node.value)} or ""'))
         if isinstance(target, cst.Name):
-            held = is_secret(updated_node.value, self.context)
+            held = hosts.is_secret(updated_node.value, self.context)
             (self.context.secrets.add if held else self.context.secrets.discard)(target.value)
             if isinstance(original_node.value, cst.Call) and self._is_client(original_node.value):
                 self.note(self.context.edit("host", "secrets come from the environment"))
@@ -193,7 +176,7 @@ class _Normaliser(LineEditor):
         """Return whether a value is a call that only the host has, and that nothing replaces."""
         if not isinstance(original, cst.Call) or not isinstance(updated, cst.Call):
             return False
-        return is_dropped(original, self.context) and code(original.func) == code(updated.func)
+        return hosts.is_dropped(original, self.context) and code(original.func) == code(updated.func)
 
     def _is_client(self, call: cst.Call) -> bool:
         root = dotted(call.func).split(".")[0]
@@ -205,7 +188,7 @@ class _Normaliser(LineEditor):
 
     def visit_Expr(self, node: cst.Expr) -> bool:
         # A statement of the host is left out whole: its value is not replaced first.
-        return not isinstance(node.value, cst.Call) or not is_dropped(node.value, self.context)
+        return not isinstance(node.value, cst.Call) or not hosts.is_dropped(node.value, self.context)
 
     def _is_shell(self, node: cst.BaseExpression) -> bool:
         """Return whether an expression is `get_ipython()`, by whatever name it was imported."""
@@ -217,11 +200,11 @@ class _Normaliser(LineEditor):
         if self._is_shell(updated_node):
             kept = id(original_node) in self.shells
             return updated_node.with_changes(func=cst.Name("get_ipython")) if kept else cst.Name("None")
-        direct, notes = call_directly(updated_node, self.context)
+        direct, notes = hosts.call_directly(updated_node, self.context)
         if notes:
             self.note(*notes)
             return direct
-        value, notes = edit_value(updated_node, self.context)
+        value, notes = hosts.edit_value(updated_node, self.context)
         self.note(*notes)
         return updated_node if value is None else value
 
@@ -229,36 +212,26 @@ class _Normaliser(LineEditor):
         name = updated_node.attr.value
         if self._is_shell(original_node.value) and name not in SHELL_METHODS and not name.startswith("__"):
             return cst.Name("None")
-        return self._of_environ(updated_node)
+        return self.leave_Subscript(original_node, updated_node)  # type: ignore[arg-type]
 
     def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> cst.BaseExpression:
-        return self._of_environ(updated_node)
-
-    def _of_environ(self, node: cst.Attribute | cst.Subscript) -> cst.BaseExpression:
         """Return an item or a method of a name for `os.environ` by its own name, by which the later steps know it."""
-        if isinstance(node.value, cst.Name) and node.value.value in self.context.environ_names:
-            return node.with_changes(value=cst.parse_expression("os.environ"))
-        return node
+        if isinstance(updated_node.value, cst.Name) and updated_node.value.value in self.context.environ_names:
+            return updated_node.with_changes(value=cst.parse_expression("os.environ"))
+        return updated_node
 
-    def leave_ImportFrom(
-        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
-        return self._import(updated_node)
-
-    def leave_Import(
-        self, original_node: cst.Import, updated_node: cst.Import
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
-        return self._import(updated_node)
-
-    def _import(self, node: cst.Import | cst.ImportFrom) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Small:
         """Leave out an import of a host's module; in a `try` it stays, where it asks which host this is."""
-        kept, changed = without_host_names(node)
+        node: cst.Import | cst.ImportFrom = updated_node
+        kept, changed = hosts.without_host_names(node)
         if not changed or self.tries:
             return node
-        still = imported_names(kept) if isinstance(kept, cst.Import | cst.ImportFrom) else set()
-        self.context.host_names |= imported_names(node) - still - {"get_ipython"}
+        still = hosts.imported_names(kept) if isinstance(kept, cst.Import | cst.ImportFrom) else set()
+        self.context.host_names |= hosts.imported_names(node) - still - {"get_ipython"}
         self.note(self.context.edit("host", f"{code(node)}: only the notebook's host has it"))
         return kept if kept is not None else cst.RemoveFromParent()
+
+    leave_ImportFrom = leave_Import  # type: ignore[assignment]
 
 
 def _parts(whole: cst.BaseStatement, number: int, context: ConversionContext) -> list[cst.BaseStatement]:
@@ -286,3 +259,35 @@ def _small(source: str) -> cst.BaseSmallStatement:
     line = cst.parse_statement(source)
     assert isinstance(line, cst.SimpleStatementLine)
     return line.body[0]
+
+
+def as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseStatement]:
+    """Return a top-level `async for`, `async with` or asynchronous comprehension as a coroutine and its `await`.
+
+    Other statements are returned as they are: `await` in them becomes a call.
+    """
+    if not _is_asynchronous(statement):
+        return [statement]
+    written = sorted(collect(statement).writes)
+    leading = statement.leading_lines  # type: ignore[attr-defined]
+    inside = statement.with_changes(leading_lines=[])
+    names = [cst.NameItem(cst.Name(name)) for name in written]
+    head = [cst.SimpleStatementLine(body=[cst.Global(names)])] if names else []
+    coroutine = cst.FunctionDef(
+        name=cst.Name(name),
+        params=cst.Parameters(),
+        body=cst.IndentedBlock(body=[*head, inside]),
+        asynchronous=cst.Asynchronous(),
+        leading_lines=leading,
+    )
+    call = cst.parse_expression(f"{name}()")
+    return [coroutine, cst.SimpleStatementLine(body=[cst.Expr(cst.Await(call))])]
+
+
+def _is_asynchronous(node: cst.CSTNode) -> bool:
+    """Return whether a node holds an asynchronous block or comprehension outside functions."""
+    if isinstance(node, cst.FunctionDef):
+        return False
+    if isinstance(node, cst.For | cst.With | cst.CompFor) and node.asynchronous is not None:
+        return True
+    return any(_is_asynchronous(part) for part in node.children)

@@ -32,8 +32,13 @@ def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
     value = cst.parse_expression(source)
     old = keyword(call, name)
     if old is not None:
-        return call.with_changes(args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args])
+        return with_value(call, old, value)
     return _insert(call, cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call)))
+
+
+def with_value(call: cst.Call, given: cst.Arg, value: cst.BaseExpression) -> cst.Call:
+    """Return `call` with another value for one of its arguments."""
+    return call.with_changes(args=[arg.with_changes(value=value) if arg is given else arg for arg in call.args])
 
 
 def add_splat(call: cst.Call, source: str) -> cst.Call:

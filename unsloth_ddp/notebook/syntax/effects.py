@@ -7,7 +7,7 @@ from enum import Enum
 
 import libcst as cst
 
-from unsloth_ddp.notebook.syntax.arguments import code
+from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.ipython import command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
 from unsloth_ddp.notebook.syntax.usage import CallSite
@@ -53,7 +53,9 @@ _TRAIN = re.compile(
 )
 _HOLDS_TRAINER = re.compile(r"^\w*trainer\d*$")
 # What makes an object whose methods wait for the other processes.
-_ACCELERATORS = re.compile(r"^(accelerate|lightning|lightning_fabric|pytorch_lightning)\.(\w+\.)*(Accelerator|Fabric)$")
+makes_accelerator = re.compile(
+    r"^(accelerate|lightning|lightning_fabric|pytorch_lightning)\.(\w+\.)*(Accelerator|Fabric)$"
+).match
 _JOINS = re.compile(
     r"^((\w+\.)*\w*TrainingArguments|(\w+\.)*\w*(SFT|GRPO|DPO|KTO|ORPO|CPO|RLOO|PPO|Reward)Config"
     r"|(accelerate|lightning)\.(\w+\.)*(Accelerator|PartialState|AcceleratorState|Fabric)"
@@ -92,23 +94,25 @@ _LOGIN = re.compile(
 )
 _TRACK = re.compile(
     r"^(trackio\.init|wandb\.(init|finish|log|watch|alert)|comet_ml\.(init|start|end|get_\w+_experiment)"
-    r"|neptune\.init_run|mlflow\.\w+|huggingface_hub\.(\w+\.)*Repository"
+    r"|neptune\.init_run|mlflow\.(?!login$)\w+|huggingface_hub\.(\w+\.)*Repository"
     r"|torch\.utils\.tensorboard\.(\w+\.)*SummaryWriter|tensorboardX\.SummaryWriter)$"
 )
 # What these return is the run itself, which no other process can use.
-_RUNS = re.compile(
+starts_run = re.compile(
     r"^((wandb|trackio)\.init|comet_ml\.start|neptune\.init_run|mlflow\.(start_run|active_run)"
     r"|huggingface_hub\.(\w+\.)*Repository|torch\.utils\.tensorboard\.(\w+\.)*SummaryWriter|tensorboardX\.SummaryWriter)$"
-)
-_DIFFERS = re.compile(
+).match
+# What these return differs by process: the clock, random names, process numbers.
+differs_by_process = re.compile(
     r"^(datetime\.(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns|strftime|ctime|asctime|localtime|gmtime)"
     r"|uuid\.uuid[14]|os\.getpid|tempfile\.mkdtemp|secrets\.\w+)$"
-)
+).match
 _INPUT = {"input", "getpass.getpass", "getpass"}
-_DATA_CALLS = re.compile(
+# What fetches data or files, or prepares them in a cache.
+downloads_data = re.compile(
     r"(^|\.)(load_dataset|snapshot_download|hf_hub_download|cached_download|dataset_download|model_download"
     r"|standardize_sharegpt|standardize_data_formats|to_sharegpt|train_on_responses_only|from_generator)$"
-)
+).search
 _DATA_METHODS = {"map", "filter", "download_and_prepare"}
 _PRINT = {"print", "pprint", "pprint.pprint", "pprint.pp", "rich.print", "builtins.print", "sys.stdout.write"}
 _SHOW_MODULES = ("IPython.", "matplotlib.", "seaborn.", "ipywidgets.", "plotly.", "google.colab.output", "gradio.")
@@ -143,9 +147,15 @@ _SEEDS_ALL = re.compile(
 )
 # Those of tokenizers count words.
 _TRAINER_NAME = re.compile(r"^(?!(Bpe|WordPiece|WordLevel|Unigram)Trainer$)([A-Z]\w*)?Trainer$")
-_REMOTE = re.compile(r"^(sagemaker|kubeflow|vertexai|google\.cloud\.aiplatform|azure\.ai\.ml|ray\.train)\.")
+# Libraries whose trainings run on machines of their own.
+is_remote = re.compile(r"^(sagemaker|kubeflow|vertexai|google\.cloud\.aiplatform|azure\.ai\.ml|ray\.train)\.").match
 REMOTE_STARTS = {"train", "fit", "deploy", "run", "submit", "create_job"}
-_LOADER_NAME = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$")
+# The from_pretrained of one of Unsloth's loaders.
+is_loader_call = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$").search
+_BY_PATH = {
+    Effect.JOIN: _JOINS, Effect.PAID: _PAID, Effect.LOGIN: _LOGIN, Effect.TRACK: _TRACK, Effect.STATS: _STATS,
+    Effect.STATE: _STATE,
+}  # fmt: skip
 _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr", "delattr", "__import__", "compile"}
 
 
@@ -165,25 +175,10 @@ def makes_trainer(site: CallSite, classes: TrainerClasses) -> bool:
     return site.path not in classes.others and (bool(_TRAINER_NAME.match(site.tail)) or site.path in classes)
 
 
-def makes_accelerator(full: str) -> bool:
-    """Return whether a call makes an object whose methods wait for the other processes."""
-    return bool(_ACCELERATORS.match(full))
-
-
 def is_trainer_method(site: CallSite, trainers: set[str]) -> bool:
     """Return whether a call is that of a trainer's own method."""
     named = site.root in trainers or bool(_HOLDS_TRAINER.match(site.root))
     return site.path.count(".") == 1 and named and (not site.passed or bool(_TRAIN.match(site.tail)))
-
-
-def is_remote(full: str) -> bool:
-    """Return whether a callee belongs to a library whose trainings run on machines of its own."""
-    return bool(_REMOTE.match(full))
-
-
-def is_loader_call(path: str) -> bool:
-    """Return whether a callee is the from_pretrained of one of Unsloth's Fast* loaders."""
-    return bool(_LOADER_NAME.search(path))
 
 
 def draws_from(site: CallSite, full: str) -> str | None:
@@ -203,61 +198,36 @@ def seeded_by(site: CallSite, full: str) -> set[str]:
     return {_SEEDS_ONE[full]} if full in _SEEDS_ONE else set()
 
 
-def starts_run(full: str) -> bool:
-    """Return whether a call returns the run of a tracker."""
-    return bool(_RUNS.match(full))
-
-
-def differs_by_process(full: str) -> bool:
-    """Return whether a call returns another value on every process: the clock, random names, process numbers."""
-    return bool(_DIFFERS.match(full))
-
-
 def call_effects(site: CallSite, full: str, trainers: set[str], classes: TrainerClasses) -> set[Effect]:
-    """Return the effects of one call.
-
-    Args:
-        full: the callee's path with imports resolved.
-        trainers: names that hold a trainer.
-        classes: the notebook's own trainer classes.
-    """
-    tail, found = site.tail, set()
+    """Return the effects of one call. `full` is its path with imports resolved; `trainers` are names that hold one."""
+    tail = site.tail
     if is_trainer_call(site, classes):
         return {Effect.TRAINER}
     if is_loader_call(site.path):
         return {Effect.LOAD}
     if is_trainer_method(site, trainers):
         return {Effect.TRAIN} if _TRAIN.match(tail) else _method_effects(tail)
-    if _JOINS.match(full):
-        found.add(Effect.JOIN)
     if tail in ("for_inference", "for_training"):
         return {Effect.MODE}
+    found = {effect for effect, pattern in _BY_PATH.items() if pattern.search(full)}
     if tail == "backward" and site.is_method:
         found.add(Effect.LOOP)
     # "." also where a library's function was imported under its own name; not for a function of the notebook
-    if ("." in full and tail in _INFER and not _PAID.search(full)) or full == "transformers.pipeline":
+    if ("." in full and tail in _INFER and Effect.PAID not in found) or full == "transformers.pipeline":
         found.add(Effect.INFER)
     if _SAVE.match(tail) or (tail == "save" and site.root.startswith(("model", "trainer"))):
         found.add(Effect.SAVE)
     if _writes_file(site, full):
         found.add(Effect.FILE)
     found |= _process_effects(site, full)
-    if _PAID.search(full):
-        found.add(Effect.PAID)
-    if _LOGIN.match(full) or (not site.is_method and tail in ("notebook_login", "login")):
+    if not site.is_method and tail in ("notebook_login", "login"):
         found.add(Effect.LOGIN)
-    elif _TRACK.match(full):
-        found.add(Effect.TRACK)
     if full in _INPUT:
         found.add(Effect.INPUT)
     if _is_data(site, full):
         found.add(Effect.DATA)
-    if _STATS.match(full):
-        found.add(Effect.STATS)
     if site.is_method and tail in _SYNC:
         found.add(Effect.SYNC)
-    if _STATE.match(full):
-        found.add(Effect.STATE)
     if draws_from(site, full):
         found.add(Effect.RANDOM)
     return found | _display_effects(site, full)
@@ -292,22 +262,12 @@ def _process_effects(site: CallSite, full: str) -> set[Effect]:
     return {Effect.SERVER} if _SERVER_CALLS.match(full) or site.tail == "launch_openenv" else set()
 
 
-def downloads_data(full: str) -> bool:
-    """Return whether a callee fetches data or files, or prepares them in a cache."""
-    return bool(_DATA_CALLS.search(full))
-
-
 def _is_data(site: CallSite, full: str) -> bool:
-    if downloads_data(full) or any(_says_download(arg) for arg in site.node.args):
+    download = keyword(site.node, "download")  # as torchvision's datasets have it
+    if downloads_data(full) or (download is not None and code(download.value) == "True"):
         return True
-    return (
-        site.is_method and site.tail in _DATA_METHODS and bool(site.node.args) and site.root not in ("pool", "executor")
-    )
-
-
-def _says_download(arg: cst.Arg) -> bool:
-    """Return whether an argument is `download=True`, as torchvision's datasets have it."""
-    return arg.keyword is not None and arg.keyword.value == "download" and code(arg.value) == "True"
+    maps = site.is_method and site.tail in _DATA_METHODS and site.root not in ("pool", "executor")
+    return maps and bool(site.node.args)
 
 
 def _writes_file(site: CallSite, full: str) -> bool:

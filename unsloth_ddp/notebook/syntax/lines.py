@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
+# What a small statement of a line becomes.
+Small = cst.BaseSmallStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]
+
 
 def comment_line(text: str) -> cst.EmptyLine:
     """Return a line that holds one comment."""

@@ -6,23 +6,14 @@ deferred: it counts when the function is used, not where it is defined.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import libcst as cst
 
+from unsloth_ddp.notebook.syntax import tree
 from unsloth_ddp.notebook.syntax.ipython import ipython_call, references
-from unsloth_ddp.notebook.syntax.tree import (
-    NamesRead,
-    RootNames,
-    defaults,
-    dotted,
-    is_false,
-    is_harmless,
-    is_mutating,
-    moves,
-    parameters,
-    root_name,
-)
+from unsloth_ddp.notebook.syntax.tree import dotted, root_name, root_names
 from unsloth_ddp.notebook.syntax.usage import (
     ENVIRONMENT,
     NAMESPACE,
@@ -58,7 +49,7 @@ def collect(node: cst.CSTNode) -> NameUsage:
     return usage
 
 
-class _Collector(NamesRead):
+class _Collector(tree.NamesRead):
     def __init__(self) -> None:
         self.scopes = [_Scope("module")]
         self.function: list[DeferredBody] = []
@@ -125,9 +116,7 @@ class _Collector(NamesRead):
         target = node.targets[0].target
         if isinstance(node.value, cst.Call):
             site = CallSite(dotted(node.value.func), node.value, frozenset())
-            bound = RootNames()
-            target.visit(bound)
-            names = bound.found if isinstance(target, cst.Name | cst.Tuple | cst.List) else []
+            names = root_names(target) if isinstance(target, cst.Name | cst.Tuple | cst.List) else []
             self.assigned += [(name, site) for name in names]
         if gives_parts(node.value) and not isinstance(target, cst.Attribute | cst.Subscript):
             self._alias(target, node.value)
@@ -144,13 +133,8 @@ class _Collector(NamesRead):
 
     def _alias(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         """Note that the parts bound by `target` belong to the objects that `value` names."""
-        wholes = RootNames()
-        value.visit(wholes)
-        parts = RootNames()
-        target.visit(parts)
-        self.scopes[-1].usage.aliases += [
-            (part, whole) for part in parts.found for whole in wholes.found if part != whole
-        ]
+        pairs = itertools.product(root_names(target), root_names(value))
+        self.scopes[-1].usage.aliases += [(part, whole) for part, whole in pairs if part != whole]
 
     def visit_AugAssign(self, node: cst.AugAssign) -> bool:
         node.target.visit(self)
@@ -220,7 +204,7 @@ class _Collector(NamesRead):
     # Statements ------------------------------------------------------------------------------------------------------
 
     def visit_If(self, node: cst.If) -> bool:
-        if not is_false(node.test):
+        if not tree.is_false(node.test):
             return True
         if node.orelse is not None:
             node.orelse.visit(self)
@@ -237,9 +221,7 @@ class _Collector(NamesRead):
         return False
 
     def _iterate(self, node: cst.BaseExpression) -> None:
-        roots = RootNames()
-        node.visit(roots)
-        self.scopes[-1].usage.iterates.update(roots.found)
+        self.scopes[-1].usage.iterates.update(root_names(node))
 
     def visit_Expr(self, node: cst.Expr) -> None:
         value = node.value.expression if isinstance(node.value, cst.Await) else node.value
@@ -270,17 +252,17 @@ class _Collector(NamesRead):
 
     def _changes_its_object(self, site: CallSite) -> bool:
         """Return whether a method changes what it is called on, by its name and where its value goes."""
-        if is_mutating(site.tail) or (site.bare and not is_harmless(site.tail)):
+        if tree.is_mutating(site.tail) or (site.bare and not tree.is_harmless(site.tail)):
             return True
-        return site.bare and moves(site.tail) and not self.function  # a function that only evaluates may do so too
+        return site.bare and tree.moves(site.tail) and not self.function  # a function that only evaluates may do so too
 
     # Scopes ----------------------------------------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
         self._write(node.name.value)
-        for part in (*node.decorators, *defaults(node.params)):
+        for part in (*node.decorators, *tree.defaults(node.params)):
             part.visit(self)
-        self._body(node.name.value, parameters(node.params), node.body)
+        self._body(node.name.value, tree.parameters(node.params), node.body)
         if len(self.scopes) == 1:
             note_start(node.body, self.scopes[0].usage.defines[node.name.value])
         return False
@@ -315,9 +297,9 @@ class _Collector(NamesRead):
             target.absorb(deferred)
 
     def visit_Lambda(self, node: cst.Lambda) -> bool:
-        for default in defaults(node.params):
+        for default in tree.defaults(node.params):
             default.visit(self)
-        self.scopes.append(_Scope("comprehension", local=set(parameters(node.params))))
+        self.scopes.append(_Scope("comprehension", local=set(tree.parameters(node.params))))
         node.body.visit(self)
         self._pop()
         return False

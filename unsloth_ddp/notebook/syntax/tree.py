@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import libcst as cst
 
@@ -31,7 +31,14 @@ def is_false(test: cst.BaseExpression) -> bool:
 
 def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
     """Return whether a node, or a part of it at whatever depth, is one that is wanted."""
-    return wanted(node) or any(contains(part, wanted) for part in node.children)
+    return any(wanted(part) for part in walk(node))
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and its parts at whatever depth."""
+    yield node
+    for part in node.children:
+        yield from walk(part)
 
 
 def dotted(node: cst.BaseExpression) -> str:
@@ -109,9 +116,14 @@ class NamesRead(cst.CSTVisitor):
         return False
 
 
-class RootNames(NamesRead):
-    """Collects the names at the roots of an expression, except builtins such as enumerate."""
+def root_names(node: cst.CSTNode) -> list[str]:
+    """Return the names at the roots of an expression, except builtins such as enumerate."""
+    visitor = _RootNames()
+    node.visit(visitor)
+    return visitor.found
 
+
+class _RootNames(NamesRead):
     def __init__(self) -> None:
         self.found: list[str] = []
 

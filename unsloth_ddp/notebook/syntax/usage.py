@@ -34,40 +34,6 @@ class CallSite:
 
 
 @dataclass
-class DeferredBody:
-    """The body of a function, or of every method of a class."""
-
-    reads: set[str] = field(default_factory=set)
-    writes: set[str] = field(default_factory=set)
-    calls: list[CallSite] = field(default_factory=list)
-    params: list[str] = field(default_factory=list)
-    mutates: set[str] = field(default_factory=set)  # parameters and globals
-    mutates_inside: set[str] = field(default_factory=set)  # names of its own
-    bases: list[str] = field(default_factory=list)
-    methods: dict[str, DeferredBody] = field(default_factory=dict)
-    stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned or deleted
-    iterates: set[str] = field(default_factory=set)  # names that a loop runs over
-    aliases: list[tuple[str, str]] = field(default_factory=list)  # (part, whole)
-    assigned: list[tuple[str, CallSite]] = field(
-        default_factory=list
-    )  # `name = call(...)`, and RETURNED of `return call()`
-    is_class: bool = False
-    # globals set before anything else -> the path called for it, or ""
-    sets: dict[str, str] = field(default_factory=dict)
-    starts: list[str] = field(default_factory=list)  # functions called before anything else
-    only_sets: bool = False  # nothing follows `sets`
-
-    def absorb(self, inner: DeferredBody) -> None:
-        """Add what the body of an inner function, or of a method, uses."""
-        self.reads |= inner.reads
-        self.writes |= inner.writes
-        self.calls += inner.calls
-        self.mutates |= inner.mutates - set(inner.params)
-        self.stores |= inner.stores
-        self.iterates |= inner.iterates
-
-
-@dataclass
 class NameUsage:
     """The names that a statement uses when it runs, and how."""
 
@@ -82,7 +48,32 @@ class NameUsage:
     stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned or deleted
     iterates: set[str] = field(default_factory=set)  # names that a loop runs over
     aliases: list[tuple[str, str]] = field(default_factory=list)  # (part, whole): a change of one is one of the other
-    assigned: list[tuple[str, CallSite]] = field(default_factory=list)  # `name = call(...)`, at any depth
+    # `name = call(...)`, at any depth, and RETURNED of `return call()` in a function
+    assigned: list[tuple[str, CallSite]] = field(default_factory=list)
+
+
+@dataclass
+class DeferredBody(NameUsage):
+    """The body of a function, or of every method of a class; it changes parameters and globals."""
+
+    params: list[str] = field(default_factory=list)
+    mutates_inside: set[str] = field(default_factory=set)  # names of its own
+    bases: list[str] = field(default_factory=list)
+    methods: dict[str, DeferredBody] = field(default_factory=dict)
+    is_class: bool = False
+    # globals set before anything else -> the path called for it, or ""
+    sets: dict[str, str] = field(default_factory=dict)
+    starts: list[str] = field(default_factory=list)  # functions called before anything else
+    only_sets: bool = False  # nothing follows `sets`
+
+    def absorb(self, inner: DeferredBody) -> None:
+        """Add what the body of an inner function, or of a method, uses."""
+        self.reads |= inner.reads
+        self.writes |= inner.writes
+        self.calls += inner.calls
+        self.mutates |= inner.mutates - set(inner.params)
+        self.stores |= inner.stores
+        self.iterates |= inner.iterates
 
 
 def follow_aliases(mutates: set[str], aliases: list[tuple[str, str]]) -> None:

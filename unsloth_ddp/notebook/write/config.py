@@ -15,6 +15,7 @@ from unsloth_ddp.notebook.syntax.arguments import (
     remove_keyword,
     set_keyword,
     splats,
+    with_value,
 )
 from unsloth_ddp.notebook.syntax.tree import dotted
 
@@ -85,7 +86,7 @@ def _is_of_transformers(path: str, context: ConversionContext) -> bool:
     return root not in context.imports or context.imports[root].split(".")[0] in _FAMILY
 
 
-def edit_trainer(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+def edit_trainer(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Return a trainer's call whose arguments come from elsewhere (a parser, a file) with what DDP needs set on them."""
     given = keyword(call, "args") or next((arg for arg in call.args if names_arguments(arg)), None)
     if given is None or not isinstance(given.value, cst.Name | cst.Attribute):
@@ -95,7 +96,7 @@ def edit_trainer(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, 
     size = "None" if _CONTRASTIVE.search(dotted(call.func)) else str(context.options.per_device_batch_size)
     note = context.edit("arguments", "the arguments come from elsewhere: batch and DDP settings are set when it runs")
     made = cst.parse_expression(f"{context.names['ddp_configured']}({code(given.value)}, {size})")
-    return call.with_changes(args=[a.with_changes(value=made) if a is given else a for a in call.args]), [note]
+    return with_value(call, given, made), [note]
 
 
 def _edit_batch(

@@ -8,6 +8,7 @@ from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.effects import Effect
 from unsloth_ddp.notebook.syntax.name_usage import collect
+from unsloth_ddp.notebook.syntax.tree import walk
 
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 # What one process does of a statement that all run: the others wait for their turn, or do without.
@@ -63,20 +64,5 @@ def own_objects(node: cst.CSTNode) -> set[str]:
     """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
     assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
     made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
-    return made | {code(item.asname.name) for item in _Items.of(node) if item.asname is not None}
-
-
-class _Items(cst.CSTVisitor):
-    """Collects what `with` statements enter."""
-
-    def __init__(self) -> None:
-        self.found: list[cst.WithItem] = []
-
-    @classmethod
-    def of(cls, node: cst.CSTNode) -> list[cst.WithItem]:
-        visitor = cls()
-        node.visit(visitor)
-        return visitor.found
-
-    def visit_WithItem(self, node: cst.WithItem) -> None:
-        self.found.append(node)
+    items = [item for item in walk(node) if isinstance(item, cst.WithItem)]
+    return made | {code(item.asname.name) for item in items if item.asname is not None}

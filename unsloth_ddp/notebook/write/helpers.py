@@ -1,11 +1,14 @@
 """Hold the source text of the helpers that a converted script may need.
 
-Each is written into a script only where the script uses it. None imports torch before it is called: a notebook may set
-variables, or look at sys.modules, before its first heavy import.
+Each is written into a script only where the script uses it, with the modules and the helpers that it names. None imports
+torch before it is called: a notebook may set variables, or look at sys.modules, before its first heavy import.
 """
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 from dataclasses import dataclass
 
 
@@ -14,27 +17,35 @@ class Helper:
     """A helper's source, the standard modules it reads, and the helpers it calls."""
 
     source: str
-    modules: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
+    modules: set[str]
+    needs: set[str]
 
 
-HELPERS: dict[str, Helper] = {
-    "START_FOLDER": Helper("""\
+def _helpers(text: str) -> dict[str, Helper]:
+    """Split a text at its lines `# %% NAME`."""
+    _, *parts = re.split(r"^# %% (\w+)\n", text, flags=re.MULTILINE)
+    sources = dict(zip(parts[::2], parts[1::2], strict=True))
+    made = {}
+    for name, source in sources.items():
+        nodes = list(ast.walk(ast.parse(source)))
+        read = {n.id for n in nodes if isinstance(n, ast.Name)} - {n.arg for n in nodes if isinstance(n, ast.arg)}
+        made[name] = Helper(source, read & sys.stdlib_module_names, read & sources.keys() - {name})
+    return made
+
+
+HELPERS = _helpers(r'''
+# %% START_FOLDER
 START_FOLDER = os.getcwd()
-"""),
-    "quiet_print": Helper('''\
+# %% quiet_print
 if not IS_MAIN:
 
     def print(*args, **kwargs):
         """Print on the main process only."""
-'''),
-    "display": Helper('''\
+# %% display
 def display(*values, **options):
     """Print what the notebook displayed."""
-    print(*values, sep="\\n")
-'''),
-    "wait_group": Helper(
-        '''\
+    print(*values, sep="\n")
+# %% wait_group
 def wait_group():
     """Return a gloo group: it can wait for hours while one process saves, where NCCL would time out."""
     import torch
@@ -50,22 +61,13 @@ def wait_group():
 
 
 wait_group.made = None
-''',
-        ("datetime",),
-    ),
-    "wait_for_everyone": Helper(
-        '''\
+# %% wait_for_everyone
 def wait_for_everyone():
     """Wait until every process is here."""
     if WORLD_SIZE > 1:
         group = wait_group()
         sys.modules["torch.distributed"].barrier(group=group)
-''',
-        ("sys",),
-        ("wait_group",),
-    ),
-    "main_process_first": Helper(
-        '''\
+# %% main_process_first
 @contextlib.contextmanager
 def main_process_first():
     """Let one process a node go first, so that the others find its downloads and caches."""
@@ -74,12 +76,7 @@ def main_process_first():
     yield
     if LOCAL_RANK == 0:
         wait_for_everyone()
-''',
-        ("contextlib",),
-        ("wait_for_everyone",),
-    ),
-    "from_main": Helper(
-        '''\
+# %% from_main
 def from_main(make):
     """Call make() on the main process and return its value on every process."""
     if WORLD_SIZE == 1:
@@ -87,11 +84,7 @@ def from_main(make):
     box, group = [make() if IS_MAIN else None], wait_group()
     sys.modules["torch.distributed"].broadcast_object_list(box, src=0, group=group)
     return box[0]
-''',
-        ("sys",),
-        ("wait_group",),
-    ),
-    "NoRun": Helper('''\
+# %% NoRun
 class NoRun:
     """Stands for a tracked run on the other processes: takes every call and does nothing."""
 
@@ -108,17 +101,11 @@ class NoRun:
 
     def __exit__(self, *error):
         return None
-'''),
-    "main_only": Helper(
-        '''\
+# %% main_only
 def main_only(make):
     """Enter the context that make() returns on the main process only."""
     return make() if IS_MAIN else contextlib.nullcontext()
-''',
-        ("contextlib",),
-    ),
-    "shared_decision": Helper(
-        '''\
+# %% shared_decision
 def shared_decision(method):
     """Take a callback's decisions (stop, save, evaluate) from the main process: all must take the same."""
 
@@ -130,12 +117,7 @@ def shared_decision(method):
         return control
 
     return decide
-''',
-        ("functools",),
-        ("from_main",),
-    ),
-    "accumulation_steps": Helper(
-        '''\
+# %% accumulation_steps
 def accumulation_steps(global_batch, per_device, multiple=1):
     """Return the accumulation that keeps the notebook's global batch over all processes, or the nearest to it."""
     at_once = per_device * WORLD_SIZE
@@ -144,31 +126,21 @@ def accumulation_steps(global_batch, per_device, multiple=1):
     if IS_MAIN and steps * at_once != global_batch:
         print(f"Global batch {steps * at_once} instead of {global_batch}: WORLD_SIZE {WORLD_SIZE} does not divide it.")
     return steps
-''',
-        ("math",),
-    ),
-    "batch_per_process": Helper('''\
+# %% batch_per_process
 def batch_per_process(batch, accumulation, least=1):
     """Return the notebook's batch, or as much of its global batch as falls to one process."""
     return max(min(least, batch), min(batch, batch * accumulation // WORLD_SIZE))
-'''),
-    "generation_batch": Helper('''\
+# %% generation_batch
 def generation_batch(batch, accumulation, generations):
     """Return the global batch; Unsloth raises a batch that holds no whole group of generations."""
     whole = batch * accumulation
     return whole if whole % generations == 0 else generations * accumulation
-'''),
-    "default_of": Helper(
-        '''\
+# %% default_of
 def default_of(config, name, otherwise):
     """Return a config's own default: Unsloth's configs differ from those of TRL and transformers."""
     parameter = inspect.signature(config).parameters.get(name)
     return parameter.default if parameter and isinstance(parameter.default, int) else otherwise
-''',
-        ("inspect",),
-    ),
-    "ddp_settings": Helper(
-        '''\
+# %% ddp_settings
 def ddp_settings(config):
     """Return the settings that DDP needs, as far as the installed release has them."""
     made = [kind.__init__ for kind in config.__mro__] if isinstance(config, type) else [config]
@@ -177,11 +149,7 @@ def ddp_settings(config):
         print("This release averages the loss on each process separately, so rows weigh less beside long ones.")
     wanted = {"ddp_find_unused_parameters": False, "average_tokens_across_devices": True}
     return {name: value for name, value in wanted.items() if name in known}
-''',
-        ("inspect",),
-    ),
-    "ddp_arguments": Helper(
-        '''\
+# %% ddp_arguments
 def ddp_arguments(config, per_device, arguments):
     """Return a config's arguments, given as a dict, with those that DDP needs and that the config has."""
     if not {"per_device_train_batch_size", "kwargs"} & set(inspect.signature(config).parameters):
@@ -200,12 +168,7 @@ def ddp_arguments(config, per_device, arguments):
         ),
         **settings,
     }
-''',
-        ("inspect",),
-        ("accumulation_steps", "batch_per_process", "default_of", "ddp_settings"),
-    ),
-    "ddp_configured": Helper(
-        '''\
+# %% ddp_configured
 def ddp_configured(args, per_device):
     """Return a trainer's arguments with what DDP needs, unless this script made them with it."""
     if getattr(args, "ddp_find_unused_parameters", False) is None:
@@ -221,12 +184,7 @@ def ddp_configured(args, per_device):
         for name, value in ddp_settings(type(args)).items():
             setattr(args, name, value)
     return args
-''',
-        (),
-        ("accumulation_steps", "batch_per_process", "ddp_settings"),
-    ),
-    "split_batches": Helper(
-        '''\
+# %% split_batches
 def split_batches():
     """Return the argument by which Accelerate gives each process its part of every batch of a DataLoader."""
     import accelerate
@@ -234,22 +192,14 @@ def split_batches():
     if "dataloader_config" in inspect.signature(accelerate.Accelerator).parameters:
         return {"dataloader_config": accelerate.utils.DataLoaderConfiguration(split_batches=True)}
     return {"split_batches": True}
-''',
-        ("inspect",),
-    ),
-    "shared_batch": Helper(
-        '''\
+# %% shared_batch
 def shared_batch(batch):
     """Return the notebook's batch, or the next larger one that the number of processes divides."""
     shared = math.ceil(batch / WORLD_SIZE) * WORLD_SIZE
     if IS_MAIN and shared != batch:
         print(f"Batches of {shared} rows instead of {batch}: WORLD_SIZE {WORLD_SIZE} does not divide it.")
     return shared
-''',
-        ("math",),
-    ),
-    "share_rows": Helper(
-        '''\
+# %% share_rows
 class share_rows:
     """Yields this process's part of each batch of a DataLoader; all processes draw the same batches."""
 
@@ -303,22 +253,14 @@ class Parts:
 
 
 SHARED_SEED = 3407
-''',
-    ),
-    "same_weights": Helper(
-        '''\
+# %% same_weights
 def same_weights(optimizer):
     """Start from the main process's weights: those that no checkpoint holds were drawn by each process."""
     if WORLD_SIZE > 1 and wait_group():
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 sys.modules["torch.distributed"].broadcast(weight.data, src=0)
-''',
-        ("sys",),
-        ("wait_group",),
-    ),
-    "average_gradients": Helper(
-        '''\
+# %% average_gradients
 def average_gradients(optimizer):
     """Average the gradients over the processes, each weighed by its rows of the batch."""
     if WORLD_SIZE == 1:
@@ -338,32 +280,19 @@ def average_gradients(optimizer):
         torch.distributed.all_reduce(flat)
         for weight, part in zip(same, flat.split([weight.numel() for weight in same])):
             weight.grad.copy_(part.view_as(weight))
-''',
-        (),
-        ("wait_group", "share_rows"),
-    ),
-    "same_draws": Helper(
-        '''\
+# %% same_draws
 def same_draws(seed, *generators):
     """Seed the global generators, or those named, so that every process draws the same."""
     for name in generators or ("random", "numpy", "torch"):
         module = importlib.import_module("numpy.random" if name == "numpy" else name)
         (module.manual_seed if name == "torch" else module.seed)(seed)
-''',
-        ("importlib",),
-    ),
-    "child_environment": Helper(
-        '''\
+# %% child_environment
 def child_environment(given=None):
     """Return the environment for a command: with the launcher's variables it would join this job and hang."""
     own = r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
     own += "|(TORCHELASTIC|ACCELERATE|PET|FSDP|DEEPSPEED|OMPI|PMIX?|MV2)_"
     return {name: value for name, value in (given or os.environ).items() if not re.match(own, name)}
-''',
-        ("re",),
-    ),
-    "keep_launched": Helper(
-        '''\
+# %% keep_launched
 def keep_launched():
     """Restore the launcher's variables and the choice of GPUs, which the notebook may have changed."""
     for name in {"CUDA_VISIBLE_DEVICES", *keep_launched.given}:
@@ -376,22 +305,12 @@ def keep_launched():
 keep_launched.given = {name: value for name, value in os.environ.items() if name not in child_environment()}
 keep_launched.given |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
 keep_launched.given.pop("ACCELERATE_MIXED_PRECISION", None)  # a setting, which is the notebook's to choose
-''',
-        (),
-        ("child_environment",),
-    ),
-    "own_shell": Helper(
-        '''\
+# %% own_shell
 def own_shell(command):
     """Return a shell command that first removes the launcher's variables: with them it would join this job and hang."""
     names = [name for name in os.environ if name not in child_environment() and name.isidentifier()]
-    return f"unset {' '.join(names)}\\n{command}" if names else command
-''',
-        (),
-        ("child_environment",),
-    ),
-    "run_shell": Helper(
-        '''\
+    return f"unset {' '.join(names)}\n{command}" if names else command
+# %% run_shell
 def run_shell(command, arguments="", program=None):
     """Run a command, or a program with the command as its input; a failure is shown and does not stop the script."""
     words = [*shlex.split(program or "bash -s"), *shlex.split(arguments)]
@@ -399,49 +318,32 @@ def run_shell(command, arguments="", program=None):
         words[1:2] = ["-c", command, "bash"]
     given = {} if program is None else {"input": command, "text": True}
     return subprocess.run(words, env=child_environment(), **given).returncode
-''',
-        ("shlex", "subprocess"),
-        ("child_environment",),
-    ),
-    "shell_output": Helper(
-        '''\
+# %% shell_output
 def shell_output(command):
     """Return the lines that a command prints."""
     done = subprocess.run(
         ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
     )
     return done.stdout.splitlines()
-''',
-        ("subprocess",),
-        ("child_environment",),
-    ),
-    "run_async": Helper(
-        '''\
+# %% run_async
 def run_async(awaitable, loop=asyncio.new_event_loop()):
     """Do what `await` at a notebook's top level does, on one event loop for the whole script."""
     asyncio.set_event_loop(loop)
     return loop.run_until_complete(awaitable)
-''',
-        ("asyncio",),
-    ),
-    "secret": Helper('''\
+# %% secret
 def secret(name):
     """Return a secret of the notebook's host from the environment."""
     if IS_MAIN and name not in os.environ:
         print(f"The notebook's secret {name} is not set: export {name}=... before the start, if it is needed.")
     return os.environ.get(name)
-'''),
-    "uploaded_files": Helper(
-        '''\
+# %% uploaded_files
 def uploaded_files():
     """Return the files that the notebook asked to upload, as name: bytes."""
     paths = os.environ.get("UPLOADED_FILES", "").split(":")
     if paths == [""]:
         raise SystemExit("The notebook asks for an upload here: export UPLOADED_FILES=path[:path ...] and start again.")
     return {os.path.basename(path): open(path, "rb").read() for path in paths}
-'''
-    ),
-    "hub_login": Helper('''\
+# %% hub_login
 def hub_login(token=None, *rest, **options):
     """Log in to the Hugging Face Hub if there is a token; a script does not ask for one."""
     from huggingface_hub import get_token, login
@@ -450,8 +352,7 @@ def hub_login(token=None, *rest, **options):
         login(token, **options)
     elif get_token() is None:
         print("Not logged in to the Hugging Face Hub: run `hf auth login` or set HF_TOKEN, if it is needed.")
-'''),
-    "wandb_login": Helper('''\
+# %% wandb_login
 def wandb_login(key=None, **options):
     """Log in to W&B if there is a key; without one the run stays on this machine."""
     import wandb
@@ -460,9 +361,7 @@ def wandb_login(key=None, **options):
         return wandb.login(key=key, **options)
     os.environ["WANDB_MODE"] = "offline"
     print("No key for W&B: its run stays on this machine. Set WANDB_API_KEY to upload it.")
-'''),
-    "finish": Helper(
-        '''\
+# %% finish
 def finish(*names):
     """Wait for the last save of the main process, drop the models, and leave the process group."""
     for name in names:
@@ -479,15 +378,7 @@ def leave_process_group(wait=False):
         if wait:
             wait_for_everyone()
         dist.destroy_process_group()
-''',
-        ("atexit", "gc", "sys"),
-        ("wait_for_everyone",),
-    ),
-    "keep_names": Helper(
-        """\
+# %% keep_names
 # The notebook changes its names through globals(): what this script needs is found among the built-in names after that.
 vars(builtins).update({name: value for name, value in globals().items() if not name.startswith("__")})
-""",
-        ("builtins",),
-    ),
-}
+''')

@@ -7,9 +7,9 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import code, keyword, remove_keyword, set_keyword, splats
+from unsloth_ddp.notebook.syntax.arguments import code, keyword, remove_keyword, set_keyword, splats, with_value
 from unsloth_ddp.notebook.syntax.effects import is_loader_call
-from unsloth_ddp.notebook.syntax.tree import dotted, full_path
+from unsloth_ddp.notebook.syntax.tree import dotted
 
 _MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
 _SPREADS = {
@@ -22,13 +22,13 @@ _ON_CPU = re.compile(r"""(\{\s*["']{2}\s*:\s*)?(torch\.device\()?["']cpu["']\)?(
 DEVICE_COUNTS = ("torch.cuda.device_count", "torch.accelerator.device_count")
 
 
-def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+def edit_load(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Return a from_pretrained call that loads on this process's GPU; other calls are returned unchanged."""
     path = dotted(call.func)
     if not path.endswith(".from_pretrained"):
         return call, []
     old = keyword(call, "device_map")
-    ours = is_loader_call(path) or _loads_model(path, context)
+    ours = is_loader_call(path) or _loads_model(full)
     if not ours and (old is None or code(old.value) == "None"):
         return call, []
     if old is not None and _ON_CPU.fullmatch(code(old.value)):
@@ -44,9 +44,8 @@ def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, lis
     return call, notes
 
 
-def _loads_model(path: str, context: ConversionContext) -> bool:
+def _loads_model(full: str) -> bool:
     """Return whether a from_pretrained is that of a model class of Unsloth's, whatever the notebook calls it."""
-    full = full_path(path, context.imports)
     kind = full.split(".")[-2]
     return full.startswith("unsloth.") and ".dataprep." not in full and bool(_MODEL_CLASS.search(kind))
 
@@ -76,7 +75,7 @@ def _note(was: str, context: ConversionContext) -> str:
     return context.edit("load", f"load the whole model on this process's GPU{given}")
 
 
-def edit_dict_call(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+def edit_dict_call(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Edit `dict(device_map=...)`: a trainer may load the model by itself with such arguments."""
     old = keyword(call, "device_map") if dotted(call.func) == "dict" else None
     if old is None or _stays(code(old.value)):
@@ -119,11 +118,4 @@ def edit_device_number(call: cst.Call, context: ConversionContext) -> cst.Call |
         return None
     if len(call.args) <= index or not isinstance(call.args[index].value, cst.Integer):
         return None
-    args = list(call.args)
-    args[index] = args[index].with_changes(value=cst.Name(context.names["LOCAL_RANK"]))
-    return call.with_changes(args=args)
-
-
-def edit_device_count(call: cst.Call, full: str) -> cst.BaseExpression | None:
-    """Replace the number of GPUs by what a process has of them: one, or none on a machine without."""
-    return None if full not in DEVICE_COUNTS else cst.parse_expression(f"min(1, {code(call)})")
+    return with_value(call, call.args[index], cst.Name(context.names["LOCAL_RANK"]))

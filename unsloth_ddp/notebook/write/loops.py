@@ -7,7 +7,7 @@ import libcst as cst
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.analyse.own_loops import OwnLoop, find_loop, steps_by_training_loss
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword
+from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, with_value
 from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
 from unsloth_ddp.notebook.syntax.lines import lead
 from unsloth_ddp.notebook.syntax.tree import dotted
@@ -83,5 +83,4 @@ def edit_accelerated(call: cst.Call, full: str, context: ConversionContext) -> t
     note = context.edit("batch", "a batch that the processes can share")
     if batch is None or batch.keyword is not None:
         return set_keyword(call, "batch_size", shared), [note]
-    args = [arg.with_changes(value=cst.parse_expression(shared)) if arg is batch else arg for arg in call.args]
-    return call.with_changes(args=args), [note]
+    return with_value(call, batch, cst.parse_expression(shared)), [note]

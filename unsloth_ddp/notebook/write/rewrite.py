@@ -6,7 +6,6 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.callbacks import decides
 from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import send_values
 from unsloth_ddp.notebook.analyse.roles import removes_files
@@ -21,32 +20,16 @@ from unsloth_ddp.notebook.syntax.ipython import (
     ipython_call,
     without_installs,
 )
-from unsloth_ddp.notebook.syntax.lines import LineEditor, comment_line, lead
+from unsloth_ddp.notebook.syntax.lines import LineEditor, Small, comment_line, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import contains, dotted, full_path, is_false
 from unsloth_ddp.notebook.syntax.usage import CallSite
-from unsloth_ddp.notebook.write.child_processes import edit_command
+from unsloth_ddp.notebook.write import load
+from unsloth_ddp.notebook.write.calls import edit_command, edit_generator, edit_login, edit_seed
 from unsloth_ddp.notebook.write.config import edit_config, edit_trainer, is_config_call
-from unsloth_ddp.notebook.write.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.write.guards import ON_ONE, guards_inside, own_objects
-from unsloth_ddp.notebook.write.load import (
-    edit_device_count,
-    edit_device_number,
-    edit_device_string,
-    edit_dict_call,
-    edit_dict_element,
-    edit_load,
-)
-from unsloth_ddp.notebook.write.logins import edit_login
 from unsloth_ddp.notebook.write.loops import edit_accelerated
 
-# Words without which a statement has nothing to edit; most have none of them.
-_TRIGGERS = (
-    "from_pretrained", "device_map", "Config(", "Arguments(", "cuda", "device_count", "get_ipython", "await",
-    "train_test_split", "shuffle", "RandomState", "default_rng", "Random(", "sample", "input(", "getpass",
-    "subprocess", "os.system", "os.popen", "init(", "init_run(", "start(", "start_run(", "login(", "should_",
-    "create_subprocess", "Trainer(", "Accelerator(", "DataLoader(", "wandb", "mlflow", "trackio", "comet_ml", "neptune",
-)  # fmt: skip
 _NOT_TWICE = "the script shares the batch among the processes, so the notebook's own division is left out"
 
 
@@ -54,18 +37,11 @@ def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> c
     """Return the statement's syntax tree with its edits, and comments above the changed lines."""
     node = send_values(statement, graph, context)
     guarded, trains = guards_inside(statement, graph)
-    if not guarded and not _worth_a_look(code(node), graph, context):
-        return node
     context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
     editor = _Rewriter(context, graph, guarded, trains, node)
     new = node.visit(editor)
     assert isinstance(new, cst.BaseStatement)
     return lead(new, editor.outer)
-
-
-def _worth_a_look(source: str, graph: Graph, context: ConversionContext) -> bool:
-    names = context.config_classes | context.command_names | graph.run_names | graph.counts_of_processes
-    return any(word in source for word in _TRIGGERS) or any(name in source for name in names)
 
 
 class _Rewriter(LineEditor):
@@ -93,41 +69,33 @@ class _Rewriter(LineEditor):
             call, notes = edit_config(updated_node, context)
         else:
             call, notes = self._edited(updated_node, entered=id(original_node) in self.entered)
-        numbered = edit_device_number(call, context)
+        numbered = load.edit_device_number(call, context)
         if numbered is not None:
             self.note(context.edit("device", "this process's GPU instead of a fixed one"))
             return numbered
         self.note(*notes)
-        counted = edit_device_count(call, full_path(dotted(call.func), self.graph.imports))
-        if counted is not None and not self.context.on_one_process and not self.formatted:
+        shared = not context.on_one_process and not self.formatted
+        if shared and full_path(dotted(call.func), self.graph.imports) in load.DEVICE_COUNTS:
             self.note(context.edit("device", "each process has one GPU"))
-            return counted
-        path = code(call.func)
-        if path in ("input", "getpass", "getpass.getpass"):
+            return cst.parse_expression(f"min(1, {code(call)})")  # none on a machine without
+        if code(call.func) in ("input", "getpass", "getpass.getpass"):
             return self._ask(call)
         return call
 
     def _edited(self, call: cst.Call, *, entered: bool) -> tuple[cst.Call, list[str]]:
         """Return a call with the first edit that fits it, and its comments."""
-        for edit in (edit_load, edit_dict_call, edit_seed, edit_generator):
-            edited, notes = edit(call, self.context)
-            if notes:
-                return edited, notes
         full = full_path(dotted(call.func), self.graph.imports)
+        edits = [load.edit_load, load.edit_dict_call, edit_seed, edit_generator]
         if is_trainer_call(CallSite(dotted(call.func), call, frozenset()), self.graph.trainer_classes):
-            return (call, []) if is_remote(full) else edit_trainer(call, self.context)
-        if self.context.accelerated:
-            edited, notes = edit_accelerated(call, full, self.context)
-            if notes:
-                return edited, notes
-        for edit_by_path in () if entered else (edit_run, edit_command, edit_login):
-            edited, notes = edit_by_path(call, full, self.context)
-            if notes:
-                return edited, notes
-        return call, []
+            edits += [] if is_remote(full) else [edit_trainer]
+        else:
+            edits += [edit_accelerated] if self.context.accelerated else []
+            edits += [] if entered else [edit_run, edit_command, edit_login]
+        made = (edit(call, full, self.context) for edit in edits)
+        return next((found for found in made if found[1]), (call, []))
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
-        element, notes = edit_dict_element(updated_node, self.context)
+        element, notes = load.edit_dict_element(updated_node, self.context)
         self.note(*notes)
         return element
 
@@ -199,9 +167,7 @@ class _Rewriter(LineEditor):
         self.note(context.edit("shell", "a shell command of the notebook"))
         return cst.parse_expression(f"{context.names['run_shell']}({text})")
 
-    def leave_Expr(
-        self, original_node: cst.Expr, updated_node: cst.Expr
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> Small:
         command = command_of(original_node.value)
         kept, requirements = without_installs(command)
         if command and not kept:
@@ -221,9 +187,7 @@ class _Rewriter(LineEditor):
         self.note(self.context.edit("batch", _NOT_TWICE))
         return updated_node.left
 
-    def leave_AugAssign(
-        self, original_node: cst.AugAssign, updated_node: cst.AugAssign
-    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+    def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> Small:
         divides = isinstance(original_node.operator, cst.FloorDivideAssign | cst.DivideAssign)
         if not divides or not self._shares(original_node.target, original_node.value):
             return updated_node
@@ -239,7 +203,7 @@ class _Rewriter(LineEditor):
     # Strings, await --------------------------------------------------------------------------------------------------
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.BaseExpression:
-        new = edit_device_string(updated_node, self.context)
+        new = load.edit_device_string(updated_node, self.context)
         if new is None:
             return updated_node
         self.note(self.context.edit("device", f"{updated_node.value} was one GPU for every process"))
@@ -343,3 +307,15 @@ _Nested = cst.SimpleStatementLine | cst.With
 def _guard(line: _Nested, test: str) -> cst.If:
     body = cst.IndentedBlock(body=[line.with_changes(leading_lines=[])])
     return cst.If(test=cst.parse_expression(test), body=body, leading_lines=line.leading_lines)
+
+
+def decides(node: cst.FunctionDef) -> bool:
+    """Return whether a callback's method sets a flag of its control (`control.should_training_stop = True`)."""
+    return node.name.value.startswith("on_") and contains(node.body, _sets_flag)
+
+
+def _sets_flag(node: cst.CSTNode) -> bool:
+    match node:
+        case cst.AssignTarget(target=cst.Attribute(attr=cst.Name(value=name))):
+            return name.startswith("should_")
+    return False

@@ -227,18 +227,13 @@ def _hoisted(graph: Graph, first: int) -> list[str]:
     """Collect environment variables that libraries read on import and that the notebook sets later, but before it trains."""
     found: dict[str, str] = {}
     for statement in graph.statements[first : graph.last_seed + 1 or None]:
-        node = statement.node
-        if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
-            continue
-        small = node.body[0]
-        if not isinstance(small, cst.Assign) or not isinstance(small.value, cst.SimpleString):
-            continue
-        target = small.targets[0].target
-        if not isinstance(target, cst.Subscript) or dotted(target.value) != "os.environ":
-            continue
-        name = code(target.slice[0].slice).strip("\"'")
-        if _IMPORT_TIME.match(name) and not re.search("TOKEN|KEY|SECRET", name):
-            found[name] = code(small) + "\n"
+        match statement.node:
+            case cst.SimpleStatementLine(
+                body=[cst.Assign([cst.AssignTarget(cst.Subscript() as target), *_], cst.SimpleString()) as small]
+            ) if dotted(target.value) == "os.environ":
+                name = code(target.slice[0].slice).strip("\"'")
+                if _IMPORT_TIME.match(name) and not re.search("TOKEN|KEY|SECRET", name):
+                    found[name] = code(small) + "\n"
     return list(found.values())
 
 

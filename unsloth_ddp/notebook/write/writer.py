@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.main_values import from_main
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.effects import Effect
 from unsloth_ddp.notebook.syntax.lines import comment_line, is_empty, lead
@@ -85,7 +86,8 @@ def _seeds(group: list[EditedStatement], context: ConversionContext) -> list[cst
         return []
     context.cell = group[0].statement.cell
     note = context.edit("seed", "unseeded random choices: every process must make the same")
-    given = [str(context.options.seed + seed.number), *(f'"{name}"' for name in seed.generators)]
+    number, generators = seed
+    given = [str(context.options.seed + number), *(f'"{name}"' for name in generators)]
     return [lead(_call(context.names["same_draws"], ", ".join(given)), [note])]
 
 
@@ -110,20 +112,15 @@ def _groups(placed: list[EditedStatement], graph: Graph) -> list[list[EditedStat
     for position, item in enumerate(placed):
         role = item.statement.role
         alone = item.statement.share_value or item.statement.stands_in or item.statement.seed is not None
-        same = groups and not alone and role is groups[-1][0].statement.role and role is not Role.ALL
-        if same and not _must_share_first(groups[-1]) and not groups[-1][0].statement.stands_in:
-            groups[-1].append(item)
-            continue
-        before = groups[-1][0].statement if groups else None
-        if before and before.role is Role.MAIN and not before.stands_in and _joins(item, placed[position + 1 :], graph):
-            groups[-1].append(item)
-            continue
-        groups.append([item])
+        before = groups[-1] if groups and not groups[-1][0].statement.stands_in else None
+        first = before[0].statement.role if before else None
+        shares = any(p.statement.share or p.statement.share_value for p in before or ())
+        same = role is first and role is not Role.ALL and not alone and not shares
+        if before and (same or (first is Role.MAIN and _joins(item, placed[position + 1 :], graph))):
+            before.append(item)
+        else:
+            groups.append([item])
     return groups
-
-
-def _must_share_first(group: list[EditedStatement]) -> bool:
-    return any(p.statement.share or p.statement.share_value for p in group)
 
 
 def _joins(item: EditedStatement, following: list[EditedStatement], graph: Graph) -> bool:
@@ -167,10 +164,7 @@ def _made(
             leading_lines=_leading(nodes),
         )
         return [lead(block, [note])]
-    after: list[cst.BaseStatement] = []
-    if _saves_together(group):
-        after.append(_call(names["wait_for_everyone"]))
-    return [*nodes, *after]
+    return [*nodes, *([_call(names["wait_for_everyone"])] if _saves_together(group) else [])]
 
 
 def needs_no_guard(statement: Statement, graph: Graph) -> bool:
@@ -243,8 +237,9 @@ def _guard(
     test = names["IS_MAIN"] if role is Role.MAIN else f"{names['LOCAL_RANK']} == 0"
     words = [word for effect, word in _WORDS.items() if effect in effects] or ["uses this"]
     who = "only the main process" if role is Role.MAIN else "one process on each node"
+    listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
     kind = "save" if Effect.SAVE in effects else "once" if effects & _WAITS else "main process"
-    note = context.edit(kind, f"{who} {_listed(words)}")
+    note = context.edit(kind, f"{who} {listed}")
     if group[0].statement.stands_in:
         return [lead(_with_stand_in(nodes[0], context), [note])]
     shared = _shared_value(group, nodes, share, context)
@@ -279,22 +274,13 @@ def _shared_value(
 ) -> cst.BaseStatement | None:
     """Return `x = from_main(lambda: value)` for a single assignment whose value every process needs."""
     whole = group[0].statement.share_value
-    if len(group) != 1 or not (whole or len(share) == 1) or not isinstance(nodes[0], cst.SimpleStatementLine):
+    if len(group) != 1 or not (whole or len(share) == 1):
         return None
-    line = nodes[0]
-    small = line.body[0]
-    if len(line.body) != 1 or not isinstance(small, cst.Assign) or len(small.targets) != 1:
-        return None
-    target = small.targets[0].target
-    if not whole and (not isinstance(target, cst.Name) or target.value != share[0]):
-        return None
-    lambda_ = cst.Lambda(params=cst.Parameters(), body=small.value)
-    call = cst.Call(func=cst.Name(context.names["from_main"]), args=[cst.Arg(lambda_)])
-    return line.with_changes(body=[small.with_changes(value=call)])
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+    match nodes[0]:
+        case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target)]) as small]):
+            if whole or (isinstance(target, cst.Name) and target.value == share[0]):
+                return nodes[0].with_changes(body=[small.with_changes(value=from_main(small.value, context))])
+    return None
 
 
 def _leading(nodes: list[cst.BaseStatement]) -> list[cst.EmptyLine]:

@@ -1,5 +1,6 @@
 """Small notebooks for the tests, and what became of them."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 from unsloth_ddp.notebook.convert import convert_notebook
 from unsloth_ddp.notebook.read.reader import from_node
 from unsloth_ddp.notebook.types import Conversion, ConversionOptions
+from unsloth_ddp.notebook.write.helpers import HELPERS
+from unsloth_ddp.notebook.write.prologue import Names
 
 LOAD = "from unsloth import FastLanguageModel\nmodel, tokenizer = FastLanguageModel.from_pretrained('m')"
 TRAIN = (
@@ -48,6 +51,18 @@ def body(conversion: Conversion, *, comments: bool = False) -> str:
     text = text[start : text.rindex("# %%")]
     lines = [line for line in text.splitlines() if comments or not line.lstrip().startswith("# ddp:")]
     return "\n".join(lines) + "\n"
+
+
+def helpers(*names: str, **given: Any) -> dict[str, Any]:
+    """The names of a script with these helpers and what they need, as the one process of it; `given` says otherwise."""
+    needed = Names(frozenset(), used=set(names)).needed()
+    modules = {"os"}.union(*(HELPERS[name].modules for name in needed))
+    space = {module: importlib.import_module(module) for module in modules}
+    space |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "IS_MAIN": True, **given}
+    for name in HELPERS:
+        if name in needed - given.keys():
+            exec(HELPERS[name].source, space)
+    return space
 
 
 def kinds(conversion: Conversion) -> list[str]:

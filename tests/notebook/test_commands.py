@@ -2,13 +2,11 @@
 
 import os
 import subprocess
-from typing import Any
 
 import pytest
-from making import LOAD, TRAIN, body, convert_cells, kinds
+from making import LOAD, TRAIN, body, convert_cells, helpers, kinds
 
 from unsloth_ddp.notebook.types import NotebookError
-from unsloth_ddp.notebook.write.helpers import HELPERS
 
 
 @pytest.mark.parametrize(
@@ -37,24 +35,20 @@ def test_commands_do_not_get_the_launcher_s_variables(cell: str, made: str) -> N
 
 
 def test_the_environment_of_a_command() -> None:
-    space: dict[str, Any] = {"os": os, "re": __import__("re")}
-    exec(HELPERS["child_environment"].source, space)
     launcher = [
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
         "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE",
     ]  # fmt: skip
     kept = {"PATH": "x", "HF_TOKEN": "y", "RANKS": "z", "NAME": "n", "CUDA_VISIBLE_DEVICES": "0"}
-    assert space["child_environment"]({**dict.fromkeys(launcher, "1"), **kept}) == kept
+    environment = helpers("child_environment")["child_environment"]
+    assert environment({**dict.fromkeys(launcher, "1"), **kept}) == kept
 
 
 def test_a_command_that_takes_no_environment_removes_the_variables_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    space: dict[str, Any] = {"os": os, "re": __import__("re")}
-    exec(HELPERS["child_environment"].source, space)
-    exec(HELPERS["own_shell"].source, space)
     for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "KEPT"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setitem(os.environ, "PMIX_no-name", "7")  # unset would fail on it and end the shell
-    command = space["own_shell"]("echo $RANK $MASTER_PORT $TORCHELASTIC_RUN_ID $KEPT; exit 3")
+    command = helpers("own_shell")["own_shell"]("echo $RANK $MASTER_PORT $TORCHELASTIC_RUN_ID $KEPT; exit 3")
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "7\n", "")
 
@@ -131,13 +125,9 @@ def test_names_of_cells_that_are_not_in_the_script_are_pointed_at(cell: str, use
 
 
 def test_arguments_and_programs_reach_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    import shlex
-    import subprocess
-
-    space: dict[str, Any] = {"shlex": shlex, "subprocess": subprocess, "child_environment": lambda: dict(os.environ)}
-    exec(HELPERS["run_shell"].source, space)
-    assert space["run_shell"]("echo $1 in; exit 3", '"a b"') == 3
-    space["run_shell"]("print('from python')", program="python3")
+    run_shell = helpers("run_shell")["run_shell"]
+    assert run_shell("echo $1 in; exit 3", '"a b"') == 3
+    run_shell("print('from python')", program="python3")
     assert capfd.readouterr().out == "a b in\nfrom python\n"
 
 

@@ -1,64 +1,55 @@
 """Trainers' arguments: the batch plan and what DDP needs."""
 
-import os
 from typing import Any
 
 import pytest
-from making import LOAD, TRAIN, body, convert_cells, kinds
-
-from unsloth_ddp.notebook.write.helpers import HELPERS
-from unsloth_ddp.notebook.write.prologue import RANKS
+from making import LOAD, TRAIN, body, convert_cells, helpers, kinds
 
 
-def helpers(world: int, rank: int = 0) -> dict[str, Any]:
+def arithmetic(world: int, rank: int = 0) -> dict[str, Any]:
     """The prologue's batch arithmetic in a process of `world`."""
-    names: dict[str, Any] = {"os": os, "math": __import__("math"), "inspect": __import__("inspect")}
-    exec(RANKS, names)
-    names.update(WORLD_SIZE=world, RANK=rank, IS_MAIN=rank == 0)
-    for name in ("accumulation_steps", "batch_per_process", "generation_batch", "default_of", "ddp_settings"):
-        exec(HELPERS[name].source, names)
-    exec(HELPERS["ddp_arguments"].source, names)
-    return names
+    names = ("batch_per_process", "generation_batch", "ddp_arguments")
+    return helpers(*names, WORLD_SIZE=world, RANK=rank, IS_MAIN=rank == 0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_the_global_batch_is_kept(world: int) -> None:
-    assert helpers(world)["accumulation_steps"](2 * 4, 1) * world == 8
+    assert arithmetic(world)["accumulation_steps"](2 * 4, 1) * world == 8
 
 
 def test_the_nearest_where_it_does_not_divide_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert helpers(3)["accumulation_steps"](8, 1) == 3
+    assert arithmetic(3)["accumulation_steps"](8, 1) == 3
     assert "Global batch 9 instead of 8" in capsys.readouterr().out
-    assert helpers(16)["accumulation_steps"](8, 1) == 1
-    assert helpers(16, rank=1)["accumulation_steps"](8, 1) == 1
+    assert arithmetic(16)["accumulation_steps"](8, 1) == 1
+    assert arithmetic(16, rank=1)["accumulation_steps"](8, 1) == 1
     assert capsys.readouterr().out.count("Global batch") == 1  # rank 0 only
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [2, 4, 6, 8])
 def test_generations_stay_whole(world: int, group: int) -> None:
-    steps = helpers(world)["accumulation_steps"](group * 4, 1, multiple=group)
+    steps = arithmetic(world)["accumulation_steps"](group * 4, 1, multiple=group)
     assert steps * world % group == 0
 
 
 def test_unsloths_rule_for_a_batch_without_a_whole_group() -> None:
-    assert helpers(1)["generation_batch"](1, 4, 8) == 32
-    assert helpers(1)["generation_batch"](2, 4, 8) == 8
+    assert arithmetic(1)["generation_batch"](1, 4, 8) == 32
+    assert arithmetic(1)["generation_batch"](2, 4, 8) == 8
 
 
 def test_contrastive_batches_are_split_not_accumulated() -> None:
-    names = helpers(2)
+    names = arithmetic(2)
     per_device = names["batch_per_process"](256, 1, least=2)
     assert (per_device, names["accumulation_steps"](256, per_device)) == (128, 1)
-    assert helpers(8)["batch_per_process"](8, 1, least=2) == 2
-    assert helpers(2)["batch_per_process"](1, 1, least=2) == 1  # a batch of one does not become four in all
+    assert arithmetic(8)["batch_per_process"](8, 1, least=2) == 2
+    assert arithmetic(2)["batch_per_process"](1, 1, least=2) == 1  # a batch of one does not become four in all
 
 
 def test_defaults_come_from_the_class_the_script_uses() -> None:
     class Config:
         def __init__(self, per_device_train_batch_size: int = 4) -> None: ...
 
-    names = helpers(2)
+    names = arithmetic(2)
     assert names["default_of"](Config, "per_device_train_batch_size", 8) == 4
     assert names["default_of"](Config, "missing", 8) == 8
 
@@ -76,7 +67,7 @@ def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
             **rest: Any,
         ) -> None: ...
 
-    made = helpers(2)["ddp_arguments"](Current, 1, {"gradient_accumulation_steps": 2, "lr": 1})
+    made = arithmetic(2)["ddp_arguments"](Current, 1, {"gradient_accumulation_steps": 2, "lr": 1})
     assert made == {
         "lr": 1,
         "per_device_train_batch_size": 1,
@@ -84,7 +75,7 @@ def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
         "ddp_find_unused_parameters": False,
         "average_tokens_across_devices": True,
     }
-    assert helpers(2)["ddp_arguments"](Current, 1, made) == made  # `**args.to_dict()` of arguments made so
+    assert arithmetic(2)["ddp_arguments"](Current, 1, made) == made  # `**args.to_dict()` of arguments made so
 
 
 @pytest.mark.parametrize("names", [(), ("ddp_find_unused_parameters",), ("average_tokens_across_devices",)])
@@ -94,7 +85,7 @@ def test_settings_that_an_older_release_does_not_have_are_not_passed(
     parameters = "".join(f", {name}=None" for name in names)
     scope: dict[str, Any] = {}
     exec(f"class Config:\n    def __init__(self, lr=1{parameters}): pass\nclass SFTConfig(Config): pass", scope)
-    settings = helpers(2)["ddp_settings"](scope["SFTConfig"])
+    settings = arithmetic(2)["ddp_settings"](scope["SFTConfig"])
     scope["SFTConfig"](**settings)  # a TypeError in the notebooks that pin such a release
     assert set(settings) == set(names)
     assert ("averages the loss" in capsys.readouterr().out) == ("average_tokens_across_devices" not in names)

@@ -5,16 +5,7 @@ import sys
 from typing import Any
 
 import pytest
-from making import LOAD, TRAIN, body, convert_cells, kinds
-
-from unsloth_ddp.notebook.write.helpers import HELPERS
-
-
-def helper(name: str, **given: Any) -> Any:
-    """A helper of the script, as the main process of one."""
-    space: dict[str, Any] = {"os": os, "IS_MAIN": True, **given}
-    exec(HELPERS[name].source, space)
-    return space[name]
+from making import LOAD, TRAIN, body, convert_cells, helpers, kinds
 
 
 @pytest.mark.parametrize(
@@ -42,7 +33,7 @@ def test_a_secret_that_is_not_set_does_not_end_the_script(cell: str, capsys: pyt
     done = convert_cells("import os\nfrom google.colab import userdata\n" + cell, LOAD)
     lines = [line for line in body(done).splitlines() if "'T'" in line]
     os.environ.pop("T", None)
-    exec("\n".join(lines), {"os": os, "secret": helper("secret")})
+    exec("\n".join(lines), {"os": os, "secret": helpers("secret")["secret"]})
     assert os.environ.pop("T") == "" and "T is not set: export T=" in capsys.readouterr().out
 
 
@@ -88,10 +79,10 @@ def test_an_upload_is_named_by_the_user(tmp_path: Any, monkeypatch: pytest.Monke
     assert "uploaded = uploaded_files()" in body(done) and "host" in kinds(done)
     monkeypatch.delenv("UPLOADED_FILES", raising=False)
     with pytest.raises(SystemExit, match="export UPLOADED_FILES="):
-        helper("uploaded_files")()
+        helpers("uploaded_files")["uploaded_files"]()
     (tmp_path / "rows.csv").write_bytes(b"1")
     monkeypatch.setenv("UPLOADED_FILES", str(tmp_path / "rows.csv"))
-    assert helper("uploaded_files")() == {"rows.csv": b"1"}
+    assert helpers("uploaded_files")["uploaded_files"]() == {"rows.csv": b"1"}
 
 
 def test_names_that_only_databricks_has_are_pointed_at() -> None:
@@ -130,13 +121,13 @@ def test_a_login_without_a_token_says_so(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    helper("hub_login")()
-    helper("wandb_login")()
+    helpers("hub_login")["hub_login"]()
+    helpers("wandb_login")["wandb_login"]()
     said = capsys.readouterr().out
     assert asked == [] and "hf auth login" in said and "WANDB_API_KEY" in said
     assert os.environ.pop("WANDB_MODE") == "offline"
-    helper("hub_login")("x")
-    helper("wandb_login")(key="k")
+    helpers("hub_login")["hub_login"]("x")
+    helpers("wandb_login")["wandb_login"](key="k")
     assert asked == [(("x",), {}), {"key": "k"}]
 
 

@@ -1,10 +1,9 @@
 """What only the main process has, or what each process would make anew, is read once and sent."""
 
 import copy
-from typing import Any
 
 import pytest
-from making import LOAD, body, convert_cells, kinds
+from making import LOAD, body, convert_cells, helpers, kinds
 
 START = "import wandb\nrun = wandb.init(project = 'p', config = {'lr': 1e-4})"
 CLOCK = "import os, secrets, tempfile, time, uuid\nfrom datetime import date, datetime\nstamp = 'x'"
@@ -266,11 +265,7 @@ def test_a_run_that_a_loop_passes_on_has_a_stand_in() -> None:
 
 
 def test_a_stand_in_takes_whatever_a_run_takes() -> None:
-    from unsloth_ddp.notebook.write.helpers import HELPERS
-
-    space: dict[str, Any] = {}
-    exec(HELPERS["NoRun"].source, space)
-    run = space["NoRun"]()
+    run = helpers("NoRun")["NoRun"]()
     with run.train() as inside:
         inside.log({"a": 1}).anything.at_all(2)
     assert copy.deepcopy(run) is not run  # trainers copy what their callbacks hold

@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from making import LOAD, TRAIN, body, convert_cells, kinds
+from making import LOAD, TRAIN, body, convert_cells, helpers, kinds
 
 from unsloth_ddp.notebook.types import NotebookError
 from unsloth_ddp.notebook.write.helpers import HELPERS
@@ -158,12 +159,10 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVIC
 )
 def test_what_the_launcher_set_is_never_unset(cell: str) -> None:
     done = convert_cells("import os\n" + cell, LOAD, DATA, TRAIN)
-    helpers = "\n".join(HELPERS[name].source for name in ("child_environment", "keep_launched"))
-    script = f"import os, re\n{helpers}\n" + body(done).partition("from unsloth")[0]
-    show = f"\nprint([os.environ.get(name) for name in {LAUNCH}])"
-    given = {"PATH": os.environ["PATH"], "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "5"}
-    run = subprocess.run([sys.executable, "-c", script + show], env=given, capture_output=True, text=True)
-    assert run.stdout.strip() == "['0', '1', '0', '5', None]", run.stderr
+    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "5"}
+    with mock.patch.dict(os.environ, given, clear=True):
+        exec(body(done).partition("from unsloth")[0], helpers("keep_launched"))
+        assert [os.environ.get(name) for name in LAUNCH] == ["0", "1", "0", "5", None]
 
 
 def test_nothing_is_sent_to_those_who_wait_for_their_turn() -> None:
@@ -288,15 +287,12 @@ def test_arguments_from_a_parser_get_what_ddp_needs(tmp_path: Path) -> None:
     )
     done = convert_cells(LOAD, DATA, cell)
     assert "args=ddp_configured(given, 1)" in body(done)
-    needed = ("accumulation_steps", "batch_per_process", "ddp_settings", "ddp_configured")
-    helpers = "import inspect, math\nWORLD_SIZE, IS_MAIN = 2, True\n" + "\n".join(HELPERS[n].source for n in needed)
     from transformers import TrainingArguments
 
-    space: dict[str, object] = {}
-    exec(helpers, space)
+    configured = helpers("ddp_configured", WORLD_SIZE=2)["ddp_configured"]
     given = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True)
     for _ in range(2):  # twice: it was configured already
-        space["ddp_configured"](given, 1)  # type: ignore[operator]
+        configured(given, 1)
         assert (given.per_device_train_batch_size, given.gradient_accumulation_steps) == (1, 2)
         assert given.ddp_find_unused_parameters is False and given.average_tokens_across_devices
 

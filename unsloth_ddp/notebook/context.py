@@ -35,11 +35,6 @@ class ConversionContext:
     on_one_process: bool = False  # inside a statement that a guard keeps off the others
     _marked: dict[int, ReportEntry] = field(default_factory=dict)
 
-    @property
-    def on_kaggle(self) -> bool:
-        """Return whether the notebook takes secrets from Kaggle."""
-        return any(path.startswith("kaggle_secrets") for path in self.imports.values())
-
     def edit(self, kind: str, message: str) -> str:
         """Add an edit to the report and return the comment that marks it in the script."""
         return self._note(ReportEntry(kind, message, self.cell), self.report.edits, "# ddp: ")

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.changes import link
-from unsloth_ddp.notebook.analyse.checks import only_remote_training, only_training_command, trains_nothing
+from unsloth_ddp.notebook.analyse.checks import trains_elsewhere, trains_nothing
 from unsloth_ddp.notebook.analyse.draws import assign_seeds
 from unsloth_ddp.notebook.analyse.graph import Graph, build
 from unsloth_ddp.notebook.analyse.main_values import mark_sent
@@ -49,18 +49,8 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
     cells = [_normalised(cell, module, lowered, context) for cell, module, lowered in parsed]
     graph = build((cell.number, cell.body) for cell in cells)
     link(graph)
-    command = only_training_command(graph)
-    if command is not None:
-        raise NotebookError(
-            f"{notebook.name}: its only training is the command `{command[1]}` in cell {command[0]}, which starts "
-            "processes of its own; run that command itself on several GPUs, or give a notebook whose cells train."
-        )
-    elsewhere = only_remote_training(graph)
-    if elsewhere is not None:
-        raise NotebookError(
-            f"{notebook.name}: its only training, `{elsewhere[1]}()` in cell {elsewhere[0]}, runs on machines of a "
-            "service; choose the number of GPUs there, or give a notebook whose cells train."
-        )
+    if why := trains_elsewhere(graph):
+        raise NotebookError(f"{notebook.name}: {why}")
     _know_configs(graph, context)
     _know_arguments(graph, context)
     assign_roles(graph)
@@ -139,10 +129,8 @@ def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: Conve
     context.left_out += [(cell.number, text) for text in lowered.left_out]
     top = []
     for name in lowered.removed:
-        if name in lowered.unknown:
-            top.append(context.warn("magic", f"{name} cell left out: a script has nothing like it"))
-        else:
-            top.append(context.edit("magic", f"{name} is for notebooks"))
+        missing, quiet = f"{name} cell left out: a script has nothing like it", f"{name} is for notebooks"
+        top.append(context.warn("magic", missing) if name in lowered.unknown else context.edit("magic", quiet))
     body, pending = normalise(list(module.body), context)
     return CodeCell(cell.number, module, body, top, pending)
 

@@ -52,9 +52,8 @@ class Changes:
 
     def _set_by_library(self, site: CallSite) -> set[str]:
         """Return the first argument of a library's function that sets or loads something in it."""
-        if site.root not in self.graph.imports or not sets_argument(site.tail) or not site.node.args:
-            return set()
-        if downloads_data(self.graph.full_path(site)):
+        sets = site.root in self.graph.imports and sets_argument(site.tail)
+        if not sets or not site.node.args or downloads_data(self.graph.full_path(site)):
             return set()
         return {root_name(site.node.args[0].value) or ""} - {""}
 

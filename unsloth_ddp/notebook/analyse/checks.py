@@ -48,27 +48,24 @@ _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "Distribute
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
 
-def only_training_command(graph: Graph) -> tuple[int, str] | None:
-    """Return the cell and the command that trains, where no cell trains otherwise."""
+def trains_elsewhere(graph: Graph) -> str:
+    """Return why a notebook that trains in none of its cells, but by a command or at a service, is refused; or ""."""
     live = [statement for statement in graph.statements if not is_dead(statement.node)]
-    if set().union(*(s.effects for s in live), *graph.function_effects.values()) & SEEDS:
-        return None
-    found = ((s.cell, training_line(command_of(site.node))) for s in live for site in s.usage.calls)
-    return next(((cell, line) for cell, line in found if line), None)
-
-
-def only_remote_training(graph: Graph) -> tuple[int, str] | None:
-    """Return the cell and the call that starts a training elsewhere, where no statement trains here."""
-    live = [statement for statement in graph.statements if not is_dead(statement.node)]
-    if any(statement.effects & SEEDS for statement in live):
-        return None
-    found = (
-        (s.cell, site.path)
-        for s in live
-        for site in s.usage.calls
-        if site.root in graph.remote_names and site.tail in ("train", "fit")
-    )
-    return next(found, None)
+    sites = [(statement.cell, site) for statement in live for site in statement.usage.calls]
+    effects = set().union(*(statement.effects for statement in live))
+    for cell, site in () if effects.union(*graph.function_effects.values()) & SEEDS else sites:
+        if line := training_line(command_of(site.node)):
+            return (
+                f"its only training is the command `{line}` in cell {cell}, which starts processes of its own; run that "
+                "command itself on several GPUs, or give a notebook whose cells train."
+            )
+    for cell, site in () if effects & SEEDS else sites:
+        if site.root in graph.remote_names and site.tail in ("train", "fit"):
+            return (
+                f"its only training, `{site.path}()` in cell {cell}, runs on machines of a service; choose the number of "
+                "GPUs there, or give a notebook whose cells train."
+            )
+    return ""
 
 
 def trains_nothing(sources: list[str]) -> bool:

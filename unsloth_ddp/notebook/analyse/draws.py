@@ -58,8 +58,8 @@ def _sites(graph: Graph, calls: list[CallSite], seen: set[int]) -> Iterator[Call
     for site in calls:
         if is_trainer_call(site, graph.trainer_classes):
             continue
-        bodies = [body for body in graph.bodies_run_by(site) if id(body) not in seen]
         if site.path not in graph.functions:
             yield site
-        for body in bodies:
-            yield from _sites(graph, body.calls, seen | {id(body)})
+        for body in graph.bodies_run_by(site):
+            if id(body) not in seen:
+                yield from _sites(graph, body.calls, seen | {id(body)})

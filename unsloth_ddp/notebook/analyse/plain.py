@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 
-import libcst as cst
-
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.syntax.effects import ONCE, Effect, call_effects
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
@@ -63,11 +61,3 @@ def _gives_plain(graph: Graph, statement: Statement, site: CallSite, seen: froze
         return True
     made = [graph.statements[i] for i in statement.uses if site.root in graph.statements[i].usage.writes]
     return site.is_method and all(other is not statement and _is_plain(graph, other, seen) for other in made)
-
-
-def is_assignment(node: cst.BaseStatement) -> bool:
-    """Return whether a statement is one line that assigns one value."""
-    match node:
-        case cst.SimpleStatementLine(body=[cst.Assign(targets=[_])]):
-            return True
-    return False

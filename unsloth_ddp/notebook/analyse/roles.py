@@ -3,6 +3,7 @@
 What reaches the model, its data, its arguments or the environment of the training runs everywhere, whatever else it
 does; it is found backwards from the trainers. Of the rest, what shows, generates or saves belongs to the main process,
 together with what only such statements use. Anything unknown runs everywhere, as it would have run in the notebook.
+Statements that only install packages are left out, with what only they use.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement, is_dead
-from unsloth_ddp.notebook.analyse.installs import drop_installs
 from unsloth_ddp.notebook.analyse.main_values import keep_trackers
-from unsloth_ddp.notebook.analyse.plain import is_assignment, makes_plain_values
+from unsloth_ddp.notebook.analyse.plain import makes_plain_values
 from unsloth_ddp.notebook.analyse.read_backs import keep_read_backs
 from unsloth_ddp.notebook.syntax.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
+from unsloth_ddp.notebook.syntax.ipython import command_of, without_installs
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import BUILTINS
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, contains
 
 # What every process must run together.
 _TOGETHER = SEEDS | {Effect.SYNC}
@@ -78,7 +79,9 @@ _IN_TURN = {Effect.DATA, Effect.FILE, Effect.SHELL, Effect.LOGIN, Effect.TRACK}
 
 def _can_be_sent(graph: Graph, statement: Statement) -> bool:
     """Return whether a statement that training needs may run once, and send what it makes to the others."""
-    assigns, sets = is_assignment(statement.node), Effect.STATE in statement.effects
+    lines = statement.node.body if isinstance(statement.node, cst.SimpleStatementLine) else []
+    assigns = len(lines) == 1 and isinstance(lines[0], cst.Assign) and len(lines[0].targets) == 1
+    sets = Effect.STATE in statement.effects
     if not assigns and (sets or not statement.usage.writes | statement.usage.mutates):
         return False
     if Effect.SERVER in statement.effects:  # its handle stays where it was started
@@ -86,9 +89,6 @@ def _can_be_sent(graph: Graph, statement: Statement) -> bool:
     plain = makes_plain_values(graph, statement)
     statement.share_value = plain and sets  # os.environ["KEY"] = ask()
     return plain
-
-
-_REMOVES = {"remove", "unlink", "rmdir", "rmtree", "removedirs", "rename", "replace", "move", "symlink"}
 
 
 def _makes_files(statement: Statement) -> bool:
@@ -101,7 +101,8 @@ def _makes_files(statement: Statement) -> bool:
 
 def removes_files(node: cst.BaseStatement) -> bool:
     """Return whether code removes files or moves them, which a second process would not find any more."""
-    return any(site.tail in _REMOVES for site in collect(node).calls)
+    removes = {"remove", "unlink", "rmdir", "rmtree", "removedirs", "rename", "replace", "move", "symlink"}
+    return any(site.tail in removes for site in collect(node).calls)
 
 
 def _needed_names(graph: Graph, statement: Statement) -> list[str]:
@@ -269,3 +270,63 @@ def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
         if not known and site.names & needed and site.path in graph.imports:
             return True
     return False
+
+
+def drop_installs(graph: Graph) -> None:
+    """Drop statements that only install, then what only they used."""
+    statements = graph.statements
+    touched = {s.cell for s in statements if has_install(s)}
+    for statement in statements:
+        if only_installs(statement):
+            statement.role = Role.DROP
+    kept = [s for s in statements if s.role not in (Role.DROP, Role.DEAD) and s.cell in touched]
+    while found := next((s for s in kept if s.role is not Role.DROP and _serves_installs(graph, s)), None):
+        found.role = Role.DROP
+
+
+def has_install(statement: Statement) -> bool:
+    """Return whether a statement installs something anywhere inside."""
+    return any(_installs(site.node) is not None for site in statement.usage.calls)
+
+
+def only_installs(statement: Statement) -> bool:
+    """Return whether nothing is left of a statement once its installs are removed."""
+    lines = statement.node.body if isinstance(statement.node, cst.SimpleStatementLine) else [None]
+    return all(isinstance(line, cst.Expr) and _is_install(line.value) for line in lines)
+
+
+def _is_install(value: cst.BaseExpression) -> bool:
+    return isinstance(value, cst.Call) and _installs(value) == ""
+
+
+def _installs(node: cst.Call) -> str | None:
+    """Return a call's shell command without its installs; None where it installs nothing."""
+    command = command_of(node)
+    kept, _ = without_installs(command)
+    return None if kept == command else kept
+
+
+def _serves_installs(graph: Graph, statement: Statement) -> bool:
+    """Return whether a statement does nothing but prepare installs."""
+    if contains(statement.node, _does_more):
+        return False
+    users = [graph.statements[i] for i in statement.used_by]
+    if any(user.role is not Role.DROP for user in users):
+        return False
+    if users or has_install(statement):
+        return not statement.needed
+    names = statement.usage.imports
+    return bool(names) and all(path.split(".")[0] in _STDLIB for path in names.values())
+
+
+_STDLIB = {"os", "re", "sys", "importlib", "subprocess", "shutil", "pathlib", "platform", "warnings"}
+
+
+def _does_more(node: cst.CSTNode) -> bool:
+    """Return whether a part of a statement does more than import, assign plain names and install."""
+    match node:
+        case cst.Expr(value=value):
+            return not isinstance(value, cst.SimpleString) and not _is_install(value)
+        case cst.AssignTarget(target=target):
+            return isinstance(target, cst.Attribute | cst.Subscript)
+    return isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Raise | cst.Assert | cst.Del | cst.AugAssign)

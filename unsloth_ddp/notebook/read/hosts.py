@@ -43,8 +43,9 @@ _RESTARTS = re.compile(r"(os\._exit|os\.kill|(.*\.)?kernel\.do_shutdown|(.*\.)?k
 def edit_value(call: cst.Call, context: ConversionContext) -> tuple[cst.BaseExpression | None, list[str]]:
     """Return what replaces a call whose value a host gives, and the comments; None where nothing does."""
     full = full_path(dotted(call.func), context.imports)
+    on_kaggle = any(path.startswith("kaggle_secrets") for path in context.imports.values())
     for pattern, position, name in _SECRETS:
-        if pattern.match(full) and (not full.endswith("get_secret") or context.on_kaggle):
+        if pattern.match(full) and (not full.endswith("get_secret") or on_kaggle):
             given = keyword(call, name) or (call.args[position] if len(call.args) > position else None)
             if given is None:
                 continue

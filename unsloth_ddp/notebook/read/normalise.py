@@ -101,14 +101,11 @@ class _Normaliser(LineEditor):
             return self._environment(line)
         if name == "cd":
             target = line.strip("\"' ")
+            folder: str | None = f"os.path.expanduser({as_python_string(target, context.bound)})"
             changed = change_folder(target, f"%cd {line}", lambda rest: as_python_string(rest, context.bound), context)
-            if changed is not None:
-                folder, note = changed
-                self.note(note)
-                return _small(f"os.chdir({folder})") if folder is not None else cst.RemoveFromParent()
-            target = as_python_string(target, context.bound)
-            self.note(context.edit("magic", f"%cd {line}"))
-            return _small(f"os.chdir(os.path.expanduser({target}))")
+            folder, note = changed or (folder, context.edit("magic", f"%cd {line}"))
+            self.note(note)
+            return _small(f"os.chdir({folder})") if folder is not None else cst.RemoveFromParent()
         if name in ("time", "prun", "memit", "mprun", "lprun") and line:
             self.note(context.edit("magic", f"%{name} left out, what it measured stays"))
             parsed = cst.parse_module(line + "\n").body[0]
@@ -120,12 +117,9 @@ class _Normaliser(LineEditor):
             return _small(f"globals().update(__import__('runpy').run_path({target}, init_globals=globals()))")
         if name in _ALIASES:
             return cst.Expr(cst.parse_expression(f"get_ipython().system({name + ' ' + line!r})"))
-        if name in _QUIET:
-            self.note(context.edit("magic", f"%{name} is for notebooks"))
-        else:
-            self.note(
-                context.warn("magic", f"%{name} {line} left out: a script has nothing like it".replace("  ", " "))
-            )
+        missing = f"%{name} {line} left out: a script has nothing like it".replace("  ", " ")
+        quiet = f"%{name} is for notebooks"
+        self.note(context.edit("magic", quiet) if name in _QUIET else context.warn("magic", missing))
         return cst.RemoveFromParent()
 
     def _environment(self, line: str) -> Small:

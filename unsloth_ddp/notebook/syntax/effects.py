@@ -281,11 +281,6 @@ def _writes_file(site: CallSite, full: str) -> bool:
 
 
 def _is_write_mode(arg: cst.Arg) -> bool:
-    if arg.keyword is not None and arg.keyword.value != "mode":
-        return False
-    if not isinstance(arg.value, cst.SimpleString):
-        return False
-    mode = arg.value.evaluated_value
-    return (
-        isinstance(mode, str) and 0 < len(mode) <= 4 and set(mode) <= set("rwxabt+") and bool(set(mode) & set("wxa+"))
-    )
+    named = arg.keyword is None or arg.keyword.value == "mode"
+    mode = arg.value.evaluated_value if named and isinstance(arg.value, cst.SimpleString) else None
+    return isinstance(mode, str) and bool(re.fullmatch(r"(?=.*[wxa+])[rwxabt+]{1,4}", mode))

@@ -46,19 +46,14 @@ class IPythonCall:
     @property
     def command(self) -> str:
         """Return the shell command it runs, or ""."""
+        first = self.args[0] if self.args else ""
         if self.method in ("system", "getoutput", "getoutput_list", "sx"):
-            return self.args[0] if self.args else ""
-        if (
-            self.method == "run_cell_magic"
-            and self.args
-            and self.args[0] in ("bash", "sh", "script", "shell", "system", *PROGRAMS)
-        ):
+            return first
+        if self.method == "run_cell_magic" and first in ("bash", "sh", "script", "shell", "system", *PROGRAMS):
             return self.program or self.args[2]
-        if self.method == "run_line_magic" and self.args and self.args[0] in ("system", "sx", "sc", "bash", "sh", "!"):
+        if self.method == "run_line_magic" and first in ("system", "sx", "sc", "bash", "sh", "!"):
             return self.args[1]
-        if self.method == "run_line_magic" and self.args and self.args[0] in ("pip", "conda", "mamba", "uv"):
-            return f"{self.args[0]} {self.args[1]}"
-        return ""
+        return f"{first} {self.args[1]}" if first in ("pip", "conda", "mamba", "uv") else ""
 
     @property
     def program(self) -> str:

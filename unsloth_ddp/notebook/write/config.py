@@ -51,9 +51,8 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
     if splats(call) or unknown:
         return _edit_splatted(call, contrastive, context, notes)
     if other:
-        notes.append(
-            context.warn("sizing", "every process takes a whole batch_size: divide it by the number of processes")
-        )
+        whole = "every process takes a whole batch_size: divide it by the number of processes"
+        notes.append(context.warn("sizing", whole))
     else:
         call = _edit_batch(call, path, contrastive, generates, context, notes)
     for name, value in (("average_tokens_across_devices", "True"), ("ddp_find_unused_parameters", "False")):
@@ -62,17 +61,14 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
         if old is not None and code(old.value) != value:
             notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
     call = add_splat(call, f"{context.names['ddp_settings']}({path})")
-    notes.append(
-        context.edit("arguments", "count every token alike on all processes; do not search for unused weights")
-    )
+    alike = "count every token alike on all processes; do not search for unused weights"
+    notes.append(context.edit("arguments", alike))
     if keyword(call, "auto_find_batch_size") is not None:
-        notes.append(
-            context.warn("sizing", "auto_find_batch_size changes the batch, which then no longer matches the plan")
-        )
+        changes = "auto_find_batch_size changes the batch, which then no longer matches the plan"
+        notes.append(context.warn("sizing", changes))
     if generates and (keyword(call, "steps_per_generation") or keyword(call, "generation_batch_size")):
-        notes.append(
-            context.warn("sizing", "generations are sized by hand; check them against the number of processes")
-        )
+        by_hand = "generations are sized by hand; check them against the number of processes"
+        notes.append(context.warn("sizing", by_hand))
     return call, notes
 
 
@@ -125,22 +121,14 @@ def _edit_batch(
     call = set_keyword(call, _STEPS, f"{names['accumulation_steps']}({whole}, {per_device}{multiple})")
     call = set_keyword(call, _BATCH, per_device)
     product = whole if len(whole) < 40 else "of the notebook"
+    how = ""
     if size == 1 and not contrastive and (_integer(batch) or 2) > 1:
-        notes.append(
-            context.edit(
-                "batch",
-                f"share the global batch {product} among the processes, one row at a time "
-                f"(--per-device-batch-size keep: {batch if batch.isdigit() else 'as the notebook'}, faster){raised}",
-            )
-        )
-    else:
-        notes.append(context.edit("batch", f"share the global batch {product} among the processes{raised}"))
+        keep = batch if batch.isdigit() else "as the notebook"
+        how = f", one row at a time (--per-device-batch-size keep: {keep}, faster)"
+    notes.append(context.edit("batch", f"share the global batch {product} among the processes{how}{raised}"))
     if contrastive:
-        notes.append(
-            context.warn(
-                "contrastive", "each process contrasts rows of its own share of the batch only, fewer than on one GPU"
-            )
-        )
+        fewer = "each process contrasts rows of its own share of the batch only, fewer than on one GPU"
+        notes.append(context.warn("contrastive", fewer))
     return call
 
 
@@ -167,11 +155,9 @@ def _edit_splatted(
 ) -> tuple[cst.Call, list[str]]:
     """Complete arguments from a dict when the script runs: they are known only then."""
     size = None if contrastive else context.options.per_device_batch_size
-    named = [arg for arg in call.args if arg.star != "" or arg.keyword is not None]
     rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]
-    source = code(
-        cst.Call(func=cst.Name("dict"), args=[arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in named])
-    )
+    named = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in call.args if arg not in rest]
+    source = code(cst.Call(func=cst.Name("dict"), args=named))
     if context.options.tensorboard:
         source = f'{{**{source}, "report_to": "tensorboard"}}'
     completed = f"{context.names['ddp_arguments']}({code(call.func)}, {size}, {source})"

@@ -52,14 +52,12 @@ def _loads_model(full: str) -> bool:
 
 def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes: list[str]) -> cst.Call:
     target = _this_gpu(context)
-    if splats(call) and old is None:
-        source = f'{{**{_splatted(call)}, "device_map": {target}}}'
-        args = [arg for arg in call.args if arg.star != "**"]
-        notes.append(context.edit("load", "load the whole model on this process's GPU, whatever the dict says"))
-        return call.with_changes(args=[*args, cst.Arg(value=cst.parse_expression(source), star="**")])
     if splats(call):
-        call = remove_keyword(call, "device_map")
-        return _bind(call, None, context, notes)
+        source = ", **".join(code(arg.value) for arg in call.args if arg.star == "**")
+        value = cst.parse_expression(f'{{**{source}, "device_map": {target}}}')
+        args = [arg for arg in remove_keyword(call, "device_map").args if arg.star != "**"]
+        notes.append(context.edit("load", "load the whole model on this process's GPU, whatever the dict says"))
+        return call.with_changes(args=[*args, cst.Arg(value=value, star="**")])
     was = code(old.value) if old is not None else ""
     call = set_keyword(call, "device_map", target)
     notes.append(_note(was, context))
@@ -97,10 +95,6 @@ def _stays(device_map: str) -> bool:
 
 def _this_gpu(context: ConversionContext) -> str:
     return f'{{"": {context.names["LOCAL_RANK"]}}}'
-
-
-def _splatted(call: cst.Call) -> str:
-    return ", **".join(code(arg.value) for arg in call.args if arg.star == "**")
 
 
 def edit_device_string(node: cst.SimpleString, context: ConversionContext) -> cst.BaseExpression | None:

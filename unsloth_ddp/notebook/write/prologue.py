@@ -83,12 +83,8 @@ class Names:
 def render_region(names: Names, environment: list[str], quiet: str, device: str, *, unsloth: bool, hashes: bool) -> str:
     """Render the region at the top of the script.
 
-    Args:
-        environment: lines that set variables which libraries read on import and the notebook sets later.
-        quiet: the comment above the print of the other processes.
-        device: the lines that choose the process's GPU, where nothing of the notebook runs before them.
-        unsloth: the notebook imports Unsloth.
-        hashes: the notebook uses sets, or hashes.
+    `environment` has the lines that set what libraries read on import and the notebook sets later; `quiet` is the comment
+    above the print of the other processes; `device` chooses the process's GPU, where nothing runs before it.
     """
     needed = names.needed()
     modules = {"os"}.union(*(HELPERS[name].modules for name in needed), {"sys"} if hashes else ())

@@ -22,12 +22,11 @@ from unsloth_ddp.notebook.syntax.ipython import (
 )
 from unsloth_ddp.notebook.syntax.lines import LineEditor, Small, comment_line, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import contains, dotted, full_path, is_false
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, full_path, is_false, walk
 from unsloth_ddp.notebook.syntax.usage import CallSite
 from unsloth_ddp.notebook.write import load
 from unsloth_ddp.notebook.write.calls import edit_command, edit_generator, edit_login, edit_seed
 from unsloth_ddp.notebook.write.config import edit_config, edit_trainer, is_config_call
-from unsloth_ddp.notebook.write.guards import ON_ONE, guards_inside, own_objects
 from unsloth_ddp.notebook.write.loops import edit_accelerated
 
 _NOT_TWICE = "the script shares the batch among the processes, so the notebook's own division is left out"
@@ -252,15 +251,13 @@ class _Rewriter(LineEditor):
         if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr | cst.Assign):
             return line
         names = self.context.names
+        if tells_tracker(original.body[0], self.graph):
+            return _guard(line, names["IS_MAIN"])
         if isinstance(line.body[0], cst.Assign):
-            return _guard(line, names["IS_MAIN"]) if tells_tracker(original.body[0], self.graph) else line
+            return line
         magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None
         if magic is not None:
             return _guard(line, f"{names['LOCAL_RANK']} == 0") if magic.command and not self.depth else line
-        if tells_tracker(original.body[0], self.graph):
-            return _guard(line, names["IS_MAIN"])
-        if not self.guarded:
-            return line
         return self._guarded(original, line)
 
     def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.BaseStatement:
@@ -288,9 +285,7 @@ class _Rewriter(LineEditor):
             return made
         if self.trains and self.of_class and effects & self.guarded == {Effect.FILE} and not removes_files(original):
             return made  # a method may write what another reads on every process
-        if not self.trains and effects - ON_ONE - {Effect.PRINT}:
-            return made
-        if not self.trains and self._reaches_memory(original):
+        if not self.trains and (effects - ON_ONE - {Effect.PRINT} or self._reaches_memory(original)):
             return made
         on_node = not self.trains and Effect.SAVE not in effects
         who = "one process on each node does this" if on_node else "only the main process does this"
@@ -319,3 +314,61 @@ def _sets_flag(node: cst.CSTNode) -> bool:
         case cst.AssignTarget(target=cst.Attribute(attr=cst.Name(value=name))):
             return name.startswith("should_")
     return False
+
+
+_GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
+# What one process does of a statement that all run: the others wait for their turn, or do without.
+ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
+
+
+def guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
+    """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
+    if statement.role not in (Role.ALL, Role.FIRST):
+        return set(), False
+    together = SEEDS | {Effect.SYNC}
+    match statement.node:
+        case cst.SimpleStatementLine():
+            return set(), False
+        case cst.ClassDef(name=cst.Name(value=name)):
+            # A trainer asks for itself who saves.
+            own_way = name in graph.trainer_classes
+            called = any(base.endswith("Callback") for base in graph.functions[name].bases)
+            effects = graph.class_effects(name)
+            if (called or effects & together) and not own_way:
+                return effects & _GUARDED, True
+            return effects & ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
+        case cst.FunctionDef(name=cst.Name(value=name)):
+            effects = graph.function_effects.get(name, set())
+            if effects & together:
+                return _GUARDED if effects & _GUARDED else set(), True
+            return effects & ON_ONE if _runs_everywhere(name, graph) else set(), False
+    if statement.effects & together:
+        return _GUARDED if statement.effects & _GUARDED else set(), True
+    reaches = statement.needed or Effect.STATE in statement.effects
+    return statement.effects & ON_ONE if reaches else set(), False
+
+
+def _runs_everywhere(name: str, graph: Graph) -> bool:
+    """Return whether a statement that all processes run for what it gives the training runs one of the functions.
+
+    Not one that trains: in it the line that calls the function is under a guard. What makes a temporary folder has one
+    on each process, and its files with it.
+    """
+    own = graph.functions[name]
+    if any(graph.full_path(site).startswith("tempfile.") for site in own.calls):
+        return False
+    return any(
+        body is own
+        for statement in graph.statements
+        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & (SEEDS | {Effect.SYNC})
+        if statement.needed or Effect.STATE in statement.effects
+        for body in graph.bodies_run(statement.usage)
+    )
+
+
+def own_objects(node: cst.CSTNode) -> set[str]:
+    """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
+    assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
+    made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
+    items = [item for item in walk(node) if isinstance(item, cst.WithItem)]
+    return made | {code(item.asname.name) for item in items if item.asname is not None}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.checks import check_notebook, check_statement
-from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
@@ -57,7 +57,8 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
     for index, statement in enumerate(graph.statements):
         context.cell = statement.cell
         if statement.role is Role.DROP:
-            _note_requirements(statement, context)
+            for site in statement.usage.calls:
+                context.requirements += without_installs(command_of(site.node))[1]
             placed[statement.cell].append(EditedStatement(statement, index, statement.node))
             continue
         statement.node = share_loop(statement, graph, context)
@@ -68,17 +69,16 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
         placed[statement.cell].append(EditedStatement(statement, index, node, checks))
     first = _first_heavy(graph)
     by_number = {cell.number: cell for cell in cells}
-    texts: list[str] = []
     future: list[str] = []
-    for cell in notebook.cells:
-        if cell.kind != "code":
-            texts.append(_prose(cell))
-            continue
-        texts.append(_code(by_number[cell.number], placed[cell.number], first, graph, context, future))
-    body = "\n".join(texts)
-    body += _ending(graph, context)
+    texts = [
+        _code(by_number[cell.number], placed[cell.number], first, graph, context, future)
+        if cell.kind == "code"
+        else _prose(cell)
+        for cell in notebook.cells
+    ]
+    body = "\n".join(texts) + _ending(graph, context)
     quiet = ""
-    if _speaks(placed, graph) or "display" in context.names.used:
+    if _speaks(graph) or "display" in context.names.used:
         context.names.used.add("quiet_print")
         context.cell = None
         quiet = context.edit("print", "code that every process runs prints on the main process only")
@@ -123,11 +123,6 @@ def _imports_standard(line: str) -> bool:
     found = re.fullmatch(r"import ([\w., ]+)|from ([\w.]+) import [\w., ]+", line)
     roots = {name.strip().split(".")[0].split(" ")[0] for name in (found[1] or found[2]).split(",")} if found else set()
     return bool(roots) and roots <= sys.stdlib_module_names
-
-
-def _note_requirements(statement: Statement, context: ConversionContext) -> None:
-    for site in statement.usage.calls:
-        context.requirements += without_installs(command_of(site.node))[1]
 
 
 def _header(context: ConversionContext, notes: list[str]) -> str:
@@ -237,17 +232,15 @@ def _hoisted(graph: Graph, first: int) -> list[str]:
     return list(found.values())
 
 
-def _speaks(placed: dict[int, list[EditedStatement]], graph: Graph) -> bool:
+def _speaks(graph: Graph) -> bool:
     """Return whether code that runs on every process prints."""
-    for items in placed.values():
-        for item in items:
-            statement = item.statement
-            guarded = statement.role in (Role.MAIN, Role.NODE) and not needs_no_guard(statement, graph)
-            if guarded or statement.role in (Role.DEAD, Role.DROP):
-                continue
-            deferred = [c for body in statement.usage.defines.values() for c in body.calls]
-            if any(site.path == "print" for site in [*statement.usage.calls, *deferred]):
-                return True
+    for statement in graph.statements:
+        guarded = statement.role in (Role.MAIN, Role.NODE) and not needs_no_guard(statement, graph)
+        if guarded or statement.role in (Role.DEAD, Role.DROP):
+            continue
+        deferred = [c for body in statement.usage.defines.values() for c in body.calls]
+        if any(site.path == "print" for site in [*statement.usage.calls, *deferred]):
+            return True
     return False
 
 

@@ -98,7 +98,7 @@ class Changes:
                 return
             body = found[0]
             seen.add((id(body), own))
-            own |= sets_first(body, graph.functions)
+            own |= _sets_first(body, graph.functions)
             here = body.writes | (body.mutates - set(body.params) - graph.imports.keys())
             overwritten.update(here & own)
             changed.update(here - own)
@@ -131,7 +131,7 @@ def _only_known(statement: Statement) -> set[str]:
     return set()
 
 
-def sets_first(body: DeferredBody, functions: dict[str, DeferredBody]) -> frozenset[str]:
+def _sets_first(body: DeferredBody, functions: dict[str, DeferredBody]) -> frozenset[str]:
     """Return the globals that a function sets before it, or a function that it calls, can read them."""
     found: set[str] = set()
     for part in (body, *(functions.get(name) for name in body.starts)):
@@ -183,7 +183,7 @@ def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[s
         body = functions.get(name)
         if body is None:
             continue
-        own |= sets_first(body, functions)  # a stopwatch kept in a global: what an earlier call left there is not read
+        own |= _sets_first(body, functions)  # a stopwatch kept in a global: what an earlier call left there is not read
         fresh = (body.reads | body.mutates - set(body.params)) - own
         found |= fresh
         further = {(read, own) for read in fresh} - seen

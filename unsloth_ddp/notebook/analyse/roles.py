@@ -32,7 +32,7 @@ def assign_roles(graph: Graph) -> None:
         statement.role = _first_role(graph, statement, after=index > last)
         if statement.role is Role.MAIN and index < last and _makes_files(statement):
             statement.role = Role.NODE  # every node reads them from a disk of its own
-    drop_installs(graph)
+    _drop_installs(graph)
     keep_trackers(graph)
     _keep_handles(graph)
     keep_read_backs(graph, last)
@@ -272,24 +272,24 @@ def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
     return False
 
 
-def drop_installs(graph: Graph) -> None:
+def _drop_installs(graph: Graph) -> None:
     """Drop statements that only install, then what only they used."""
     statements = graph.statements
-    touched = {s.cell for s in statements if has_install(s)}
+    touched = {s.cell for s in statements if _has_install(s)}
     for statement in statements:
-        if only_installs(statement):
+        if _only_installs(statement):
             statement.role = Role.DROP
     kept = [s for s in statements if s.role not in (Role.DROP, Role.DEAD) and s.cell in touched]
     while found := next((s for s in kept if s.role is not Role.DROP and _serves_installs(graph, s)), None):
         found.role = Role.DROP
 
 
-def has_install(statement: Statement) -> bool:
+def _has_install(statement: Statement) -> bool:
     """Return whether a statement installs something anywhere inside."""
     return any(_installs(site.node) is not None for site in statement.usage.calls)
 
 
-def only_installs(statement: Statement) -> bool:
+def _only_installs(statement: Statement) -> bool:
     """Return whether nothing is left of a statement once its installs are removed."""
     lines = statement.node.body if isinstance(statement.node, cst.SimpleStatementLine) else [None]
     return all(isinstance(line, cst.Expr) and _is_install(line.value) for line in lines)
@@ -313,7 +313,7 @@ def _serves_installs(graph: Graph, statement: Statement) -> bool:
     users = [graph.statements[i] for i in statement.used_by]
     if any(user.role is not Role.DROP for user in users):
         return False
-    if users or has_install(statement):
+    if users or _has_install(statement):
         return not statement.needed
     names = statement.usage.imports
     return bool(names) and all(path.split(".")[0] in _STDLIB for path in names.values())

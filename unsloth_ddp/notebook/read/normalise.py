@@ -231,7 +231,7 @@ class _Normaliser(LineEditor):
 def _parts(whole: cst.BaseStatement, number: int, context: ConversionContext) -> list[cst.BaseStatement]:
     """Return the statements that one of the notebook's becomes, each on lines of its own."""
     split = _split(whole, context)
-    return [part for one in split for part in as_coroutine(one, f"cell_{context.cell}_part_{number + 1}")]
+    return [part for one in split for part in _as_coroutine(one, f"cell_{context.cell}_part_{number + 1}")]
 
 
 def _split(statement: cst.BaseStatement, context: ConversionContext) -> list[cst.BaseStatement]:
@@ -255,7 +255,7 @@ def _small(source: str) -> cst.BaseSmallStatement:
     return line.body[0]
 
 
-def as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseStatement]:
+def _as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseStatement]:
     """Return a top-level `async for`, `async with` or asynchronous comprehension as a coroutine and its `await`.
 
     Other statements are returned as they are: `await` in them becomes a call.

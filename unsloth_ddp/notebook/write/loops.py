@@ -27,11 +27,11 @@ def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -
     own = statement.effects.union(*(graph.class_effects(name) for name in statement.usage.defines))
     if Effect.LOOP not in own or own & {Effect.TRAIN, Effect.SYNC} or graph.prepares:
         return statement.node
-    loop = find_loop(statement.node, graph)
+    loop = _find_loop(statement.node, graph)
     if loop is None:
         return statement.node
     context.shared_loops.add(id(statement))
-    new = statement.node.visit(_Sharer(loop, context, by_loss=steps_by_training_loss(graph)))
+    new = statement.node.visit(_Sharer(loop, context, by_loss=_steps_by_training_loss(graph)))
     if isinstance(new, cst.FlattenSentinel):  # a loop at top level, behind the line that it needs first
         first, new = new
         statement.before.append(first)
@@ -40,7 +40,7 @@ def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -
 
 
 class _Sharer(cst.CSTTransformer):
-    def __init__(self, loop: OwnLoop, context: ConversionContext, *, by_loss: bool) -> None:
+    def __init__(self, loop: _OwnLoop, context: ConversionContext, *, by_loss: bool) -> None:
         self.loop, self.context, self.by_loss = loop, context, by_loss
 
     def leave_SimpleStatementLine(
@@ -97,7 +97,7 @@ _LEAVES_LOOP = cst.Break | cst.Return | cst.Raise
 
 
 @dataclass(frozen=True)
-class OwnLoop:
+class _OwnLoop:
     """The parts of a plain loop, as nodes of its statement."""
 
     outermost: cst.For  # the loop over epochs, or the one over batches
@@ -107,7 +107,7 @@ class OwnLoop:
     ends_early: bool  # one process may leave it while the others go on
 
 
-def find_loop(node: cst.BaseStatement, graph: Graph) -> OwnLoop | None:
+def _find_loop(node: cst.BaseStatement, graph: Graph) -> _OwnLoop | None:
     """Return the plain loop in a top-level statement or in a function; None if there is none, or more than one."""
     if isinstance(node, cst.ClassDef):
         return None
@@ -120,7 +120,7 @@ def find_loop(node: cst.BaseStatement, graph: Graph) -> OwnLoop | None:
     if loader is None or len(optimizers) != 1 or not _is_loader(loader.value, node, graph):
         return None
     early = contains(found.inner.body, lambda part: isinstance(part, _LEAVES_LOOP))
-    return OwnLoop(found.outer[0], found.backwards[0], loader, optimizers.pop(), early)
+    return _OwnLoop(found.outer[0], found.backwards[0], loader, optimizers.pop(), early)
 
 
 class _Loops(cst.CSTVisitor):
@@ -197,7 +197,7 @@ def _default(function: cst.FunctionDef, name: str) -> str:
     return found.value if isinstance(found, cst.Name) else ""
 
 
-def steps_by_training_loss(graph: Graph) -> bool:
+def _steps_by_training_loss(graph: Graph) -> bool:
     """Return whether a scheduler steps by a value that is not of an evaluation, which every process makes alike."""
     sites = [site for site in graph.sites if site.tail == "step" and site.is_method and len(site.node.args) == 1]
     values = [code(site.node.args[0].value).lower() for site in sites if "scaler" not in site.root.lower()]

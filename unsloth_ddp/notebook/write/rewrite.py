@@ -35,7 +35,7 @@ _NOT_TWICE = "the script shares the batch among the processes, so the notebook's
 def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
     """Return the statement's syntax tree with its edits, and comments above the changed lines."""
     node = send_values(statement, graph, context)
-    guarded, trains = guards_inside(statement, graph)
+    guarded, trains = _guards_inside(statement, graph)
     context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
     editor = _Rewriter(context, graph, guarded, trains, node)
     new = node.visit(editor)
@@ -49,7 +49,7 @@ class _Rewriter(LineEditor):
     ) -> None:
         super().__init__()
         self.context, self.graph, self.guarded, self.trains = context, graph, guarded, trains
-        self.objects = own_objects(original)
+        self.objects = _own_objects(original)
         self.of_class = isinstance(original, cst.ClassDef)
         self.nested = 0
         self.dead = 0
@@ -123,7 +123,7 @@ class _Rewriter(LineEditor):
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.BaseStatement:
         super().leave_FunctionDef(original_node, updated_node)
-        if not (self.callbacks and self.callbacks[-1] and self.depth == 0 and decides(original_node)):
+        if not (self.callbacks and self.callbacks[-1] and self.depth == 0 and _decides(original_node)):
             return updated_node
         note = comment_line(self.context.edit("callback", "the main process decides for all: each has its own clock"))
         decorator = cst.Decorator(cst.Name(self.context.names["shared_decision"]), leading_lines=[note])
@@ -285,7 +285,7 @@ class _Rewriter(LineEditor):
             return made
         if self.trains and self.of_class and effects & self.guarded == {Effect.FILE} and not removes_files(original):
             return made  # a method may write what another reads on every process
-        if not self.trains and (effects - ON_ONE - {Effect.PRINT} or self._reaches_memory(original)):
+        if not self.trains and (effects - _ON_ONE - {Effect.PRINT} or self._reaches_memory(original)):
             return made
         on_node = not self.trains and Effect.SAVE not in effects
         who = "one process on each node does this" if on_node else "only the main process does this"
@@ -304,7 +304,7 @@ def _guard(line: _Nested, test: str) -> cst.If:
     return cst.If(test=cst.parse_expression(test), body=body, leading_lines=line.leading_lines)
 
 
-def decides(node: cst.FunctionDef) -> bool:
+def _decides(node: cst.FunctionDef) -> bool:
     """Return whether a callback's method sets a flag of its control (`control.should_training_stop = True`)."""
     return node.name.value.startswith("on_") and contains(node.body, _sets_flag)
 
@@ -316,12 +316,14 @@ def _sets_flag(node: cst.CSTNode) -> bool:
     return False
 
 
+# What stays on one process ---------------------------------------------------------------------------------------------
+
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 # What one process does of a statement that all run: the others wait for their turn, or do without.
-ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
+_ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
 
 
-def guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
+def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
     """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
     if statement.role not in (Role.ALL, Role.FIRST):
         return set(), False
@@ -336,16 +338,16 @@ def guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool
             effects = graph.class_effects(name)
             if (called or effects & together) and not own_way:
                 return effects & _GUARDED, True
-            return effects & ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
+            return effects & _ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
         case cst.FunctionDef(name=cst.Name(value=name)):
             effects = graph.function_effects.get(name, set())
             if effects & together:
                 return _GUARDED if effects & _GUARDED else set(), True
-            return effects & ON_ONE if _runs_everywhere(name, graph) else set(), False
+            return effects & _ON_ONE if _runs_everywhere(name, graph) else set(), False
     if statement.effects & together:
         return _GUARDED if statement.effects & _GUARDED else set(), True
     reaches = statement.needed or Effect.STATE in statement.effects
-    return statement.effects & ON_ONE if reaches else set(), False
+    return statement.effects & _ON_ONE if reaches else set(), False
 
 
 def _runs_everywhere(name: str, graph: Graph) -> bool:
@@ -366,7 +368,7 @@ def _runs_everywhere(name: str, graph: Graph) -> bool:
     )
 
 
-def own_objects(node: cst.CSTNode) -> set[str]:
+def _own_objects(node: cst.CSTNode) -> set[str]:
     """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
     assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
     made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}

@@ -29,8 +29,7 @@ def commands_of(text: str) -> list[str]:
 
 COMMANDS = commands_of(TEXT)
 # Run by demo/test_demo.py and run/test_train_ddp.py, by this very run, by notebook/test_cli.py and test_run.py, by
-# cluster/test_nodes.py (with names and addresses of its own), by parity/test_command.py (with real launchers), and by
-# demo/test_after.py.
+# cluster/test_nodes.py (with names and addresses of its own), and by parity/test_command.py (with real launchers).
 ELSEWHERE = {
     "uv run python train_ddp.py",
     "uv run pytest -n 2",

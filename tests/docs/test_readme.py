@@ -29,11 +29,10 @@ def commands_of(text: str) -> list[str]:
 
 COMMANDS = commands_of(TEXT)
 # Run by demo/test_demo.py and run/test_train_ddp.py, by this very run, by notebook/test_cli.py and test_run.py, by
-# cluster/test_nodes.py (with names and addresses of its own), by parity/test_command.py (with real launchers), and by
-# demo/test_after.py.
+# cluster/test_nodes.py (with names and addresses of its own), and by parity/test_command.py (with real launchers).
 ELSEWHERE = {
     "uv run python train_ddp.py",
-    "uv run pytest",
+    "uv run pytest -n 2",
     "uv run notebook_to_script.py input.ipynb output.py",
     "uv run accelerate launch output.py",
     "export NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1",

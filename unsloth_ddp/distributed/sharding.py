@@ -212,6 +212,9 @@ def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offl
     """Return which of these settings Unsloth cannot train, or None; with `--backend auto` Transformers trains them."""
     if settings.fp8:
         return "fp8"
+    if settings.trains_pairs:
+        # Its fused loss returns no log-probabilities.
+        return f"task {settings.task}"
     if offload == "parameters":
         return "parameters in host memory"
     # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.

@@ -174,7 +174,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "steps": trainer.state.global_step,
         "tokens": totals.tokens,
         "supervised_tokens": totals.supervised_tokens,
-        "train_loss": totals.train_loss,
+        "train_loss": trainer.meter.train_loss,
         "peak_memory_bytes": peak,
         "peak_memory_bytes_loading": loading,
         "settings": {name: getattr(settings, name) for name in options_with(summary=True)},

@@ -231,6 +231,10 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """
     if sharding == "none":
         return
+    if sharding in ("zero2", "zero3") and settings.trains_pairs:
+        raise UserError(
+            f"task {settings.task} was not tried with sharding {sharding}; use accelerate_configs/fsdp2.yaml, or ddp.yaml."
+        )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:

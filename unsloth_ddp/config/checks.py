@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import OPTIONS, DataSettings, Settings, TrainingSettings
-from unsloth_ddp.config.task_options import check_task
+from unsloth_ddp.config.task_checks import check_task
 from unsloth_ddp.config.trainer_args import check_trainer_args
 from unsloth_ddp.config.upstream_names import check_name, choose_trackers, known_names
 from unsloth_ddp.utils.errors import UserError

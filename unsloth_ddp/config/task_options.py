@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from unsloth_ddp.config.declare import option
-from unsloth_ddp.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from unsloth_ddp.config.options import Settings
 
 # Tasks whose rows are pairs of a chosen and a rejected answer, and of them those that compare with a reference model.
 PAIR_TASKS = ("dpo", "orpo", "simpo", "cpo")
@@ -84,53 +80,3 @@ class TaskSettings:
     def resolved_sft_weight(self) -> float:
         """Return --sft_weight, or the task's default."""
         return SFT_WEIGHT.get(self.task, 0.0) if self.sft_weight is None else self.sft_weight
-
-
-def check_task(settings: Settings) -> None:
-    """Refuse options that do nothing, or do not work, with the task.
-
-    Raises:
-        UserError: naming the option and its fix.
-    """
-    standard, task = TaskSettings(), settings.task
-    of_pairs = {
-        "beta": PAIR_TASKS,
-        "preference_loss": ("dpo", "cpo"),
-        "label_smoothing": ("dpo", "cpo"),
-        "simpo_gamma": ("simpo",),
-        "sft_weight": PAIR_TASKS,
-        "reference": REFERENCE_TASKS,
-    }
-    for name, tasks in of_pairs.items():
-        value = getattr(settings, name)
-        if value != getattr(standard, name) and task not in tasks:
-            raise UserError(f"{name} {value} is for --task {' or '.join(tasks)}, and task is {task}; leave it out.")
-    if not settings.trains_pairs:
-        return
-    if settings.label_smoothing and settings.preference_loss in ("hinge", "ipo"):
-        raise UserError(
-            f"label_smoothing {settings.label_smoothing} has no effect on preference_loss {settings.preference_loss}; leave "
-            "it out, or give --preference_loss sigmoid."
-        )
-    refused = {
-        "packing on": settings.packing == "on" and "pairs are padded; give --packing auto",
-        "global_batch_tokens": settings.global_batch_tokens is not None
-        and "it counts packs and pairs are padded; give --global_batch_size",
-        "cuda_graphs on": settings.cuda_graphs == "on" and "they need packed rows; give --cuda_graphs auto",
-        "backend unsloth": settings.backend == "unsloth"
-        and "its fused loss returns no log-probabilities; give --backend transformers",
-        "loss_on all": settings.loss_on == "all" and "only answers are compared; leave it out",
-        "reference adapter_off": settings.reference == "adapter_off"
-        and settings.method == "full"
-        and "method full has no adapter; give --reference precomputed",
-        "reference precomputed": settings.reference == "precomputed"
-        and settings.streaming
-        and "streamed rows are not known before they are trained; leave --streaming out",
-        "method full": settings.method == "full"
-        and settings.streaming
-        and task in REFERENCE_TASKS
-        and "its reference is computed before step 1 and streamed rows are not known then; leave --streaming out",
-    }
-    for what, reason in refused.items():
-        if reason:
-            raise UserError(f"{what} does not work with task {task}: {reason}.")

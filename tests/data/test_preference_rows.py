@@ -91,7 +91,7 @@ def test_other_rows_are_told_what_fits(row: Any, said: str) -> None:
     "row", [{"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, {"messages": [ASK, GOOD], "chosen": [], "rejected": []}]
 )
 def test_pairs_are_not_trained_as_text(row: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="the row is a preference pair .chosen, rejected.; give --task dpo"):
+    with pytest.raises(UserError, match="the row is a preference pair"):
         to_example(row)
 
 

@@ -44,6 +44,8 @@ PER_LAYER = (
     "num_attention_heads_per_layer", "intermediate_size", "activation_sparsity_pattern",
 )  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+# Rotary positions in sections, for heads of 16.
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
 # Sizes that have to match others, which the fields' names do not say.
 OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
@@ -63,6 +65,34 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_vl_vision": {"hidden_size": 256},
     "qwen2_5_vl_vision": {"out_hidden_size": 256},
     "gemma4_vision": {"use_clipped_linears": True}, "gemma4_audio": {"use_clipped_linears": True},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": SECTIONS["rope_parameters"]}},
+    **dict.fromkeys(("glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_omni_text"), SECTIONS),
+    "glm4v_moe_text": {"rope_parameters": {**SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+    "mistral4": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 512}},
+    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}},
+    # Its latent attention has no rotary positions, and its indexer pools groups of keys.
+    "glm5_next_text": {
+        "qk_rope_head_dim": 0, "qk_head_dim": 16, "head_dim": 0, "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "glm5_next_vision": {"projection_intermediate_size": 64},
+    # An indexer, and embeddings of n-grams in the first layer, which released models have.
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "qwen_sparse_attention"] * 2, "hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 64,
+        "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4, "eos_token_id": 1,
+        "number_of_conv_states": 3,
+    },
+    # Layers with a window have more heads than the others.
+    "step3p5": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "sliding_window": 16, "num_sliding_attention_heads": 8, "share_expert_dim": 32,
+        "per_layer_config": {1: {"num_attention_heads": 8}, 3: {"num_attention_heads": 8}},
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        },
+    },
     # Without what is random in training.
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -104,7 +134,7 @@ def _shrunk(fields: dict[str, Any], vocabulary: int, small: dict[str, Any]) -> d
             kinds = list(dict.fromkeys(value))
             each = {"num_attention_heads_per_layer": 4, "intermediate_size": 128}
             fields[name] = [each.get(name, kinds[index % len(kinds)]) for index in range(layers)]
-    if isinstance(differing := fields.get("per_layer_config"), dict):
+    if differing := fields.get("per_layer_config"):
         first = dict(next(iter(differing.values())))
         first |= {name: small[name] * 2 for name in first if name == "head_dim"}
         first |= {name: small[name] for name in first if name == "num_key_value_heads"}
@@ -165,7 +195,9 @@ def tiny_model(
     model = kind(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "conv" not in name:
+            # A scale that begins at 0 would keep what it scales from being trained.
+            scale = parameter.ndim == 1 and "bias" not in name and not parameter.any()
+            if scale or (parameter.ndim > 1 and "conv" not in name):
                 parameter.normal_(std=0.08)
     model.generation_config.eos_token_id = getattr(config.get_text_config(), "eos_token_id", 1)
     return model.eval()

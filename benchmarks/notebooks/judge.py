@@ -41,12 +41,12 @@ def leftovers(script: str) -> list[str]:
 
 
 # Strings that DDP has to replace: device maps that spread a model, and numbers of GPUs.
-GIVES_WAY = re.compile(r"auto|balanced|balanced_low_0|sequential|unsloth|cuda:\d+")
+GIVES_WAY = re.compile(r"auto|balanced|balanced_low_0|sequential|unsloth|mps|cuda(:\d+)?")
 
 
 # Lines that a script has otherwise: magics, what only a host has, and variables that are the launcher's to set.
 SETS_RANKS = re.compile(
-    r"get_ipython|google\.colab|drive\.mount|environ.*(CUDA_VISIBLE_DEVICES|WORLD_SIZE|RANK|MASTER_(ADDR|PORT))"
+    r"get_ipython|google\.colab|drive\.mount|files\.download|environ.*(CUDA_VISIBLE_DEVICES|WORLD_SIZE|RANK|MASTER_(ADDR|PORT))"
 )
 
 
@@ -112,9 +112,9 @@ def why(outcome: Outcome) -> str:
     return f" ({error['type']}: {error['text'][:120]} at {error['at']})" if error else ""
 
 
-def main_only(rank_1: Outcome) -> list[str]:
-    """No side effect on a rank that is not the main process."""
-    bad = rank_1.of(*MAIN_ONLY)
+def main_only(rank_1: Outcome, script: str = "") -> list[str]:
+    """No side effect on a rank that is not the main process; what generates for the training, the script must say."""
+    bad = [e for e in rank_1.of(*MAIN_ONLY) if e["kind"] != "generate" or "every process generates here" not in script]
     found = [f"rank 1 {describe(e)}" for e in bad[:20]]
     return found + ([f"rank 1: {len(bad) - 20} more side effects"] if len(bad) > 20 else [])
 
@@ -367,12 +367,14 @@ def data(ranks: list[Outcome]) -> list[str]:
         for event in before_training(ranks[0], "random")
         if not event["seeded"]
     ]
-    first, other = (waits_before_data(outcome) for outcome in ranks[:2])
-    for (name, at, waits_0), (name_1, _, waits_1) in zip(first, other, strict=False):
-        if name != name_1:
-            return [*found, f"the ranks prepare different data: {name} and {name_1} at {at}"]
+    first, other = iter(waits_before_data(ranks[0])), waits_before_data(ranks[1])
+    for name_1, at, waits_1 in other:
+        # The main process alone may load more, to show it.
+        waits_0 = next((waits for name, _, waits in first if name == name_1), None)
+        if waits_0 is None:
+            return [*found, f"rank 1 alone prepares data: {name_1} at {at}"]
         if waits_1 <= waits_0:
-            found.append(f"{name} on every rank at once at {at}")
+            found.append(f"{name_1} on every rank at once at {at}")
     return found
 
 
@@ -450,6 +452,8 @@ def refused_arguments(plain: Outcome, ranks: list[Outcome], fields: dict[str, li
     Args:
         fields: the names of each class's parameters.
     """
+    if not plain.of("trainer"):
+        return []  # the plain notebook stopped before it: nothing says which arguments are its own
     want, have = (set().union(*(e.get("config") or {} for e in o.of("trainer")), set()) for o in (plain, ranks[0]))
     classes = {(event.get("config") or {}).get("class") for event in ranks[0].of("trainer")}
     known = [set(fields[name]) for name in classes if name in fields]

@@ -141,7 +141,7 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         "text_kept": judge.text_kept(read_cells(path), script),
         "settings": judge.settings(plain, ranks, script),
         "trains": judge.reaches_training(plain, ranks),
-        "rank_1": judge.main_only(rank_1),
+        "rank_1": judge.main_only(rank_1, script),
         "rank_0": judge.kept(plain, rank_0),
         "read_back": judge.read_back(rank_0, rank_1)
         and judge.read_back(rank_0, rank_1, run_other_node(script, common)),

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import opcode
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Generator, Iterator
@@ -384,9 +385,13 @@ LEAVES += (
 )
 
 
+SHOWS = re.compile("print|show|summary|describe|info")
+
+
 def changes(method: str) -> bool:
     """Return whether a method called on a model, or on a part of it, may change it."""
-    return method.isidentifier() and method not in LEAVES and not method.startswith(("get_", "named_", "is_", "_"))
+    leaves = method in LEAVES or method.startswith(("get_", "named_", "is_", "_")) or SHOWS.search(method)
+    return method.isidentifier() and not leaves
 
 
 def follow(parent: Any, made: Any) -> Any:

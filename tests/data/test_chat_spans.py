@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.data.test_tokenize import CHATML, IM, PLAIN, THINK, TOOL, TURNS, core, from_trl, make_tokenizer, supervised
 from unsloth_ddp.data.chat.template import prints_date
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, stop_tokens
-from unsloth_ddp.data.chat.turn_spans import turn_span
+from unsloth_ddp.data.chat.turn_spans import shared
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
 
@@ -311,21 +311,14 @@ def test_a_turn_of_weight_0_in_the_prompt_is_left_out_of_the_loss_on_all(core: T
 
 
 @pytest.mark.parametrize(
-    ("full", "before", "through", "expected"),
+    ("one", "other", "expected"),
     [
-        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:A\n", "A\n"),
-        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:A\n<e>", "A\n"),
-        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:<think>\n\n</think>\n\nA\n", "A\n"),
-        ("u:Q a:A\nu:R", "u:Q a:<think>\n", "u:Q a:<think>\n\n</think>\n\nA\n", "A\n"),
-        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:<think></think>B\n", None),
-        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:<think></think>\n", None),
-        ("u:Q a:A\nu:R", "u:X a:", "u:X a:A\n", None),
-        ("2 turns u:Q a:A", "1 turns u:Q a:", "2 turns u:Q a:A", None),
+        ("<end>\n<user>", "<end>\n", "<end>\n"), ("<end>\n\n  <user>", "<end> <user>", "<end>\n\n  <user>"), ("\nuser:", "<eos>", "\n"),
+        ("<a></think>Yes", "<a><think>\n", "<a>"), ("[a]b", "[a]c", "[a]"), ("a < b", "a < c", "a < "), ("", "a", ""),
     ],
-)
-def test_the_span_of_a_turn(full: str, before: str, through: str, expected: str | None) -> None:
-    span = turn_span(full, before, through, "<e>")
-    assert (None if span is None else full[slice(*span)]) == expected
+)  # fmt: skip
+def test_how_far_two_texts_agree(one: str, other: str, expected: str) -> None:
+    assert one[: shared(one, other)[0]] == expected
 
 
 @pytest.mark.parametrize(

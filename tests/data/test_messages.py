@@ -77,7 +77,7 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
     ("row", "sentence"),
     [
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "a message has weight 0.5; only 0 (or false) and 1 (or true)"),
-        ({"messages": [ASK, {**ANSWER, "train": "no"}]}, "a message has train no; only 0 (or false) and 1"),
+        ({"messages": [ASK, {**ANSWER, "train": "no"}]}, "a message has train 'no'; only 0 (or false) and 1"),
         ({"messages": [ASK, {**ANSWER, "train": True, "weight": 0}]}, "has weight and train, which disagree; keep one"),
         ({"messages": [ASK, {**ANSWER, "weight": 0}]}, "the conversation has only assistant turns of weight 0; add one"),
         ({"messages": [ASK, {**ANSWER, "train_detail": [{"train": False}]}]}, "a message has train_detail, which is not"),
@@ -95,6 +95,9 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
         ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}, "the row is a preference pair (chosen, rejected)"),
         ({"prompt": "a", "completion": "b", "label": False}, "the row has label false, which in KTO's format marks an answer not to learn"),
         ({"prompt": "a", "completion": "b", "label": "False"}, "the row has label false"),
+        ({"messages": [ASK, {**ANSWER, "weight": "0"}]}, "a message has weight '0'; only 0 (or false) and 1 (or true)"),
+        ({"messages": [ASK, {**ANSWER, "reasoning_content": ["Hm."]}]}, "a list as reasoning_content, not text; write it as"),
+        ({"conversations": [{"from": "human", "value": "a", "content": "b"}]}, "has value and content, which differ; keep one"),
         ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the value of a function_call turn is text that"),
     ],
 )  # fmt: skip

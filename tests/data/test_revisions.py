@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, st
 
 def pinned(runtime: Runtime = CPU, **options: Any) -> tuple[str | None, list[str]]:
     settings = Settings(**{"model": "o/model", "dataset": ["o/rows"], **options})
-    pin_revisions(settings, runtime)
+    settings = pin_revisions(settings, runtime)
     return settings.model_revision, settings.dataset_revision
 
 
@@ -85,8 +86,8 @@ def test_each_hub_dataset_needs_a_revision() -> None:
         UserError, match=r"dataset_revision has 1 values \(v1\), but .* name 2 Hub datasets \(o/rows, o/m"
     ):
         dataset_revisions(settings)
-    settings.dataset_revision = ["v1", "v2"]
-    assert dataset_revisions(settings) == {"o/rows": "v1", "o/more": "v2"}
+    both = dataclasses.replace(settings, dataset_revision=["v1", "v2"])
+    assert dataset_revisions(both) == {"o/rows": "v1", "o/more": "v2"}
 
 
 def test_rows_are_read_at_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:

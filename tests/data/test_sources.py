@@ -170,7 +170,7 @@ def test_a_cut_off_parquet_file_is_refused(tmp_path: Path) -> None:
     [
         ("rows.jsonl", True), ("rows.CSV", True), ("./rows", True), ("~/rows", True), ("/rows", True),
         ("rows.jsonl.gz", True), ("rows.CSV.ZIP", True), ("owner/name.gz", False),
-        ("a/b/c", True), ("name", False), ("owner/name", False), ("owner/name-v1.5", False),
+        ("a/b/c", True), ("my chats", True), ("owner/name:train", True), ("name", False), ("owner/name", False), ("owner/name-v1.5", False),
     ],
 )  # fmt: skip
 def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:

@@ -64,6 +64,8 @@ MARKED_CONTENT = (
 )
 NUMBERED = "{{ messages | length ~ ' turns\n' }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 
+GROUPED = "{% for role in ('user', 'assistant') %}{% for m in messages if m['role'] == role %}{{ m['content'] + '\n' }}{% endfor %}{% endfor %}"
+
 
 @pytest.fixture(scope="session")
 def core() -> Tokenizer:
@@ -258,12 +260,21 @@ def test_no_template_is_refused_with_the_fix(core: Tokenizer) -> None:
         encode(make_tokenizer(core, None), {"messages": TURNS})
 
 
-def test_a_template_that_rewrites_history_is_refused_with_the_fix(core: Tokenizer) -> None:
-    tokenizer = make_tokenizer(core, NUMBERED)
+def test_a_template_that_takes_the_turns_apart_is_refused_with_the_fix(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, GROUPED)
     with pytest.raises(UserError, match=r"rewrites earlier turns.*{% generation %}.*--loss_on all"):
         encode(tokenizer, {"messages": TURNS})
     encoded = encode(tokenizer, {"messages": TURNS}, supervise_all=True)
     assert encoded["labels"] == encoded["input_ids"]
+
+
+def test_a_text_that_changes_with_the_length_of_the_chat_hides_no_turn(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, NUMBERED)
+    found = supervised(tokenizer, encode(tokenizer, {"messages": TURNS}))
+    assert [text.strip() for text in found] == [
+        f"assistant: {TURNS[1]['content']}",
+        f"assistant: {TURNS[3]['content']}\n<eos>",
+    ]
 
 
 @pytest.mark.parametrize("template", ["{% for m in messages %}", "{% generation %}{{ messages"])
@@ -293,7 +304,7 @@ def test_templates_are_read_by_name_or_file(tmp_path: Path) -> None:
     assert "<|im_start|>" in read_chat_template("chatml")
     path.write_bytes(b"\xff\xfe")
     for wanted in (str(path), str(tmp_path), str(tmp_path / "none"), "x" * 5000, "~nobody_here/x", "chat\0ml"):
-        with pytest.raises(UserError, match=r"chat_template .*(the kit's own are: chatml|cannot be read)"):
+        with pytest.raises(UserError, match=r"chat_template .*(give a Jinja file, chatml|cannot be read)"):
             read_chat_template(wanted)
 
 

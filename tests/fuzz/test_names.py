@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_any_path_is_looked_for_or_refused_and_nothing_is_written(place: Path, n
         for source in [*settings.dataset, *settings.eval_dataset]:
             result_or_sentence(lambda source=source: check_source(source))
         result_or_sentence(lambda: check_model(settings, cpu_runtime()))
-        settings.run_name = "mine"
+        settings = dataclasses.replace(settings, run_name="mine")
         folder = run_folder.choose_run_folder(settings, cpu_runtime())
         find_resume_point(settings, cpu_runtime(), folder, run_folder.continues(settings, folder))
 

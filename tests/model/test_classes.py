@@ -58,6 +58,14 @@ def test_other_kinds_are_refused(model_type: str, named: str, changed: dict[str,
     assert said in str(error.value) and len(str(error.value)) < 400
 
 
+def test_a_class_that_takes_a_second_sequence_is_refused() -> None:
+    """The config of a diffusion model says nothing of its encoder; the arguments of its class do."""
+    config = transformers.CONFIG_MAPPING["diffusion_gemma"]()
+    config.architectures = ["DiffusionGemmaForBlockDiffusion"]
+    with pytest.raises(UserError, match="reads one sequence and writes another"):
+        model_class(config, "m")
+
+
 def test_own_code_is_loaded_as_its_config_says_only_if_it_is_trusted() -> None:
     config = transformers.PretrainedConfig(
         architectures=["OtherForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}

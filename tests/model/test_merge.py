@@ -20,6 +20,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter import merge as module
 from unsloth_ddp.model.adapter.merge import plan_merge, save_merged
 from unsloth_ddp.model.files.find import safetensors_files
+from unsloth_ddp.utils.errors import UserError
 
 SIZES = {
     "hidden_size": 32,
@@ -188,6 +189,49 @@ def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (base / "config.json").write_text(json.dumps({**config, **quantized}))
     assert plan_merge(settings(base), adapter) is None
+
+
+def test_a_base_of_8_bit_blocks_is_unpacked_for_good(tmp_path):
+    """Transformers would write the merged weights in 8 bits again, with scales that nothing reads."""
+    base = make_base(tmp_path / "base", shard="1GB")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    save_merged(settings(base), adapter, tmp_path / "wanted", [2])
+    weights, packed = load_file(base / "model.safetensors"), {}
+    for name, tensor in weights.items():
+        if not name.endswith("proj.weight"):
+            packed[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        blocks = tensor.reshape(rows // 32, 32, columns // 32, 32)
+        scale = blocks.abs().amax((1, 3)) / 448
+        packed[name] = (blocks / scale[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+        packed[f"{name}_scale_inv"] = scale
+    save_file(packed, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    kind = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}
+    (base / "config.json").write_text(json.dumps({**config, **kind}))
+    save_merged(settings(base), adapter, tmp_path / "merged", [2])
+    found, wanted = weights_of(tmp_path / "merged"), weights_of(tmp_path / "wanted")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16
+        assert (tensor.float() - wanted[name].float()).norm() < 0.05 * wanted[name].float().norm(), name
+
+
+@pytest.mark.parametrize("parts", [("lora_A",), ("lora_A", "lora_B")])
+def test_an_adapter_that_lacks_a_module_which_its_config_names_is_refused(tmp_path, parts):
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    lacking = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not ("layers.1.mlp.up_proj" in name and any(part in name for part in parts))
+    }
+    assert len(lacking) == len(weights) - len(parts)
+    save_file(lacking, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"lacks \d of its \d+ weights \(the first: .*layers.1.mlp.up_proj.lora_A"):
+        save_merged(settings(base), adapter, tmp_path / "merged", [2])
 
 
 def test_packed_weights_of_other_names_than_the_models_are_left_to_peft(tmp_path):

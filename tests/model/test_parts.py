@@ -13,6 +13,7 @@ from unsloth_ddp.model.parts import adaptable_layers, describe_beside_text, free
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
+PER_LAYER = {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,8 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
         # Its router is a linear layer in the block of experts.
         ("jamba", "JambaForCausalLM", ATTENTION | MLP | {"in_proj", "x_proj", "out_proj"}),
         ("gpt_oss", "GptOssForCausalLM", ATTENTION),
+        # Its router is a plain linear layer outside a block of experts.
+        ("gemma3n_text", "Gemma3nForCausalLM", ATTENTION | MLP | PER_LAYER | {"linear_left", "linear_right", "0"}),
     ],
 )
 def test_leaf_names_are_those_of_the_text(model_type: str, class_name: str, leaves: set[str]) -> None:

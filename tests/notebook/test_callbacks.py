@@ -156,3 +156,13 @@ def test_a_loop_that_ends_by_the_clock_is_pointed_at() -> None:
     timed = loop.replace("if time.time() - start > 60:\n        break", "print(time.time() - start)")
     done = convert_cells(LOAD, "import time\nstart = time.time()", timed)
     assert not any("by the clock" in entry.message for entry in done.report.warnings)
+
+
+def test_a_callback_removes_files_on_one_process_and_makes_them_on_each() -> None:
+    cell = (
+        "import os\nfrom transformers import TrainerCallback\nclass Tidy(TrainerCallback):\n"
+        "    def on_save(self, args, state, control, **kwargs):\n        os.makedirs('notes', exist_ok=True)\n"
+        "        if os.path.exists('old'):\n            os.remove('old')\n"
+    )
+    text = body(convert_cells(LOAD, cell, TRAIN.replace("))", "), callbacks=[Tidy()])", 1)))
+    assert "\n        os.makedirs(" in text and "            if IS_MAIN:\n                os.remove('old')\n" in text

@@ -84,6 +84,7 @@ def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
         "ddp_find_unused_parameters": False,
         "average_tokens_across_devices": True,
     }
+    assert helpers(2)["ddp_arguments"](Current, 1, made) == made  # `**args.to_dict()` of arguments made so
 
 
 @pytest.mark.parametrize("names", [(), ("ddp_find_unused_parameters",), ("average_tokens_across_devices",)])

@@ -252,3 +252,8 @@ def test_await_at_the_top_level_runs_on_one_loop() -> None:
     )
     assert "value = run_async(fetch())" in done.script
     assert "    await fetch()" in done.script
+
+
+@pytest.mark.parametrize("line", ["cd ..", "cd ../data", "cd ."])
+def test_a_change_of_folder_without_its_sign_is_one(line: str) -> None:
+    assert f'os.chdir(os.path.expanduser("{line[3:]}"))' in body(convert_cells(line, LOAD))

@@ -279,3 +279,8 @@ def test_a_stand_in_takes_whatever_a_run_takes() -> None:
 def test_a_run_that_no_loop_passes_on_has_no_stand_in() -> None:
     text = body(convert_cells(LOAD, "dataset = [1]", COMET, TRAIN, "experiment.end()"))
     assert "if IS_MAIN:\n    experiment = comet_ml.start()" in text and "NoRun" not in text
+
+
+def test_a_text_of_several_parts_is_sent_whole() -> None:
+    text = script(CLOCK, "if rows:\n    value = (\n        f'{stamp}'\n        f'-{datetime.now()}'\n    )")
+    assert "value = from_main(lambda: (\n        f'{stamp}'\n        f'-{datetime.now()}'\n    ))\n" in text

@@ -103,6 +103,17 @@ def test_a_loop_that_may_end_early_is_shared_and_said() -> None:
     assert kinds(done) == ["loop"] and "average_gradients(optimizer)" in body(done)
 
 
+def test_a_loader_may_be_the_default_of_a_parameter() -> None:
+    cell = IN_A_FUNCTION[2].replace("batches, opt, epochs", "batches=loader, opt=optimizer, epochs=3")
+    cell = cell[: cell.rindex("train(model")] + "train(model)"
+    assert "in share_rows(batches):" in body(convert_cells(*IN_A_FUNCTION[:2], cell))
+
+
+@pytest.mark.parametrize(("value", "said"), [("loss", ["loop"]), ("val_loss", [])])
+def test_a_scheduler_that_steps_by_a_training_loss_is_said(value: str, said: list[str]) -> None:
+    assert kinds(convert_cells(*PLAIN[:2], PLAIN[2] + f"    plateau.step({value})\n")) == said
+
+
 def test_a_progress_bar_around_the_loader_is_kept() -> None:
     bar = (
         PLAIN[2]

@@ -39,6 +39,13 @@ def test_variables_from_a_command_reach_every_process_and_so_do_later_ones() -> 
         "for name, layer in model.named_modules():\n    setattr(layer, 'a', A())\n    print(name)",
         "class Fit:\n    def __init__(self, m):\n        self.m = m\n    def to(self, m):\n        m.a = A()\n        print(m)\n"
         "Fit(model).to(model)",
+        "def fill(m, new):\n    state = m.state_dict()\n    wanted = {k.lower(): (k, t) for k, t in state.items()}\n"
+        "    for n, (k, old) in wanted.items():\n        old.data.copy_(new[n])\n    print(n)\nfill(model, {})",
+        "def blocks(m):\n    found = m.layers\n    return found\ndef cut(m):\n    first = blocks(m)\n"
+        "    first[0].requires_grad_(False)\n    print(m)\ncut(model)",
+        "def inner(m):\n    part = m.module if hasattr(m, 'module') else m\n    part.a = 1\n    print(m)\ninner(model)",
+        "from peft import set_peft_model_state_dict\nif saved:\n    done = set_peft_model_state_dict(model, saved)\n"
+        "    print(done)",
         "import torch.nn as nn\ndef start(m):\n    for p in m.parameters():\n        nn.init.zeros_(p)\n    print(m)\nstart(model)",
     ],
 )
@@ -56,6 +63,17 @@ class Rows:
             file.write('1')
         return 1
 """
+
+
+def test_a_model_is_moved_on_every_process_whatever_chose_the_device() -> None:
+    cell = "import os, torch\ndef where():\n    os.makedirs('x')\n    return torch.device('cuda')\ndevice = where()\nmodel.to(device)"
+    assert "\nmodel.to(device)\n" in body(convert_cells(LOAD, cell, DATA, TRAIN))
+
+
+def test_an_object_without_methods_is_no_plain_value() -> None:
+    cell = "import os\nclass C:\n    n = 2\nc = C()\nc.model = model\ndef fill(c):\n    c.out = 'o'\n    os.makedirs(c.out)\nfill(c)"
+    text = body(convert_cells(LOAD, DATA, cell, TRAIN.replace("SFTConfig(", "SFTConfig(output_dir=c.out, ")))
+    assert "from_main" not in text and "    fill(c)\n" in text
 
 
 def test_an_object_that_fills_itself_and_writes_is_filled_on_every_process() -> None:
@@ -105,6 +123,21 @@ def test_a_paid_answer_is_sent_and_the_dataset_made_of_it_is_not() -> None:
     assert kinds(done) == ["paid call"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "for m in list(sys.modules):\n    if 'PIL' in m:\n        sys.modules.pop(m)\n        open('log', 'w').write(m)",
+        "if torch.cuda.is_available():\n    torch.use_deterministic_algorithms(True)\n    print('fixed')",
+        "if torch.cuda.is_available():\n    disable_caching()\n    print('no cache')",
+    ],
+)
+def test_modules_and_settings_of_libraries_change_on_every_process(change: str) -> None:
+    text = body(convert_cells("import sys, torch\nfrom datasets import disable_caching", LOAD, DATA, change, TRAIN))
+    assert f"IS_MAIN:\n    {change[:8]}" not in text and f"LOCAL_RANK == 0:\n    {change[:8]}" not in text
+    drawn = "import matplotlib.pyplot as plt\nplt.set_cmap('x')\nplt.show()"
+    assert "IS_MAIN:\n    plt.set_cmap" in body(convert_cells(LOAD, DATA, drawn, TRAIN))
+
+
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 
 
@@ -118,6 +151,8 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVIC
         "for name in ('RANK', 'WORLD_SIZE'):\n    os.environ.pop(name, None)",
         "os.environ.update({'RANK': '7', 'CUDA_VISIBLE_DEVICES': '7'})",
         "os.environ.clear()",
+        "env = os.environ\nenv.pop('RANK')\ndel env['WORLD_SIZE']",
+        "env = os.environ\nfor name in ('RANK', 'LOCAL_RANK'):\n    env[name] = '7'",
         "def alone():\n    for name in list(os.environ):\n        if 'RANK' in name:\n            del os.environ[name]\nalone()",
     ],
 )
@@ -150,6 +185,15 @@ def test_what_the_script_needs_survives_a_notebook_that_deletes_its_names() -> N
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == "clean\n", run.stderr
     assert HELPERS["keep_names"].source in done.script
+
+
+def test_a_trainer_that_a_function_makes_is_one() -> None:
+    cell = (
+        "from trl import PPOConfig, PPOTrainer\ndef build():\n    made = PPOTrainer(PPOConfig(batch_size=8), model)\n"
+        "    return made\nrl = build()\ndef epoch():\n    for b in rl.dataloader:\n        out = rl.generate(b['q'])\n"
+        "        print(rl.step(b['q'], out, [1]))\nepoch()"
+    )
+    assert "IS_MAIN" not in body(convert_cells(LOAD, DATA, cell))
 
 
 def test_a_trainer_driven_by_hand_trains_on_every_process() -> None:
@@ -190,6 +234,22 @@ def test_what_accelerate_does_together_is_never_under_one_rank(line: str) -> Non
     )
     text = body(convert_cells(LOAD, DATA, cell, line))
     assert "IS_MAIN:\n    " + line.splitlines()[0] not in text and f"\n{line.splitlines()[0]}\n" in text
+
+
+@pytest.mark.parametrize(
+    "line", ["!conda remove -y pytorch", "!poetry remove torch", "!pip uninstall -y torch --progress-bar off"]
+)
+def test_other_uninstalls_are_left_out(line: str) -> None:
+    done = convert_cells(line + "\n!pip install -U x --progress-bar off", LOAD, DATA, TRAIN)
+    assert "run_shell" not in done.script and done.report.requirements == ["x"]
+
+
+@pytest.mark.parametrize(
+    "line", ["fuser -v /dev/nvidia* -k", "pkill -9 -f python3", "kill -9 $(nvidia-smi --query-compute-apps=pid)"]
+)
+def test_a_command_that_ends_the_scripts_own_processes_is_said(line: str) -> None:
+    assert kinds(convert_cells("!" + line, LOAD, DATA, TRAIN)) == ["command"]
+    assert kinds(convert_cells("!pkill ollama", LOAD, DATA, TRAIN)) == []
 
 
 def test_an_uninstall_is_left_out_with_its_tool() -> None:
@@ -241,6 +301,67 @@ def test_arguments_from_a_parser_get_what_ddp_needs(tmp_path: Path) -> None:
         assert given.ddp_find_unused_parameters is False and given.average_tokens_across_devices
 
 
+def test_arguments_given_by_position_get_what_ddp_needs() -> None:
+    cell = (
+        "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
+        "targs = HfArgumentParser(TrainingArguments).parse_json_file('a')[0]\n"
+        "more = {'args': targs}\nTrainer(model, targs, train_dataset=dataset).train()\nTrainer(**more_args)"
+    )
+    text = body(convert_cells(LOAD, DATA, cell))
+    assert "Trainer(model, ddp_configured(targs, 1), train" in text and "Trainer(**more_args)" in text
+    others = "Trainer(large_model, lora_config, train_dataset=dataset).train()"
+    assert others in body(convert_cells(LOAD, DATA, "from transformers import Trainer", others))
+    known = "targs = TrainingArguments('o')\nTrainer(model, targs).train()"
+    assert "ddp_configured" not in body(
+        convert_cells(LOAD, "from transformers import Trainer, TrainingArguments", known)
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "division"),
+    [
+        ("int(os.environ.get('WORLD_SIZE', 1))", "steps = steps // world"),
+        ("int(os.environ['WORLD_SIZE'])", "steps //= world"),
+        ("torch.distributed.get_world_size()", "steps = steps // world"),
+    ],
+)
+def test_a_batch_is_not_divided_among_the_processes_twice(count: str, division: str) -> None:
+    cell = f"import os, torch\naccum_steps = 8\nworld = {count}\nif world > 1:\n    {division}\nrows = dataset_size // world"
+    cell = cell.replace("steps", "accum_steps").replace("accum_accum", "accum")
+    text = body(convert_cells(LOAD, DATA, cell, TRAIN.replace("= 4", "= accum_steps")))
+    assert text.count("// world") == 1 and "rows = dataset_size // world" in text and "//= world" not in text
+
+
+def test_the_others_wait_while_one_downloads_a_dataset() -> None:
+    cell = "from torchvision.datasets import MNIST\ndataset = MNIST('.', download=True)"
+    assert "with main_process_first():\n    dataset = MNIST(" in body(convert_cells(LOAD, cell, TRAIN))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("from src.train import train\ntrain(model)", ["module"]),
+        ("import finetune\nfinetune.run_train()", ["module"]),
+        ("from sklearn.model_selection import train_test_split\na = train_test_split(b)", []),
+        ("from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer)", []),
+        ("from transformers.trainer_utils import get_last_checkpoint\nc = get_last_checkpoint('o')", []),
+    ],
+)
+def test_a_training_in_a_module_of_the_authors_is_said(call: str, said: list[str]) -> None:
+    assert kinds(convert_cells(LOAD, DATA, TRAIN, call)) == said
+
+
+def test_a_setting_of_accelerate_is_the_notebooks() -> None:
+    cell = "import os\nos.environ['ACCELERATE_MIXED_PRECISION'] = 'bf16'"
+    assert "os.environ['ACCELERATE_MIXED_PRECISION'] = 'bf16'" in body(convert_cells(cell, LOAD, DATA, TRAIN))
+
+
+def test_ipythons_shell_is_not_there_by_whatever_name() -> None:
+    cell = "import IPython\nfrom IPython import get_ipython as shell\nIPython.get_ipython().run_line_magic('pip', 'install x')\nk = shell().kernel"
+    done = convert_cells(cell, LOAD, DATA, TRAIN)
+    assert "get_ipython" not in body(done) and "k = None" in body(done) and done.report.requirements == ["x"]
+
+
 def test_ipythons_shell_is_not_there() -> None:
     cell = "from IPython import get_ipython, version_info\nshell = get_ipython().__class__.__name__\nif get_ipython():\n    x = 1"
     done = convert_cells(cell, LOAD, DATA, TRAIN)
@@ -251,13 +372,13 @@ def test_ipythons_shell_is_not_there() -> None:
 def test_an_optimizer_that_refuses_ddp_is_said() -> None:
     galore = TRAIN.replace("per_device_train_batch_size", "optim='galore_adamw_layerwise', per_device_train_batch_size")
     assert kinds(convert_cells(LOAD, DATA, galore)) == ["optimizer"]
+    assert kinds(convert_cells(LOAD, DATA, "OPTIMIZER = 'apollo_adamw_layerwise'", TRAIN)) == ["optimizer"]
 
 
-def test_an_end_of_the_script_is_every_processs() -> None:
-    cell = "import torch\nif not torch.cuda.is_available():\n    print('no GPU')\n    exit()"
-    assert "\nif not torch.cuda.is_available():\n    print('no GPU')\n    exit()" in body(
-        convert_cells(cell, LOAD, DATA, TRAIN)
-    )
+@pytest.mark.parametrize("end", ["exit()", "raise SystemExit", "raise SystemExit('no GPU')"])
+def test_an_end_of_the_script_is_every_processs(end: str) -> None:
+    cell = f"import torch\nif not torch.cuda.is_available():\n    print('no GPU')\n    {end}"
+    assert f"\n{cell.partition('torch' + chr(10))[2]}\n" in body(convert_cells(cell, LOAD, DATA, TRAIN))
 
 
 @pytest.mark.parametrize(
@@ -286,3 +407,17 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
         exec(region[region.index("# ddp: each process takes its own GPU") :], {"os": os, "LOCAL_RANK": 0})
     monkeypatch.setenv("UNSLOTH_ALLOW_CPU", "1")
     exec(region[region.index("# ddp: each process takes its own GPU") :], {"os": os, "LOCAL_RANK": 0})
+
+
+@pytest.mark.parametrize(
+    ("cell", "needed"),
+    [
+        ("model.cuda()", True),
+        ("device = 'cuda'\nmodel.to(device)", True),
+        ("device = 'cuda' if torch.cuda.is_available() else 'cpu'\nmodel.to(device)", False),
+    ],
+)
+def test_what_moves_the_model_to_a_gpu_needs_one(cell: str, needed: bool) -> None:
+    load = "import torch\nfrom transformers import AutoModel\nmodel = AutoModel.from_pretrained('m')"
+    script = convert_cells(load, cell, DATA, TRAIN).script
+    assert ("No GPU is visible here" in script) is needed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import checked_rows
 from unsloth_ddp.run import file_checks
 from unsloth_ddp.run.file_checks import check_files
+from unsloth_ddp.run.folder import check_run_folder
 from unsloth_ddp.utils.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
@@ -34,16 +36,44 @@ def settings(rows: str, **given: Any) -> Settings:
     ("given", "processes", "said"),
     [
         ({"global_batch_size": 6}, 4, "global_batch_size 6 does not divide into 1 row a device x 4 processes"),
-        ({"resume": "nope"}, 1, "resume nope: there is no such folder"),
         ({"report_to": ["dvclive"]}, 1, "uv pip install dvclive"),
         ({"chat_template": "nope.jinja"}, 1, "chat_template nope.jinja: there is no such file"),
         ({"dataset_revision": ["main"]}, 1, "name 0 Hub datasets"),
+        ({"model": "Qwen Qwen3"}, 1, "model Qwen Qwen3: there is no such folder"),
+        ({"model": "https://hf.co/Qwen/Qwen3-8B/tree/main"}, 1, "is a URL; give .*on the Hub: Qwen/Qwen3-8B"),
+        ({"model": str(DEMO_MODEL.parent)}, 1, f"no config.json; did you mean {DEMO_MODEL}"),
     ],
 )
 def test_a_mistake_is_refused(rows: str, given: dict[str, Any], processes: int, said: str) -> None:
     check_files(settings(rows), processes)
     with pytest.raises(UserError, match=said):
         check_files(settings(rows, **given), processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"resume": "nope"}, "resume nope: there is no such folder"),
+        ({"resume": "."}, "resume . is not a complete checkpoint: it has no manifest.json"),
+        ({"output_dir": "rows.jsonl"}, "rows.jsonl/.* cannot be written"),
+        ({"output_dir": "/proc/runs"}, "/proc/runs/.* cannot be written"),
+        ({"output_dir": ".", "run_name": "done"}, "done holds a finished run"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "done").mkdir()
+    for name in ("settings.yaml", "summary.json"):
+        (tmp_path / "done" / name).write_text("{}")
+    check_run_folder(settings(rows))
+    # On several nodes only node 0 needs the checkpoint.
+    check_files(settings(rows, resume="nope"), 2)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=said):
+        check_run_folder(settings(rows, **given))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_bad_row_of_any_file_is_refused_by_its_line(rows: str, tmp_path: Path) -> None:
@@ -86,9 +116,10 @@ def test_a_model_of_the_hub_is_not_taken_for_a_similar_folder(
 
 def test_nothing_slow_is_imported() -> None:
     code = (
-        "import sys\nfrom train_ddp import parse_settings\nfrom unsloth_ddp.run.file_checks import check_files\n"
-        "check_files(parse_settings([]), 2)\n"
+        "import sys\nfrom train_ddp import Ranks, UserError, open_run, parse_settings\n"
+        "try:\n    with open_run(parse_settings(['--output_dir', '/proc/runs']), Ranks()):\n        pass\n"
+        "except UserError as error:\n    print(error)\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'accelerate', 'pandas'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
-    assert done.stdout == "[]\n"
+    assert re.fullmatch(r"output folder /proc/runs/.* cannot be written .*\n\[\]\n", done.stdout), done.stdout

@@ -19,6 +19,7 @@ from unsloth_ddp.utils.errors import UserError
 @pytest.mark.parametrize("resume", ["auto", "no", "{}/elsewhere/checkpoint-3"])
 def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume, runtime):
     (tmp_path / "elsewhere" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "checkpoint-3" / "manifest.json").write_text("{}")
     resume = resume.format(tmp_path)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
     folder = run_folder.choose_run_folder(settings, runtime)
@@ -187,7 +188,7 @@ def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path
     given = {
         "outputs/r": "resume outputs/r is the folder of a run; give one of its checkpoints, such as --resume "
         "outputs/r/checkpoint-20, or leave --resume out and give --run_name r to resume that run.",
-        "empty": "resume empty is an empty folder; give a checkpoint folder, auto or no.",
+        "empty": "resume empty is not a complete checkpoint: it has no manifest.json; give another folder, auto or no.",
     }
     for resume, sentence in given.items():
         with pytest.raises(UserError) as refused:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -296,3 +298,21 @@ def test_deepspeed_allocates_its_whole_bucket_for_a_model_of_any_size():
         else:
             assert memory.total == pytest.approx(summary["peak_memory_bytes"], abs=0.15 * 2**30)
     assert found == 10
+
+
+def test_estimates_and_choices_need_no_torch():
+    modules = (
+        "choose",
+        "estimate",
+        "graphs",
+        "micro_batch",
+        "optimizer_states",
+        "refuse",
+        "rows",
+        "shape",
+        "sharded_bytes",
+    )
+    imports = "".join(f"import unsloth_ddp.sizing.{name}\n" for name in modules)
+    code = f"{imports}import sys\nprint(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -87,10 +87,10 @@ def one_process(folder: Path, **options: Any) -> tuple[Settings, Runtime, Any]:
 
 def measured(search: ShardedMemorySearch, size: int) -> int:
     """Return the bytes that a pass over the whole model takes."""
-    search.run.model.train()
-    batch = search.run.batch_of(search._largest(size))
-    search._pass(search.run, batch)
-    return search._pass(search.run, batch)
+    search.runner.model.train()
+    batch = search.runner.batch_of(search._largest(size))
+    search._pass(search.runner, batch)
+    return search._pass(search.runner, batch)
 
 
 # ---- the stand-in ----

@@ -276,7 +276,7 @@ def test_a_trial_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypa
     runner = MicroBatchRunner(model, torch.device("cpu"), loss, PadRight(0), contextlib.nullcontext)
     search = OnGPU({}, per_device_eval_batch_size=2)
     # What Adam will keep for two fp32 weights comes on top of the peak.
-    search.run, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", ddp_sends=False)
+    search.runner, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", ddp_sends=False)
     search.bytes_kept = 5
     for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

@@ -93,7 +93,7 @@ def test_it_shows_everything_that_is_known(show) -> None:
     text = shown.end().text
     for part in (
         "step 50 of 144", "35%", "1.2500", "█▃▂▁", "1.04 of 3", "1.00e-03", "1.500", "15,904  (MFU 46.1%)",
-        "3.0 GiB of 80.0 GiB", "loss 0.5517 at step 48", "checkpoint-40",
+        "3.0 GiB of 80.0 GiB", "loss 0.5517 at step 48", "step 40, ",
     ):  # fmt: skip
         assert part in text, part
 
@@ -208,7 +208,7 @@ def test_a_run_on_a_terminal_shows_one_display_and_its_end(job, place) -> None:
     tops = [number for number, row in enumerate(seen.rows) if row.startswith("╭─ terminal ")]
     assert len(tops) == 1, seen.text
     shown = "\n".join(seen.rows[tops[0] : tops[0] + 7])
-    assert "step 6 of 6" in shown and "at step 6" in shown and "checkpoint-6, 0:" in shown and "100%" in shown
+    assert "step 6 of 6" in shown and "at step 6" in shown and "step 6, 0:" in shown and "100%" in shown
     assert " ".join(seen.rows[tops[0] + 7 :]).startswith("Done: 6 steps")
     assert "{'" not in seen.text and "it/s" not in seen.text and "[transformers]" not in seen.text
 

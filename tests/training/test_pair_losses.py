@@ -115,7 +115,13 @@ def trl_dpo(trained, tmp_path_factory, monkeypatch_module) -> Any:
         gradient_checkpointing=False, disable_dropout=False, max_length=64,
     )  # fmt: skip
     rows = datasets.Dataset.from_list(ROWS)
+    # TRL's reference is a copy of the adapter that it is given, so it gets one that changes nothing.
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_B" in name}
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(name not in weights)
     trainer = DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights.get(name, parameter))
     model.eval()
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(len(ROWS))])
     return trainer, batch

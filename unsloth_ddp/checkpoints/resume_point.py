@@ -82,7 +82,7 @@ def named_folder(wanted: str) -> Path | None:
     """Return the checkpoint folder that --resume names; None for auto and no.
 
     Raises:
-        UserError: there is no such folder, it is empty, or it is a run's folder, which holds checkpoints.
+        UserError: there is no such folder, or it is a run's folder, which holds checkpoints, or no checkpoint.
     """
     if wanted in ("auto", "no"):
         return None
@@ -95,8 +95,10 @@ def named_folder(wanted: str) -> Path | None:
             f"resume {wanted} is the folder of a run; give one of its checkpoints, such as --resume {newest}, or leave --resume "
             f"out and give --run_name {folder.name} to resume that run."
         )
-    if not folder.name.startswith("checkpoint-") and not any(folder.iterdir()):
-        raise UserError(f"resume {wanted} is an empty folder; give a checkpoint folder, auto or no.")
+    if not (folder / manifest.FILE_NAME).is_file():
+        raise UserError(
+            f"resume {wanted} is not a complete checkpoint: it has no {manifest.FILE_NAME}; give another folder, auto or no."
+        )
     return folder
 
 

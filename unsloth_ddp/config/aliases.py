@@ -1,8 +1,8 @@
 """List the names that other tools give to options, each with the kit's option and value, or the reason why there is none.
 
 The one table serves the refusal of an unknown option, `python -m unsloth_ddp.port`, and docs/from-elsewhere.md. Names
-are those of axolotl 067b021, LLaMA-Factory ff6d4d1, TRL 1.15 with Transformers 5.17, ms-swift 3602360, and the
-fine-tuning scripts of Qwen's and MiniCPM's guides.
+are those of axolotl 067b021, LLaMA-Factory ff6d4d1, TRL 1.15 with Transformers 5.17, ms-swift 3602360, Unsloth's
+unsloth-cli.py, and the fine-tuning scripts of Qwen's and MiniCPM's guides.
 """
 
 from __future__ import annotations
@@ -71,12 +71,18 @@ RENAMED = {
     "beta": "rl_beta/A pref_beta/L orpo_alpha/A",
     "label_smoothing": "dpo_label_smoothing/AL",
     "sft_weight": "pref_ftx/L rpo_alpha/AS cpo_alpha/A",
+    "seed": "random_state/G",
+    "push_to_hub": "push_model/G",
+    "hub_model_id": "hub_path/G",
     "ddp_find_unused_parameters": "find_unused_parameters/G",
 }  # fmt: skip
 
 _QLORA, _LORA, _FULL = {"method": "qlora"}, {"method": "lora"}, {"method": "full"}
 _NOTHING: dict[str, Any] = {}
 _NOT_4_BIT = "8-bit base weights are not offered; method lora keeps the base in 16 bit, method qlora in 4 bit"
+_EXPORT = (
+    "export the result: uv run python -m unsloth_ddp.export RUN --to gguf --quantize TYPE (or merged, vllm, ollama)"
+)
 _METHODS = "the methods are lora, qlora and full"
 
 # "name/tools" -> value -> options, and what is said of other values.
@@ -97,6 +103,9 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "lora_target_linear/A": (
         {"true": {"lora_target_modules": ["all-linear"]}, "false": _NOTHING}, "name them in lora_target_modules",
     ),
+    "bias/G": ({"none": _NOTHING}, "only bias none is offered"),
+    "save_model/G": ({"true": _NOTHING, "false": _NOTHING}, "leave it out"),
+    "save_method/G": ({"merged_16bit": {"merge": True}, "lora": _NOTHING}, _EXPORT),
     "lora_target/L": ({"all": {"lora_target_modules": ["all-linear"]}}, "name them in lora_target_modules"),
     "use_unsloth/L": ({"true": {"backend": "unsloth"}, "false": _NOTHING}, "give backend unsloth"),
     "tuner_backend/S": ({"unsloth": {"backend": "unsloth"}, "peft": _NOTHING}, "give backend unsloth"),
@@ -111,7 +120,7 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}, "no": {"precision": "fp32"}}, "give precision",
     ),
     "dtype/TG torch_dtype/TSG": (
-        {"bfloat16": {"precision": "bf16"}, "float16": {"precision": "fp16"}, "float32": _NOTHING, "auto": _NOTHING},
+        {"bfloat16": {"precision": "bf16"}, "float16": {"precision": "fp16"}, "float32": _NOTHING, "auto": _NOTHING, "none": _NOTHING},
         "give precision, and full_weights for the trained weights of method full",
     ),
     "pure_bf16/L": ({"true": {"precision": "bf16", "full_weights": "bf16"}, "false": _NOTHING}, "give full_weights bf16"),
@@ -173,7 +182,7 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 }  # fmt: skip
 
 _LAUNCHER = (
-    "the launcher decides it: accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, fsdp2.yaml) "
+    "the launcher decides it: uv run accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, fsdp2.yaml) "
     "train_ddp.py"
 )
 _ADAPTER = (
@@ -233,7 +242,7 @@ WITHOUT = {
     "use_reentrant_gc/L activation_offloading/A": _KERNELS,
     "trl/A reward_model/A ref_model/L task_type/S num_labels/A process_reward_model/A "
     "do_predict/L predict_with_generate/LS": _OTHER_TASK,
-    "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/A loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S relora/A "
+    "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/AG loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S relora/A "
     "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
     "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
     "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
@@ -249,6 +258,9 @@ WITHOUT = {
     "hub_strategy/ATS hub_always_push/T": "push_to_hub uploads once, when the run has ended",
     "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (hf auth login)",
     "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A n_gpu/G num_gpus/G": "the launcher and the devices decide it",
+    "save_path/G": "the result is written to output_dir/run_name",
+    "save_gguf/G push_gguf/G quantization/G": _EXPORT,
+    "raw_text_file/G chunk_size/G stride/G": "give rows with a text column, and loss_on all",
     "mask_history/L": "every assistant turn of a chat is trained",
     "label_smoothing_factor/T neat_loss/G": "the loss is the negative log-likelihood of the supervised tokens",
     "use_hf/S use_ray/AS ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the launcher",

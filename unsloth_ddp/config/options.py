@@ -18,7 +18,7 @@ from unsloth_ddp.config.task_options import TaskSettings
 from unsloth_ddp.utils.files.safe import write_new_file
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelSettings:
     """Model"""
 
@@ -72,7 +72,7 @@ class ModelSettings:
     use_safetensors: bool = option(True, "Refuse weights in pickle files.", on_resume="allow", summary=False)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraSettings:
     """LoRA and QLoRA"""
 
@@ -108,7 +108,7 @@ class LoraSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataSettings:
     """Data"""
 
@@ -194,7 +194,7 @@ class DataSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchSettings:
     """Batch"""
 
@@ -250,7 +250,7 @@ class BatchSettings:
         return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingSettings:
     """Training"""
 
@@ -348,7 +348,7 @@ class TrainingSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputSettings:
     """Output"""
 
@@ -448,7 +448,7 @@ class OutputSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class UnslothSettings:
     """Unsloth"""
 
@@ -474,7 +474,7 @@ TOPICS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings(
     UnslothSettings,
     OutputSettings,

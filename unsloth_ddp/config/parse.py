@@ -83,8 +83,13 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path} holds no options; write one `name: value` a line.")
     if "distributed_type" in content:
         raise UserError(
-            f"--config {path} is a file for accelerate launch; give it before train_ddp.py: accelerate launch --config_file "
-            f"{path} train_ddp.py ..."
+            f"--config {path} is a file for accelerate launch; give it before train_ddp.py: uv run accelerate launch "
+            f"--config_file {path} train_ddp.py ..."
+        )
+    if "zero_optimization" in content:
+        raise UserError(
+            f"--config {path} is a file of DeepSpeed; start with uv run accelerate launch --config_file "
+            "accelerate_configs/zero2.yaml (or zero3.yaml) train_ddp.py ..., and leave it out."
         )
     if "config" in content:
         raise UserError(f"{path}: config is for the command line only; a file holds all its options itself.")

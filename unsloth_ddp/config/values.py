@@ -37,7 +37,7 @@ def convert_value(name: str, value: Any, source: str) -> Any:
         takes = _described(TYPES[name])
         if isinstance(value, (str, bool)) and (here := OTHER_VALUES.get(name, {}).get(str(value).lower())):
             raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}; give {here}.") from None
-        if value is None:
+        if value is None or value == "":
             raise UserError(f"{source}: {name} is empty, but it takes {takes}; leave it out for its default.") from None
         hint = "; put it in quotes" if "text" in takes and not isinstance(value, (str, list, dict)) else ""
         hint = f"; {error}" if isinstance(error, Refused) else hint

@@ -21,9 +21,9 @@ from torch.nn.modules.conv import _ConvNd
 from unsloth_ddp.model.adapter.experts import EXPERTS, full_shape, number_in
 from unsloth_ddp.model.modules import base_model, text_decoder
 
-# Transformers' names for classes that choose: experts for a token, or tokens for attention. A loss on text reaches the second
-# not at all, and changes of the first undo the balance of the experts.
-CHOOSING = re.compile(r"Router|Indexer|TopKGat|MoEGate")
+# Transformers' names for what chooses: classes and modules that choose experts for a token, or tokens for attention. A loss
+# on text reaches the second not at all, and changes of the first undo the balance of the experts.
+CHOOSING = re.compile(r"Router|Indexer|TopKGat|MoEGate|(?:^|[._])(?:router|indexer)(?=[._]|$)")
 # Names of attention to the output of a tower or an encoder, which rows of text leave out.
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_att", re.IGNORECASE)
 # A weight that is passed on as a whole; a look at its type or at a part of it is none.
@@ -160,7 +160,7 @@ def _ancestors(path: str, modules: dict[str, Module]) -> Iterator[Module]:
 def _chooses(path: str, modules: dict[str, Module], experts: set[int]) -> bool:
     around = list(_ancestors(path, modules))
     kinds = [type(one).__name__ for one in around]
-    if any(CHOOSING.search(kind) or CROSS_ATTENTION.search(kind) for kind in kinds) or CROSS_ATTENTION.search(path):
+    if any(named.search(one) for named in (CHOOSING, CROSS_ATTENTION) for one in (path, *kinds)):
         return True
     layer: Any = around[0]
     return getattr(layer, "out_features", 0) in experts and any(_holds_experts(one) for one in around[1:3])

@@ -23,6 +23,7 @@ class ConversionContext:
     config_classes: set[str] = field(default_factory=set)
     trainers_of_config: dict[str, set[str]] = field(default_factory=dict)
     known_arguments: set[str] = field(default_factory=set)  # names that hold a trainer's arguments made by such a class
+    environ_names: set[str] = field(default_factory=set)  # names for os.environ
     requirements: list[str] = field(default_factory=list)
     cell: int | None = None
     secrets: set[str] = field(default_factory=set)  # names that hold a secret, which may be unset

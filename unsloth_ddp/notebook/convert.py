@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path, PurePath
 
 import libcst as cst
@@ -117,7 +118,20 @@ def _context(
     names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
     if "display" in read - bound:
         names.used.add("display")
-    return ConversionContext(options, names, report, bound, imports)
+    environ = {name for _, module, _ in parsed for line in module.body if (name := _name_of_environ(line))}
+    written = Counter(name for item in usages for name in item.writes)
+    environ = {name for name in environ if written[name] == 1}
+    return ConversionContext(options, names, report, bound, imports, environ_names=environ)
+
+
+def _name_of_environ(line: cst.BaseStatement) -> str:
+    """Return the name that a line gives to `os.environ`, or ""."""
+    match line:
+        case cst.SimpleStatementLine(
+            body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=cst.Attribute() as value)]
+        ) if dotted(value) == "os.environ":
+            return name
+    return ""
 
 
 def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: ConversionContext) -> CodeCell:

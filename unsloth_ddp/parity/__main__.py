@@ -32,6 +32,7 @@ from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance, choose_to
 from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describe_omissions, plan_launches, visible_gpus
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.run import ParityCheck, run_launches
+from unsloth_ddp.run.file_checks import check_files
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
@@ -81,6 +82,7 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
             raise UserError(f"--{name} is {getattr(given, name):g}, but it has to be above 0.")
     if not given.script.is_file():
         raise UserError(f"--script {given.script}: there is no such file.")
+    check_files(settings, 1)
     use_cache_if_hub_is_unreachable(settings)
     import torch
 

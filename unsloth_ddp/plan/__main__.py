@@ -22,6 +22,7 @@ from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.distributed.runtime import quiet_imports
+from unsloth_ddp.run.file_checks import check_data
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
@@ -69,6 +70,7 @@ def plan(argv: list[str]) -> None:
     gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
     capability = _parse_capability(given.compute_capability)
     settings = with_precision_of(settings, capability)
+    check_data(settings, given.nodes * given.gpus_per_node)
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.run.file_checks import check_files
+from unsloth_ddp.run.folder import check_run_folder, choose_run_folder
 from unsloth_ddp.run.outcomes import RunEnd
 
 
@@ -59,13 +61,13 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
         check_files(settings, ranks.world_size)
+        check_run_folder(settings)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watch.watchdog import watched
     from unsloth_ddp.model.loading.whole_model import choose_backend_by_size
-    from unsloth_ddp.run.folder import choose_run_folder
     from unsloth_ddp.run.upload import check_upload
 
     ended: RunEnd | None = None
@@ -76,8 +78,9 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
             runtime.on_every_rank(lambda: check_files(settings, ranks.world_size))
         choose_backend_by_size(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.
-        pin_revisions(settings, runtime)
+        settings = pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)
+        settings = dataclasses.replace(settings, run_name=folder.name)
         runtime.on_main(lambda: check_upload(settings))
         try:
             yield Run(settings, runtime, folder, shared, stop, began, named=named)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers, installed_trackers, known_names
 from unsloth_ddp.data.chat.template import check_chat_template
@@ -33,14 +32,22 @@ def check_files(settings: Settings, processes: int) -> None:
     Raises:
         UserError: naming the option or file and the fix.
     """
-    # Divides or not on any device: what is computed from it later only makes more micro-batches of it.
-    _ = BatchRequest.of(settings, processes).plan
-    named_folder(settings.resume)
     _check_model_name(settings)
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
-    check_chat_template(settings.chat_template)
     if known := known_names("report_to"):
         choose_trackers(settings.report_to, known, installed_trackers())
+    check_data(settings, processes)
+
+
+def check_data(settings: Settings, processes: int) -> None:
+    """Refuse rows, a chat template or a batch that a run would refuse; the model's weights need not be there.
+
+    Raises:
+        UserError: naming the option or file and the fix.
+    """
+    # Divides or not on any device: what is computed from it later only makes more micro-batches of it.
+    _ = BatchRequest.of(settings, processes).plan
+    check_chat_template(settings.chat_template)
     dataset_revisions(settings)
     files = [*checked_files(settings.dataset, streaming=settings.streaming), *checked_files(settings.eval_dataset)]
     check_first_rows(settings, max(1, FIRST_ROWS // len(files)))

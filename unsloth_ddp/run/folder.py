@@ -41,6 +41,19 @@ def default_run_name(settings: Settings) -> str:
     return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
 
 
+def check_run_folder(settings: Settings) -> None:
+    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned.
+
+    Raises:
+        UserError: --resume names no checkpoint, or the folder holds a finished run or cannot be written.
+    """
+    folder = _folder_of(settings, settings.run_name or default_run_name(settings))
+    named_folder(settings.resume)
+    if os.path.lexists(folder / SUMMARY_FILE):
+        _look(settings, folder)
+    _try_to_write(folder)
+
+
 def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     """Return the folder of this run, the same on every rank; nothing is written to it yet.
 
@@ -50,21 +63,15 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
     unnamed = settings.run_name is None
-    settings.run_name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
-    folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
-
-    def look() -> None:
-        named_folder(settings.resume)
-        try:
-            _refuse_another_run(settings, folder)
-        except OSError as error:
-            raise UserError(f"output folder {folder} cannot be read: {os_reason(error)}.") from None
-
-    runtime.on_main(look)
+    name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
+    settings = dataclasses.replace(settings, run_name=name)
+    folder = _folder_of(settings, name)
+    runtime.on_main(lambda: named_folder(settings.resume))
+    runtime.on_main(lambda: _look(settings, folder))
     runtime.on_main(lambda: _try_to_write(folder), per_node=True)
     runtime.on_main(lambda: _wait_for_another_job(folder))
     # The job that was waited for may have finished the run.
-    runtime.on_main(look)
+    runtime.on_main(lambda: _look(settings, folder))
     if (
         unnamed
         and settings.resume == "auto"
@@ -73,6 +80,17 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     ):
         print(offer, flush=True)
     return folder
+
+
+def _folder_of(settings: Settings, name: str) -> Path:
+    return Path(settings.output_dir).expanduser().resolve() / name
+
+
+def _look(settings: Settings, folder: Path) -> None:
+    try:
+        _refuse_another_run(settings, folder)
+    except OSError as error:
+        raise UserError(f"output folder {folder} cannot be read: {os_reason(error)}.") from None
 
 
 def offer_unfinished(settings: Settings, folder: Path) -> str | None:

@@ -25,7 +25,7 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.stand_in import (
     NoStandInError,
     first_layers,
-    is_packed,
+    is_quantized,
     layers_of,
     make_stand_in,
     period_of,
@@ -78,7 +78,7 @@ def _weight(parameter: Any, precision: int, device: torch.device, *, embedding: 
     part = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
     stored = part.numel() * part.element_size() if part.device.type == device.type else 0
     number = parameter.element_size()
-    whole = numbers * (number if is_packed(parameter) else precision)
+    whole = numbers * (number if is_quantized(parameter) else precision)
     return Weight(stored, whole, number, numbers if parameter.requires_grad else 0, embedding)
 
 
@@ -145,7 +145,7 @@ class ShardedMemorySearch(MemorySearch):
 
     def __init__(self, *args: Any, memory: DeviceMemory | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.memory = memory or DeviceMemory(self.run.device)
+        self.memory = memory or DeviceMemory(self.runner.device)
 
     def _choose(self, kinds: Sequence[str], sizes: Sequence[int], before: dict[str, Any]) -> MicroBatchDecision:
         if self.runtime.broadcast_from_main(lambda: self._was(before, kinds, sizes)):
@@ -201,7 +201,7 @@ class ShardedMemorySearch(MemorySearch):
         forget_free_memory()
         room = self.memory.room()
         try:
-            period = period_of(layers_of(self.run.model))
+            period = period_of(layers_of(self.runner.model))
             held = self._held()
             needed = held + self._activations(size, period)
             return Estimate(needed, room, 2 * period)
@@ -217,7 +217,7 @@ class ShardedMemorySearch(MemorySearch):
             release()
 
     def _held(self) -> int:
-        model, runtime, settings = self.run.model, self.runtime, self.settings
+        model, runtime, settings = self.runner.model, self.runtime, self.settings
         dtype = DTYPES[runtime.precision]
         fsdp = runtime.sharding == "fsdp2"
         bf16_weights = settings.method == "full" and settings.full_weights == "bf16"
@@ -231,16 +231,16 @@ class ShardedMemorySearch(MemorySearch):
             optimizer=settings.optim,
             whole_in_use=settings.method != "full" and not self.checkpointing.recomputes_reentrantly,
         )
-        weights = read_weights(model, layers_of(model), dtype.itemsize, self.run.device)
+        weights = read_weights(model, layers_of(model), dtype.itemsize, self.runner.device)
         return held_bytes(weights, layout, self.memory.allocated())
 
     def _activations(self, size: int, period: int) -> int:
         """Return the bytes that a pass over the longest `size` rows takes in addition to weights and gradients."""
-        model, device = self.run.model, self.run.device
-        batch = self.run.batch_of(self._largest(size))
+        model, device = self.runner.model, self.runner.device
+        batch = self.runner.batch_of(self._largest(size))
         with kept_random_numbers(device):
             stand_in = make_stand_in(model, 2 * period, DTYPES[self.runtime.precision], device)
-            runner = dataclasses.replace(self.run, model=stand_in)
+            runner = dataclasses.replace(self.runner, model=stand_in)
             with unused(model), training_mode(stand_in):
                 with first_layers(stand_in, period):
                     # The first pass compiles kernels and allocates the workspaces of libraries.

@@ -73,7 +73,7 @@ class MemorySearch:
 
     Args:
         checkpointing: of the model; `use` switches its kind between trials.
-        run: computes a micro-batch as a step does.
+        runner: computes a micro-batch as a step does.
         bytes_later: bytes that the optimizer and DistributedDataParallel will allocate on this rank.
         bytes_kept: bytes of gradients that stay allocated between steps, and so during an evaluation; a training trial
             allocates its own gradients.
@@ -84,7 +84,7 @@ class MemorySearch:
     runtime: Runtime
     data: TrainingData
     checkpointing: GradientCheckpointing
-    run: MicroBatchRunner
+    runner: MicroBatchRunner
     bytes_later: int
     bytes_kept: int = 0
     uses_graphs: bool = False
@@ -187,8 +187,8 @@ class MemorySearch:
         return self._try(largest(rows, size, self.settings.max_length), self._evaluates, beside)
 
     def _try(self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool], beside: int) -> Trial:
-        device = self.run.device
-        batch = self.run.batch_of(rows)
+        device = self.runner.device
+        batch = self.runner.batch_of(rows)
         release()
         forget_free_memory()
         room = room_on(device)
@@ -200,14 +200,14 @@ class MemorySearch:
 
     def _passes(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
-        trained = [p for p in self.run.model.parameters() if p.requires_grad]
-        with training_mode(self.run.model), kept_random_numbers(self.run.device):
+        trained = [p for p in self.runner.model.parameters() if p.requires_grad]
+        with training_mode(self.runner.model), kept_random_numbers(self.runner.device):
             try:
                 # In a step the gradients of earlier micro-batches are allocated too.
                 for parameter in trained:
                     parameter.grad = torch.zeros_like(parameter)
-                self.run.loss_sum(batch).backward()
-                torch.cuda.synchronize(self.run.device)
+                self.runner.loss_sum(batch).backward()
+                torch.cuda.synchronize(self.runner.device)
                 return True
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -220,9 +220,9 @@ class MemorySearch:
     def _evaluates(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a forward pass of an evaluation."""
         try:
-            with evaluation_mode(self.run.model), torch.no_grad():
-                self.run.loss_sum(batch)
-            torch.cuda.synchronize(self.run.device)
+            with evaluation_mode(self.runner.model), torch.no_grad():
+                self.runner.loss_sum(batch)
+            torch.cuda.synchronize(self.runner.device)
             return True
         except RuntimeError as error:
             if not is_out_of_memory(error):

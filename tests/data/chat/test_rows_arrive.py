@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data.test_tokenize import TRL_TEMPLATES, core, from_trl, make_tokenizer
+from tests.data.test_tokenize import TRL_TEMPLATES, core, from_trl, make_tokenizer, supervised
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
@@ -355,7 +355,61 @@ def test_a_row_that_begins_with_the_assistant_has_a_prompt_too(core: Tokenizer, 
     assert learned.startswith("<|channel|>final<|message|>Hello." if name == "gptoss" else "Hello.")
 
 
+WIDE = """{{ bos_token }}
+{% for m in messages %}
+    {{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>' }}
+{% endfor %}
+
+{% if add_generation_prompt %}
+    {{ '<|assistant|>\n' }}
+{% endif %}
+"""
+JOINED = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '<|message|>' + m['content'] + ('<|return|>' if loop.last and m.role == 'assistant' else '<|end|>') }}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [WIDE, JOINED])
+def test_a_turn_is_found_where_a_longer_chat_is_printed_otherwise(core: Tokenizer, source: str) -> None:
+    # White space of the template, and a last turn that ends otherwise, make no chat the beginning of a longer one.
+    encoder = encoder_of(core, source)
+    encoded = result(encoder, KINDS["turns"])
+    assert isinstance(encoded, EncodedRow), encoded
+    ends = ["<|end|>", "<|return|>" if source == JOINED else "<|end|>"]
+    assert [run.strip() for run in supervised(encoder.tokenizer, vars(encoded))] == [
+        words_of("a1") + ends[0],
+        words_of("a2") + ends[1],
+    ]
+    assert isinstance(empty := result(encoder, {"messages": [ask("q1"), say("")]}), EncodedRow)
+    assert not WORD.findall("".join(supervised(encoder.tokenizer, vars(empty))))
+
+
+def test_a_turn_that_holds_the_answer_of_a_tool_is_refused(core: Tokenizer) -> None:
+    found = result(encoder_of(core, from_trl("gemma4")), KINDS["call with text"])
+    assert isinstance(found, str)
+    assert "rewrites earlier turns" in found
+
+
+def test_a_header_is_not_supervised_behind_a_turn_that_lost_its_reasoning(core: Tokenizer) -> None:
+    encoder = encoder_of(core, from_trl("gptoss"))
+    turns = [ask("q1"), say(THINK, tool_calls=[call(1, CALLED)]), answer_of_tool(1, "wt1a"), say(ANSWER)]
+    found = result(encoder, {"messages": turns})
+    assert isinstance(found, EncodedRow), found
+    assert found.notes == ("reasoning",)
+    assert all("<|start|>assistant" not in run for run in supervised(encoder.tokenizer, vars(found)))
+
+
 # ---- arguments, keys and content parts ----
+
+
+def test_texts_of_a_tool_that_the_template_leaves_out_are_told(core: Tokenizer) -> None:
+    encoder = encoder_of(core, from_trl("gemma4"))
+    function = {**TOOLS[1]["function"], "return": {"type": "string", "description": "The sum."}}
+    for tool, unread in ((TOOLS[0], ()), ({"type": "function", "function": function}, ("description of tools",))):
+        found = result(encoder, {**KINDS["plain"], "tools": [tool]})
+        assert isinstance(found, EncodedRow), found
+        assert found.unread_keys == unread
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training")])

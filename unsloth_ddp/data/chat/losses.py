@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,38 @@ def refuse_repeated(repeated: Collection[Part], values: dict[Part, Any]) -> None
             f"the chat template renders the {part.kind} of message {part.number + 1} more than once "
             f"({_shown(values[part])}); give a template that renders it once with --chat_template."
         )
+
+
+def tool_keys_left_out(tools: list[Any], text: str) -> set[str]:
+    """Return the keys of tools' descriptions that hold texts with a word that a rendered row lacks.
+
+    Types are left out, since templates write them in their own way.
+    """
+    lowered = text.lower()
+    return {
+        f"{key[:100]} of tools"
+        for tool in tools
+        for key, value in _texts_in(tool, "")
+        if key != "type" and not all(_is_in(word, lowered) for word in value.lower().split())
+    }
+
+
+def _texts_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value, each with the key that it stands under."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts_in(item, str(name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts_in(item, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def _is_in(word: str, text: str) -> bool:
+    printed = (word, json.dumps(word, ensure_ascii=False)[1:-1], json.dumps(word)[1:-1], repr(word)[1:-1])
+    # Jinja's tojson writes these as escapes for HTML.
+    return any(one in text for one in printed) or any(sign in word for sign in "<>&'")
 
 
 def is_call_with_text(message: Message) -> bool:

@@ -11,11 +11,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, turns_left_out
+from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, tool_keys_left_out, turns_left_out
 from unsloth_ddp.data.chat.parts import REPEATED, Markup, Part, StandIn, stand_in
 from unsloth_ddp.data.chat.scaffold import Places, Scaffold, Slot, not_found_in, places_in, scaffold_of
 from unsloth_ddp.data.chat.template import ChatTemplate, Span, TemplatePair
-from unsloth_ddp.data.chat.turn_spans import SpanFinder
+from unsloth_ddp.data.chat.turn_spans import SpanFinder, Written
 from unsloth_ddp.data.chat.variants import variants
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
@@ -138,7 +138,7 @@ class RowReader:
             spans = [(_at(begin, places, text), _at(end, places, text)) for begin, end in plan.spans]
             notes += plan.notes
         else:
-            text, found, more = self.spans.find(example, text, self._left_out(example, lost), {})
+            text, found, more = self.spans.find(example, text, self._left_out(example, lost), ())
             spans, notes = found, (*notes, *more)
         python = places is not None and places.python
         second_block = plan.second_block if plan else bool(SECOND_BLOCK.search(text))
@@ -214,7 +214,7 @@ class RowReader:
         try:
             lost = turns_left_out(example, scaffold.missing, made.values, lambda other: frozenset(made.values))
             ended, spans, notes = self.spans.find(
-                example, text, self._left_out(example, lost), _begins(scaffold, places)
+                example, text, self._left_out(example, lost), _written(scaffold, places)
             )
         except Exception:
             return plan
@@ -225,14 +225,15 @@ class RowReader:
         return replace(plan, spans=inside, notes=tuple(notes), ending=ended[len(text) :])
 
     def _unread(self, example: Example, text: str) -> tuple[str, ...]:
-        """Return the keys of messages without which the text is the same."""
+        """Return the keys of messages without which the text is the same, and keys of tools that it lacks."""
         keys = {
             key
             for message in example.messages
             for key, value in message.items()
             if key not in OWN_KEYS and not is_empty(value) and not str(value).startswith(REPEATED)
         }
-        return tuple(sorted(key for key in keys if self._same_without(key, example, text)))
+        unread = {key for key in keys if self._same_without(key, example, text)}
+        return tuple(sorted(unread | tool_keys_left_out(example.tools or [], text)))
 
     def _same_without(self, key: str, example: Example, text: str) -> bool:
         messages = [{name: value for name, value in message.items() if name != key} for message in example.messages]
@@ -311,14 +312,13 @@ def _unknown(made: StandIn) -> Scaffold:
     return Scaffold(("",) * (len(texts) + 1), tuple(Slot(part) for part in texts), frozenset(), frozenset())
 
 
-def _begins(scaffold: Scaffold, places: Places) -> dict[int, int]:
-    """Return the first character of what each message wrote."""
-    written = ("content", "reasoning", "tool call", "arguments", "argument")
-    begins: dict[int, int] = {}
-    for slot, (start, _) in zip(scaffold.slots, places.slots, strict=True):
-        if slot.part.kind in written:
-            begins[slot.part.number] = min(start, begins.get(slot.part.number, start))
-    return begins
+def _written(scaffold: Scaffold, places: Places) -> list[Written]:
+    """Return the slots with the message that each belongs to."""
+    kinds = ("content", "reasoning", "tool call", "arguments", "argument", "stand-in")
+    return [
+        (span, slot.part.number if slot.part.kind in kinds else -1)
+        for slot, span in zip(scaffold.slots, places.slots, strict=True)
+    ]
 
 
 def _region(gap: int, places: Places, text: str) -> Span:

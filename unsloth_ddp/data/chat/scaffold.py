@@ -140,7 +140,7 @@ def places_in(text: str, scaffold: Scaffold, made: StandIn) -> Places | None:
         position = _after_space(text, position + len(gap))
         for printed, as_python in _printed(made.values[slot.part], slot.style):
             if text.startswith(printed, position):
-                python |= as_python
+                python |= as_python and slot.part.kind != "tool"
                 break
         else:
             return None

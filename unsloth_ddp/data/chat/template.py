@@ -46,8 +46,8 @@ def read_chat_template(wanted: str) -> str:
         path = own.get(wanted) or Path(wanted).expanduser()
         if not path.is_file():
             raise UserError(
-                f"chat_template {wanted[:200]}: there is no such file, and the kit's own are: {', '.join(sorted(own))}; "
-                f"{TRAINING} takes TRL's training variant of the tokenizer's template."
+                f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, or {TRAINING} "
+                "(TRL's variant of the tokenizer's template)."
             )
         return path.read_text(encoding="utf-8")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:

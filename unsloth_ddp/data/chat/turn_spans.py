@@ -8,11 +8,12 @@ rendered up to a turn and through it. A span begins where the generation prompt 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from unsloth_ddp.data.chat.parts import THINK_END, closes
+from unsloth_ddp.data.chat.parts import closes
+from unsloth_ddp.data.chat.scaffold import WORD
 from unsloth_ddp.data.chat.template import ChatTemplate, Span
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import Message
@@ -20,8 +21,10 @@ from unsloth_ddp.utils.errors import UserError
 
 NEXT_QUESTION: Message = {"role": "user", "content": "And then?"}
 TAG = re.compile(r"[<\[][^<>\[\]]+[>\]]")
-# Matches the reasoning block at the end of a generation prompt: its begin, or a whole one without reasoning.
-BEGUN_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
+# Matches a tag that is cut off at the end of a text.
+BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+# (the characters of a part of a row in its text, the index of the message that it belongs to, -1 for none).
+Written = tuple[Span, int]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class SpanFinder:
     supervise_all: bool
 
     def find(
-        self, example: Example, text: str, left_out: set[int], begins: Mapping[int, int]
+        self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
     ) -> tuple[str, list[Span], list[Literal["own", "unprompted"]]]:
         """Return the text of a rendered chat, the spans in it, and notes on them.
 
@@ -48,7 +51,7 @@ class SpanFinder:
 
         Args:
             left_out: the messages that are not supervised.
-            begins: the first character of what each message wrote, where it is known.
+            written: the parts of the row in the text, in order, where they are known.
 
         Raises:
             UserError: the assistant's tokens cannot be told apart.
@@ -62,17 +65,22 @@ class SpanFinder:
         ended, marked = self._marked(example, text, left_out)
         if marked is None and self.training is not None and not self.template.marked:
             notes.append("own")
-        ends: list[int] = []
-        unprompted = False
-        for turn in wanted:
-            end, lacks_prompt = self._prompt_end(example, text, turn, begins.get(turn))
-            unprompted |= lacks_prompt
-            if end is not None:
-                ends.append(min(end, begins.get(turn, end)))
-        spans = marked if marked is not None else [self._span_by_difference(example, text, turn) for turn in wanted]
-        if unprompted and not self.supervise_all:
+        begins = [self._begin(example, text, turn, written) for turn in wanted]
+        if any(unprompted for _, unprompted in begins) and not self.supervise_all:
             notes.append("unprompted")
-        return ended, [_after_prompt(span, ends) for span in spans], notes
+        if marked is not None:
+            known = [begin for begin, _ in begins if begin is not None]
+            return ended, [_after_prompt(span, known) for span in marked], notes
+        spans = [
+            (begin, self._end(example, text, turn, written)) for (begin, _), turn in zip(begins, wanted, strict=True)
+        ]
+        found = [(begin, end) for begin, end in spans if begin is not None and end is not None]
+        if len(found) < len(spans) or any(map(_holds_others, found, wanted, [written] * len(found))):
+            raise UserError(
+                "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
+                "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
+            )
+        return ended, found, notes
 
     def _marked(self, example: Example, text: str, left_out: set[int]) -> tuple[str, list[Span] | None]:
         """Return the text and the spans that the template marks, or TRL's variant of it, if that renders the same text."""
@@ -109,102 +117,107 @@ class SpanFinder:
             return text, [spans[number] for number in sorted(dropped)]
         return text, [span for number, span in enumerate(spans) if number not in dropped and number not in prompt]
 
-    def _prompt_end(self, example: Example, text: str, turn: int, begin: int | None) -> tuple[int | None, bool]:
-        """Return where the generation prompt of a turn ends, and whether the turn lacks a part of an open block in it.
+    def _begin(self, example: Example, text: str, turn: int, written: Sequence[Written]) -> tuple[int | None, bool]:
+        """Return where the generation prompt of a turn ends, and whether the turn lacks a block that the prompt opens.
 
         None if the chat before the turn is rendered differently.
         """
+        first = next((span[0] for span, message in written if message == turn), None)
         turns = example.messages[:turn]
         if not turns:
-            return self._end_without_question(text, begin), False
+            return self._begin_without_question(text, first), False
         try:
-            before = self.template.render(turns, example.tools, prompt=True)
-            if text.startswith(before):
-                return len(before), False
+            prompted = self.template.render(turns, example.tools, prompt=True)
+            if text.startswith(prompted):
+                return len(prompted) if first is None else min(len(prompted), first), False
             history = self.template.render(turns, example.tools)
         except Exception:
             return None, False
-        same = _common(text, before)
-        if same < _common(history, before):
+        before = [span for span, _ in written if first is not None and span[1] <= first]
+        start, end = before[-1] if before else (0, 0)
+        tails = [_behind(text[start:end], one) for one in (history, prompted)]
+        if tails[0] is None or tails[1] is None:
             return None, False
-        rest = before[same:]
-        return same, bool(rest.strip()) and not any(closes(tag) for tag in TAG.findall(rest))
+        here, there = shared(text[end:first], tails[1])
+        if there < len(tails[0].rstrip()):
+            return None, False
+        begun, rest = tails[1][len(tails[0].rstrip()) : there].strip(), tails[1][there:].strip()
+        return end + here, bool(begun and TAG.match(rest)) and not any(closes(tag) for tag in TAG.findall(rest))
 
-    def _end_without_question(self, text: str, begin: int | None) -> int | None:
+    def _begin_without_question(self, text: str, first: int | None) -> int | None:
         """Return where the prompt ends of a chat that begins with the assistant, since many templates need a message."""
-        if begin is None:
+        if first is None:
             return None
         try:
             asked, prompted = (self.template.render([NEXT_QUESTION], None, prompt=prompt) for prompt in (False, True))
         except Exception:
             return None
-        prompt = prompted[_common(asked, prompted) :]
-        at = text.rfind(prompt, 0, begin)
-        return at + len(prompt) if prompt and at >= 0 else None
+        prompt = prompted[shared(asked, prompted)[1] :].strip()
+        # The prompt may open a block that the answer lacks.
+        for begun in (prompt, *(prompt[: tag.start()] for tag in reversed([*TAG.finditer(prompt)]))):
+            at = text.rfind(begun, 0, first)
+            if begun and at >= 0:
+                return at + shared(text[at:first], prompted[prompted.rfind(prompt) :])[0]
+        return None if prompt else first
 
-    def _span_by_difference(self, example: Example, text: str, turn: int) -> Span:
-        """Return the span of a turn, found as the text that it adds to the rendered chat."""
-        before = self.template.render(example.messages[:turn], example.tools, prompt=True)
-        through = self.template.render(example.messages[: turn + 1], example.tools)
-        span = turn_span(text, before, through, self.eos_token)
-        if span is None:
-            raise UserError(
-                "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
-                "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
-            )
-        return span
+    def _end(self, example: Example, text: str, turn: int, written: Sequence[Written]) -> int | None:
+        """Return where a turn ends; None if the chat up to it is rendered differently."""
+        if turn == len(example.messages) - 1:
+            return len(text)
+        try:
+            through = self.template.render(example.messages[: turn + 1], example.tools)
+        except Exception:
+            return None
+        for ended in (through, through.removesuffix(self.eos_token)):
+            if text.startswith(ended):
+                return len(ended)
+        spans = [span for span, message in written if message == turn]
+        tail = _behind(text[slice(*spans[-1])], through) if spans else None
+        if tail is None:
+            return None
+        end, *words = spans[-1][1], *WORD.finditer(tail)
+        # The id of a call may stand behind its arguments.
+        for word in words:
+            end = text.index(word[0], end) + len(word[0])
+        tail = tail[words[-1].end() :] if words else tail
+        following = min((start for (start, _), _ in written if start >= end), default=len(text))
+        gap = text[end:following]
+        here, there = shared(gap, tail)
+        rest = tail[there:].strip().removesuffix(self.eos_token)
+        # gpt-oss ends the last turn with another token; other tails that go on differently are no end of this turn.
+        ended_otherwise = not tail[:there].strip() and all(TAG.match(one.lstrip()) for one in (gap, tail))
+        return end + here if not rest or ended_otherwise else None
 
 
-def _common(one: str, other: str) -> int:
-    """Return the length of what two texts begin with."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one.startswith(other[:middle]) else (low, middle - 1)
-    return low
+def _holds_others(span: Span, turn: int, written: Sequence[Written]) -> bool:
+    """Return whether parts of other messages stand in a turn's span."""
+    return any(span[0] <= start < span[1] and message not in (turn, -1) for (start, _), message in written)
 
 
-def _after_prompt(span: Span, ends: list[int]) -> Span:
+def _behind(part: str, text: str) -> str | None:
+    """Return the text behind the last place of a part, all of it behind nothing; None if the text lacks the part."""
+    at = text.rfind(part) if part else 0
+    return None if at < 0 else text[at + len(part) :]
+
+
+def shared(one: str, other: str) -> tuple[int, int]:
+    """Return how far two texts agree, white space aside, without a begun tag at the end."""
+    here = there = 0
+    while here < len(one) and there < len(other):
+        if one[here] == other[there]:
+            here, there = here + 1, there + 1
+        elif one[here].isspace():
+            here += 1
+        elif other[there].isspace():
+            there += 1
+        else:
+            begun = BEGUN_TAG.search(one, 0, here)
+            length = here - begun.start() if begun else 0
+            return here - length, there - length
+    return here, there
+
+
+def _after_prompt(span: Span, begins: list[int]) -> Span:
     """Return a span from where the generation prompt ends inside it."""
     start, end = span
-    return min((one for one in ends if start < one <= end), default=start), end
-
-
-def turn_span(full: str, before: str, through: str, eos_token: str) -> Span | None:
-    """Return the span of an assistant turn in a rendered chat; None if the full chat renders it differently.
-
-    Only one difference is accepted: the full chat may lack the reasoning block at the start of an earlier turn.
-
-    Args:
-        full: the whole chat.
-        before: the chat up to the turn, with the generation prompt.
-        through: the chat up to and including the turn.
-        eos_token: see SpanFinder.
-    """
-    start = len(before)
-    if not full.startswith(before):
-        # The generation prompt may begin the reasoning block, which earlier turns lack.
-        block = BEGUN_BLOCK.search(before)
-        if block is None or not full.startswith(before[: block.start()]):
-            return None
-        start = block.start()
-    for ended in (through, through.removesuffix(eos_token)):
-        if full.startswith(ended) and start <= len(ended):
-            return start, len(ended)
-        if ended.startswith(full[:start]) and (kept := _without_reasoning(ended[start:], full[start:])):
-            return start, start + kept
-    return None
-
-
-def _without_reasoning(turn: str, rest: str) -> int | None:
-    """Return the length of the turn without its reasoning block, if `rest` begins with it; None otherwise."""
-    _block, end, kept = turn.partition(THINK_END)
-    if not end:
-        return None
-    while kept.strip():
-        if rest.startswith(kept):
-            return len(kept)
-        if not kept[0].isspace():
-            return None
-        kept = kept[1:]
-    return None
+    return min((one for one in begins if start < one <= end), default=start), end

@@ -152,6 +152,8 @@ def read_sharegpt_turn(turn: Any, unread: list[str]) -> Message:
         )
     value = as_text(turn.get("value"), "value of a turn")
     rest = {name: item for name, item in turn.items() if name not in ("from", "value")}
+    if speaker != "function_call" and rest.get("content") not in (None, "", value):
+        raise UserError("a turn of conversations has value and content, which differ; keep one of them.")
     if speaker != "function_call":
         return read_message({**rest, "role": SHAREGPT_ROLES[speaker], "content": value}, unread)
     calls = from_json(value, "the value of a function_call turn")
@@ -171,11 +173,33 @@ def takes_part_in_loss(message: Message) -> bool:
         if not is_empty(message[name]) and is_loss_flag(name)
     }
     for name, value in given.items():
-        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise UserError(f"a message has {name} {str(value)[:20]}; only 0 (or false) and 1 (or true) are accepted.")
+        _check_flag(name, value, "a message")
     if len({bool(value) for value in given.values()}) > 1:
         raise UserError(f"a message has {' and '.join(given)}, which disagree; keep one of them.")
     return all(given.values())
+
+
+def _check_flag(name: str, value: Any, what: str) -> None:
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        shown = quoted(value) if isinstance(value, str) else str(value)[:20]
+        raise UserError(f"{what} has {name} {shown}; only 0 (or false) and 1 (or true) are accepted.")
+
+
+def _check_all_learned(keys: dict[str, Any], what: str) -> None:
+    """Refuse a flag that leaves a part of a message out of the loss.
+
+    Raises:
+        UserError: there is one, or its value is neither 0 nor 1.
+    """
+    for name, value in keys.items():
+        if is_empty(value) or not is_loss_flag(name):
+            continue
+        _check_flag(name, value, what)
+        if not value:
+            raise UserError(
+                f"{what} has {name[:100]} 0 or false; only whole messages can be left out of the loss, so write the parts as "
+                "messages of their own, or remove the row."
+            )
 
 
 def _check_trained(message: Message) -> None:
@@ -205,9 +229,16 @@ def _read_reasoning(message: Message) -> None:
     """Remove reasoning that a message gives twice.
 
     Raises:
-        UserError: two of its keys differ.
+        UserError: it is not text, or two of its keys differ.
     """
-    given = [key for key in REASONING_KEYS if isinstance(message.get(key), str) and message[key].strip()]
+    for key in REASONING_KEYS:
+        if message.get(key) in ([], {}):
+            del message[key]
+        if not isinstance(message.get(key, ""), str):
+            raise UserError(
+                f"a message has {kind_of(message[key])} as {key}, not text; write it as text, or remove it."
+            )
+    given = [key for key in REASONING_KEYS if message.get(key, "").strip()]
     if len({message[key].strip() for key in given}) > 1:
         raise UserError(f"a message has {' and '.join(given)}, which differ; keep one of them.")
     content = message.get("content")
@@ -226,17 +257,23 @@ def _tool_call(call: Any, unread: list[str]) -> dict[str, Any]:
     if isinstance(inner, str):
         inner = {"name": inner}
     if isinstance(inner, dict):
-        function = {**{name: call[name] for name in ARGUMENT_KEYS if name in call}, **inner}
+        outer = {name: value for name, value in call.items() if name not in CALL_KEYS}
+        function = {str(name): value for name, value in inner.items()}
+        for name in outer:
+            if not is_empty(function.get(name, outer[name])) and function.get(name, outer[name]) != outer[name]:
+                raise UserError(
+                    f"a tool call has {name[:100]} twice, beside function and in it, which differ; keep one of them."
+                )
+        function = {**outer, **function}
     else:
         function = {name: value for name, value in call.items() if name not in CALL_KEYS}
     function = {str(name): value for name, value in function.items() if not is_missing(value)}
     if not isinstance(function.get("name"), str):
         raise UserError("a tool call names no function; write {'function': {'name': ..., 'arguments': {...}}}.")
     found = {"name": function["name"], "arguments": _arguments(function)}
-    others = [name for name in function if name not in ("name", "type", *ARGUMENT_KEYS)]
-    if isinstance(inner, dict):
-        others += [name for name in call if name not in ("name", *CALL_KEYS, *ARGUMENT_KEYS)]
-    unread += [f"{name[:100]} of tool calls" for name in others]
+    others = {name: value for name, value in function.items() if name not in ("name", "type", *ARGUMENT_KEYS)}
+    _check_all_learned(others, "a tool call")
+    unread += [f"{name[:100]} of tool calls" for name in others if not is_loss_flag(name)]
     return {**{name: call[name] for name in KEPT_CALL_KEYS if name in call}, "type": "function", "function": found}
 
 
@@ -274,15 +311,12 @@ def _text_parts(parts: list[Any], unread: list[str]) -> str:
     """Join OpenAI's list of content parts; all of them must be text."""
     for part in parts:
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            shown = f"of type {quoted(part['type'])}" if isinstance(part, dict) and "type" in part else kind_of(part)
             raise UserError(
-                "a message has content parts that are not text; this kit trains on text only, so remove the row."
+                f"a message has a content part ({shown}) that is not {{'type': 'text', 'text': ...}}; this kit trains on text only, "
+                "so write it in this form, or remove the row."
             )
         others = {str(key): value for key, value in part.items() if key not in ("type", "text") and not is_empty(value)}
-        flags = {key: value for key, value in others.items() if is_loss_flag(key)}
-        if not all(flags.values()):
-            raise UserError(
-                f"a content part has {next(key for key, value in flags.items() if not value)} 0 or false; only whole messages "
-                "can be left out of the loss, so write the parts as messages of their own, or remove the row."
-            )
-        unread += [f"{key[:100]} of content parts" for key in others if key not in flags]
+        _check_all_learned(others, "a content part")
+        unread += [f"{key[:100]} of content parts" for key in others if not is_loss_flag(key)]
     return JoinedText([part["text"] for part in parts])

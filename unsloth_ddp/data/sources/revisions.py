@@ -6,6 +6,7 @@ settings, so settings.yaml and the manifest of every checkpoint contain them.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Literal
@@ -60,17 +61,18 @@ def ignored_hub_options(settings: Settings) -> list[str]:
     ]
 
 
-def pin_revisions(settings: Settings, runtime: Runtime) -> None:
-    """Replace model_revision and dataset_revision by commits, the same on every rank; every rank calls this.
+def pin_revisions(settings: Settings, runtime: Runtime) -> Settings:
+    """Return the settings with commits as model_revision and dataset_revision, the same on every rank; every rank calls this.
 
     A revision that the Hub does not resolve (no network, no such name, no access) stays as given; reading raises the error.
 
     Raises:
         UserError: the number of dataset revisions differs from the number of Hub datasets.
     """
-    settings.model_revision, settings.dataset_revision = runtime.broadcast_from_main(
+    model, datasets = runtime.broadcast_from_main(
         lambda: (_model_commit(settings, runtime.backend), _dataset_commits(settings))
     )
+    return dataclasses.replace(settings, model_revision=model, dataset_revision=datasets)
 
 
 def _model_commit(settings: Settings, backend: str) -> str | None:

@@ -33,6 +33,7 @@ MAGIC = {
 OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
 # What Python, pandas and databases write into a CSV cell for a missing value.
 NULL_CELLS = {"nan", "NaN", "null", "NULL", "None", "<NA>"}
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_ADDRESS = re.compile(r"https?://huggingface\.co/datasets/([^/]+(?:/[^/]+)?)")
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -47,7 +48,7 @@ class SourceRow(NamedTuple):
 def is_file(source: str) -> bool:
     """Return whether `source` is a local path rather than a dataset on the Hub ("name" or "owner/name")."""
     path = Path(source)
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    looks_local = not HUB_ID.fullmatch(source)
     suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
     return looks_local or suffix.lower() in SUFFIXES or path.exists()
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.adapter.weights import PREFIX, A, B, adapted_modules, load_weights, read_weights
+from unsloth_ddp.model.adapter.weights import PREFIX, A, B, changed_modules, load_weights, read_weights
 from unsloth_ddp.model.files.find import model_folder, safetensors_files
 from unsloth_ddp.model.files.stored_weights import (
     copy_processor,
@@ -31,15 +31,14 @@ from unsloth_ddp.model.files.stored_weights import (
 from unsloth_ddp.model.files.whole_weights import ADAPTER, describe_without_weights
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.loading.load import safetensors_only, stop_at
-from unsloth_ddp.model.parts import path_in_class
 from unsloth_ddp.utils.files.tensors import ModelFiles
 
 WEIGHT = ".weight"
 # bitsandbytes stores the constants of q_proj.weight as q_proj.weight.absmax and so on.
 PART = f"{WEIGHT}."
 QUANTIZED = ".quant_state."
-# Transformers' conversion that reads a weight and its constants as one tensor.
-UNPACKS = "Bnb4bitDeserialize"
+# Where Transformers has the conversions that read a weight and its constants as one tensor.
+QUANTIZERS = "transformers.integrations."
 # Options of a LoraConfig that are off where the change of a weight is scale * B @ A.
 EXTENSIONS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "modules_to_save", "target_parameters",
@@ -168,7 +167,7 @@ def _changes(
         known: the model's name of each.
     """
     weights = read_weights(adapter, model)
-    modules = {name.removeprefix(PREFIX).removesuffix(A) for name in weights if name.endswith(A)}
+    modules = changed_modules(adapter, model)
     if weights.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
         return None
     by_name: dict[str | None, list[str]] = {}
@@ -269,13 +268,11 @@ def load_adapted(settings: Settings, adapter: Path, dtype: torch.dtype = torch.b
     )
     if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
         base = base.dequantize()
-        _forget_packing(base)
+    # Without a GPU, Transformers unpacks some weights by itself.
+    _forget_packing(base)
     config: Any = PeftConfig.from_pretrained(str(adapter))
     if config.target_modules and not config.target_parameters and not config.trainable_token_indices:
-        # The modules of the file, under the names of this class; the names in the config could match modules of towers too.
-        paths = {path for path, _ in base.named_modules()}
-        named = {path_in_class(path, base) if path not in paths else path for path in adapted_modules(adapter)}
-        config.target_modules = (named & paths) or config.target_modules
+        config.target_modules = changed_modules(adapter, base) or config.target_modules
     config.inference_mode = False
     adapted = get_peft_model(base, config)
     load_weights(adapted, adapter, str(settings.model))
@@ -295,11 +292,19 @@ def _untie_adapted_embedding(model: Any) -> None:
 
 
 def _forget_packing(model: Any) -> None:
-    """Drop the conversions that unpacked a model's files, which Transformers cannot revert when it saves the model."""
-    known = getattr(model, "_weight_conversions", None)
-    if known:
-        model._weight_conversions = [one for one in known if not _unpacks(one)]
+    """Replace the conversions that unpacked a model's files by those of plain files; saving would pack the weights again."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = getattr(model, "_weight_conversions", None) or []
+    unpacked = {target for one in known if _unpacks(one) for target in _targets(one)}
+    plain = [one for one in get_model_conversion_mapping(model) if unpacked & _targets(one)]
+    if unpacked:
+        model._weight_conversions = [one for one in known if not _unpacks(one)] + plain
 
 
 def _unpacks(conversion: Any) -> bool:
-    return any(type(step).__name__ == UNPACKS for step in getattr(conversion, "operations", []))
+    return any(type(step).__module__.startswith(QUANTIZERS) for step in getattr(conversion, "operations", []))
+
+
+def _targets(conversion: Any) -> set[str]:
+    return {pattern.removesuffix("$") for pattern in conversion.target_patterns}

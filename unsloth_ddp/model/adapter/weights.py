@@ -5,6 +5,7 @@ PEFT only warns of such keys, and the model then answers as its base.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from unsloth_ddp.model.files.check import ADAPTER_WEIGHTS
 from unsloth_ddp.model.modules import base_model
-from unsloth_ddp.model.parts import path_in_class
+from unsloth_ddp.model.parts import adaptable_layers, path_in_class
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # PEFT's names: PREFIX, the path of the module, and one of these.
@@ -28,6 +29,26 @@ def adapted_modules(folder: Path) -> list[str]:
     with safe_open(folder / ADAPTER_WEIGHTS, framework="numpy") as file:
         names = [name.removeprefix(PREFIX) for name in file.keys()]  # noqa: SIM118
     return sorted({name.removesuffix(end) for name in names for end in (A, EMBEDDING_A) if name.endswith(end)})
+
+
+def changed_modules(folder: Path, model: Any) -> set[str]:
+    """Return the paths of the modules that an adapter changes: those of its file, and layers of the text that its config names.
+
+    Names in the config of an adapter of earlier versions could match modules of towers too.
+    """
+    from peft import PeftConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    paths = {path for path, _ in base_model(model).named_modules()}
+
+    def here(names: Iterable[str]) -> set[str]:
+        return {name if name in paths else path_in_class(name, model) for name in names}
+
+    if not isinstance(config.target_modules, str):
+        config.target_modules = here(config.target_modules or ())
+    named = {path for path in adaptable_layers(model) if check_target_module_exists(config, path)}
+    return named | (here(adapted_modules(folder)) & paths)
 
 
 def read_weights(folder: Path, model: Any) -> dict[str, Tensor]:
@@ -47,10 +68,10 @@ def read_weights(folder: Path, model: Any) -> dict[str, Tensor]:
         if path not in plain and (known := path_in_class(path, model)) in plain:
             path = known
         weights[f"{PREFIX}{path}{part}"] = tensor
+    end = ".lora_B" if any(path.endswith(".lora_B") for path in modules) else ""
     for name in [name for name in weights if name.endswith(B)]:
         module = name.removesuffix(B)
-        adapted = f"{module.removeprefix(PREFIX)}.lora_B" in modules
-        if not adapted and not weights[name].any():
+        if f"{module.removeprefix(PREFIX)}{end}" not in modules and not weights[name].any():
             del weights[name], weights[f"{module}{A}"]
     return weights
 

@@ -11,7 +11,9 @@ import shlex
 import zipfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from unsloth_ddp.data.sources.rows import HUB_ID
 from unsloth_ddp.model.files.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.safe import stays_inside
@@ -36,14 +38,19 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
         UserError: there is no such folder, or it is an adapter, has no config.json, or check_folder refuses it.
     """
     path = Path(model).expanduser()
-    if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
+    if not path.exists() and HUB_ID.fullmatch(model):
         return
+    if "://" in model:
+        name = "/".join(urlsplit(model).path.split("/")[1:3])
+        raise UserError(f"model {model} is a URL; give the model's id on the Hub{f': {name}' if name else ''}.")
     if (path / ADAPTER_FILE).is_file():
         check_no_adapter(model, read_model_file(model, ADAPTER_FILE) or {})
     if not path.exists():
         raise UserError(f"model {model}: there is no such folder; give the folder of a saved model, or a Hub id.")
     if not (path / "config.json").is_file():
-        raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
+        inner = next(iter(sorted(path.glob("*/config.json"))), None)
+        fix = f"did you mean {inner.parent}?" if inner else "give a Hub id or a saved model."
+        raise UserError(f"model {model} is not a model folder: it has no config.json; {fix}")
     check_folder(path, safetensors_only=safetensors_only)
 
 

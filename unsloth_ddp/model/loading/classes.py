@@ -104,8 +104,8 @@ def _refuse_other_kinds(config: Any, name: str, named: list[str]) -> None:
     if named and all(tasks.values()) and not any(trained & found for found in tasks.values()):
         described = _describe_task(sorted(tasks[named[0]])[0])
         raise UserError(
-            f"model {name} is {described} ({named[0]}), and this kit trains causal language models and image-text models; give the "
-            "model of its family that ends in ForCausalLM or ForConditionalGeneration, if there is one."
+            f"model {name} is {described} ({named[0]}), and this kit trains causal language models and image-text models; give one "
+            "of those."
         )
     if not getattr(config, "is_decoder", True) and _is_bidirectional_family(config):
         raise UserError(
@@ -152,6 +152,11 @@ def _checked(auto: Any, config: Any, name: str) -> Any:
         raise UserError(
             f"model {name} is a {made.__name__}, which needs {' and '.join(wanted)} with every row, and the rows have text only; "
             "give a causal language model."
+        )
+    if any(one.name == "decoder_input_ids" for one in arguments):
+        raise UserError(
+            f"model {name} is a {made.__name__}, which reads one sequence and writes another (decoder_input_ids), and this kit trains "
+            "causal language models; give one of those."
         )
     return auto
 

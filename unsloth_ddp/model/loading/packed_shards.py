@@ -43,7 +43,7 @@ class SplitPacked(ConversionOps):
         return {name: self._part(value, model, full_layer_name) for name, value in input_dict.items()}
 
     def _part(self, packed: Any, model: Any, path: str) -> Any:
-        if not is_packed(packed):
+        if not is_four_bit(packed):
             return packed
         module = model.get_submodule(path.rpartition(".")[0])
         module.quant_state, module.quant_storage = packed.quant_state, self.storage
@@ -53,7 +53,7 @@ class SplitPacked(ConversionOps):
         return weight
 
 
-def is_packed(weight: Any) -> bool:
+def is_four_bit(weight: Any) -> bool:
     """Return whether this is, or will be, a weight that bitsandbytes packs to 4 bits."""
     return type(weight).__name__ == "Params4bit"
 

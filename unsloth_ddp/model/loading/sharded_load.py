@@ -29,10 +29,11 @@ from torch.nn import Module, Parameter
 from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import check_complete
-from unsloth_ddp.model.loading.packed_shards import SplitPacked, is_packed, split_quantized
+from unsloth_ddp.model.loading.packed_shards import SplitPacked, is_four_bit, split_quantized
 from unsloth_ddp.model.loading.shards import as_shard, part_of, part_shape, places
 from unsloth_ddp.model.modules import DTYPES, base_model
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.memory_limits import BYTES_PACKED
 from unsloth_ddp.utils.units import shown_bytes
 
 # Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank that
@@ -297,8 +298,8 @@ def _split_the_rest(model: Module, mesh: DeviceMesh) -> None:
 
 
 def _part_bytes(model: Module, mesh: DeviceMesh) -> int:
-    """Return the bytes of this rank's shard of a model; a 4-bit weight takes half a byte per value."""
-    sizes = {p: (0.5 if is_packed(p) else p.element_size()) for p in model.parameters()}
+    """Return the bytes of this rank's shard of a model; a 4-bit weight takes BYTES_PACKED per value."""
+    sizes = {p: (BYTES_PACKED if is_four_bit(p) else p.element_size()) for p in model.parameters()}
     return int(sum(p.numel() * size for p, size in sizes.items()) / mesh.size(mesh.ndim - 1))
 
 

@@ -74,7 +74,7 @@ def plain_class(module: Module) -> type[Module]:
     return classes[classes.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else classes[0]
 
 
-def is_packed(weight: Any) -> bool:
+def is_quantized(weight: Any) -> bool:
     """Return whether a weight is quantized to less than 16 bits per value."""
     return hasattr(weight, "quant_state") or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32)
 
@@ -142,7 +142,7 @@ class _Copy:
         return self.weights[id(weight)]
 
     def _fresh(self, weight: Any) -> Parameter:
-        packed = is_packed(weight)
+        packed = is_quantized(weight)
         if packed and not hasattr(weight, "device_mesh"):
             # It is not sharded and not trained, so it can be shared.
             return weight

@@ -95,12 +95,10 @@ def _load(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> Any
     """
     weights: Literal["fp32", "bf16"] = "fp32" if runtime.precision == "fp32" else "bf16"
     # The run's folder has the tokenizer with its template, so the template's file may be gone.
-    settings = dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, full_weights=weights)
-    # Generation uses the 16-bit weights.
-    settings.fp8 = False
-    if runtime.device_type == "cpu":
-        # The run's attention kernel may need a GPU.
-        settings.attn_implementation = None
+    # Generation uses the 16-bit weights, not those of --fp8. The run's attention kernel may need a GPU.
+    attention = None if runtime.device_type == "cpu" else settings.attn_implementation
+    changed: dict[str, Any] = {"fp8": False, "attn_implementation": attention, "full_weights": weights}
+    settings = dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, **changed)
     return load_model(settings, runtime, also)[0]
 
 

@@ -12,11 +12,11 @@ from unsloth_ddp.notebook.analyse.stand_ins import stand_in_serves
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.read.host_folders import check_paths
 from unsloth_ddp.notebook.read.hosts import HOST_NAMES
-from unsloth_ddp.notebook.syntax.arguments import code, keyword, splats
-from unsloth_ddp.notebook.syntax.commands import training_line
+from unsloth_ddp.notebook.syntax.arguments import code, names_arguments, splats
+from unsloth_ddp.notebook.syntax.commands import ending_line, training_line
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import command_of
-from unsloth_ddp.notebook.syntax.tree import BUILTINS
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted
 from unsloth_ddp.notebook.write.load import DEVICE_COUNTS
 
 # Code that mentions none of these has nothing to do with a model.
@@ -38,7 +38,10 @@ _LIGHTNING = (
     "Lightning's Trainer takes what it is told for the number of processes: set devices and num_nodes to those of the "
     "launch, and divide accumulate_grad_batches by the number of processes"
 )
-_ENDS = ("exit", "quit", "sys.exit")
+_TRAINS_ELSEWHERE = re.compile(
+    r"^(\w+\.)*\w*(train|finetun|fine_tun)\w*\.(\w+\.)*(run_|main_)?(train|finetune|fine_tune)(_\w+)?$"
+)
+_ENDS = ("exit", "quit", "sys.exit", "SystemExit")
 _OWN_LOADERS = ("get_train_dataloader",)
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
@@ -120,10 +123,12 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
         notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
     if Effect.FILE in statement.effects and re.search("(site|dist)-packages", code(statement.node)):
         notes.append(context.warn("install", "reaches installed packages: leave this out if it changes them"))
+    notes += _check_optimizer(statement, context)
     notes += _check_names(statement, context)
     notes += check_paths(statement.node, context)
     notes += _check_commands(statement, context)
     notes += [context.warn(*_STARTERS[path]) for path in _starters(statement, graph)]
+    notes += _check_modules(statement, graph, context)
     notes += _check_trainers(statement, graph, context)
     notes += _check_loss(statement, graph, context)
     notes += _check_loaders(statement, graph, context)
@@ -158,18 +163,58 @@ def _check_names(statement: Statement, context: ConversionContext) -> list[str]:
     return notes
 
 
-def _check_commands(statement: Statement, context: ConversionContext) -> list[str]:
-    commands = [training_line(command_of(site.node)) for site in statement.usage.calls]
+def _check_optimizer(statement: Statement, context: ConversionContext) -> list[str]:
+    """Warn about an optimizer that steps while it goes backward, wherever its name is written."""
+    found = _Strings.ending(statement.node, "_layerwise")
     return [
-        context.warn("command", f"`{command}` starts a training of its own, from one process and with the same GPUs")
-        for command in dict.fromkeys(commands)
-        if command
+        context.warn("optimizer", f"{name!r} works on one process only: use it without layerwise") for name in found
+    ]
+
+
+class _Strings(cst.CSTVisitor):
+    """Collects the strings that end so."""
+
+    def __init__(self, ending: str) -> None:
+        self.wanted, self.found = ending, list[str]()
+
+    @classmethod
+    def ending(cls, node: cst.CSTNode, ending: str) -> list[str]:
+        visitor = cls(ending)
+        node.visit(visitor)
+        return list(dict.fromkeys(visitor.found))
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        value = node.evaluated_value
+        if isinstance(value, str) and value.endswith(self.wanted):
+            self.found.append(value)
+
+
+def _check_commands(statement: Statement, context: ConversionContext) -> list[str]:
+    commands = [command_of(site.node) for site in statement.usage.calls]
+    trains = dict.fromkeys(line for line in map(training_line, commands) if line)
+    ends = dict.fromkeys(line for line in map(ending_line, commands) if line)
+    starts = "starts a training of its own, from one process and with the same GPUs"
+    notes = [context.warn("command", f"`{line}` {starts}") for line in trains]
+    return notes + [
+        context.warn("command", f"`{line}` would end this script's processes too: leave it out") for line in ends
     ]
 
 
 def _starters(statement: Statement, graph: Graph) -> list[str]:
     sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     return [path for path in dict.fromkeys(graph.full_path(site) for site in sites) if path in _STARTERS]
+
+
+def _check_modules(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+    """Warn about a function that trains in a module of its author's, by its name and the module's."""
+    sites = [site for site in statement.usage.calls if site.root in graph.imports]
+    paths = [path for path in dict.fromkeys(map(graph.full_path, sites)) if _TRAINS_ELSEWHERE.search(path)]
+    return [
+        context.warn(
+            "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
+        )
+        for path in paths
+    ]
 
 
 def _only_calls(statement: Statement) -> bool:
@@ -188,7 +233,7 @@ def _check_trainers(statement: Statement, graph: Graph, context: ConversionConte
             continue
         if graph.full_path(site).split(".")[0] in ("lightning", "pytorch_lightning"):
             notes.append(context.warn("sizing", _LIGHTNING))
-        elif keyword(site.node, "args") is None and not any(_might_be_arguments(arg) for arg in site.node.args):
+        elif not any(_might_be_arguments(arg, context) for arg in site.node.args):
             notes.append(
                 context.warn(
                     "arguments",
@@ -199,9 +244,11 @@ def _check_trainers(statement: Statement, graph: Graph, context: ConversionConte
     return notes
 
 
-def _might_be_arguments(arg: cst.Arg) -> bool:
-    text = code(arg.value).lower()
-    return arg.keyword is None and ("arg" in text or "config" in text)
+def _might_be_arguments(arg: cst.Arg, context: ConversionContext) -> bool:
+    """Return whether an argument of a trainer holds its arguments, by its keyword, its name or what made it."""
+    if arg.keyword is not None:
+        return arg.keyword.value in ("args", "config", "training_args")
+    return names_arguments(arg) or dotted(arg.value) in context.known_arguments
 
 
 def _check_loaders(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +11,7 @@ from functools import cached_property
 import libcst as cst
 
 from unsloth_ddp.notebook.read.displayed import is_bare_value
+from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.effects import (
     REMOTE_STARTS,
     Effect,
@@ -24,8 +26,18 @@ from unsloth_ddp.notebook.syntax.effects import (
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import full_path, is_false
-from unsloth_ddp.notebook.syntax.usage import NAMESPACE, CallSite, DeferredBody, NameUsage, follow_aliases
+from unsloth_ddp.notebook.syntax.usage import (
+    NAMESPACE,
+    RETURNED,
+    CallSite,
+    DeferredBody,
+    NameUsage,
+    follow_aliases,
+)
 
+_COUNTS_PROCESSES = re.compile(
+    r"""^(int\()?[\w.]*(environ\b.*["']WORLD_SIZE["']|getenv\(["']WORLD_SIZE["']|get_world_size\()"""
+)
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
 
@@ -97,6 +109,12 @@ class Graph:
         return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
 
     @cached_property
+    def counts_of_processes(self) -> frozenset[str]:
+        """Return the names that hold the number of processes, as the launcher or a library says it."""
+        assigned = [pair for s in self.statements for pair in s.usage.assigned]
+        return frozenset(name for name, site in assigned if _COUNTS_PROCESSES.search(code(site.node)))
+
+    @cached_property
     def remote_names(self) -> frozenset[str]:
         """Return the names that hold a trainer, an estimator or a client of a service that trains elsewhere."""
         assigned = [pair for s in self.statements for pair in s.usage.assigned]
@@ -124,7 +142,7 @@ class Graph:
     def function_effects(self) -> dict[str, set[Effect]]:
         """Return the effects of the notebook's own functions."""
         assert self.effects is not None
-        return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.methods}
+        return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.is_class}
 
     def class_effects(self, name: str) -> set[Effect]:
         """Return the effects of all methods of one of the notebook's own classes."""
@@ -166,7 +184,7 @@ class Graph:
         """Return the notebook's function or method that a call runs, and whether its first parameter is the object."""
         assert self.effects is not None
         body = self.functions.get(site.path)
-        if body is not None and not (body.methods or body.bases):
+        if body is not None and not body.is_class:
             return body, False
         name, method = (site.path, "__init__") if body is not None else (self.effects.owner(site) or "", site.tail)
         while name in self.functions:  # a method that it inherits
@@ -232,6 +250,7 @@ def _trainer_classes(functions: dict[str, DeferredBody]) -> TrainerClasses:
 # Effects -------------------------------------------------------------------------------------------------------------
 
 
+_SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
 # Methods of an accelerator that wait for nobody.
 _ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
 # What a DataLoader of these iterates over is drawn together by all processes.
@@ -267,7 +286,7 @@ class _Effects:
         found: set[Effect] = set()
         body = graph.functions.get(site.path)
         if body is not None:
-            if not body.methods and not body.bases:
+            if not body.is_class:
                 found |= self.of_function(site.path)
             elif any(downloads_data(graph.full_path(inner)) for inner in body.calls):
                 found.add(Effect.DATA)  # a Dataset class that downloads when it is made
@@ -277,6 +296,8 @@ class _Effects:
             found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
         else:
             found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
+            if not found and site.root in graph.imports and site.tail.startswith(_SETS_LIBRARY):
+                found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
         for name in site.names & graph.functions.keys():
             found |= self.of_function(name) & _THROUGH_ARGUMENTS
         return found
@@ -315,16 +336,28 @@ class _Effects:
         return found.union(*(self.of_site(site) for site in body.calls))
 
 
+def _gives_trainer(site: CallSite, graph: Graph, depth: int = 0) -> bool:
+    """Return whether a call makes a trainer, itself or as a function of the notebook that returns one."""
+    if makes_trainer(site, graph.trainer_classes):
+        return True
+    body = graph.functions.get(site.path)
+    if body is None or body.is_class or depth > 3:
+        return False
+    returned = {whole for part, whole in body.aliases if part == RETURNED}
+    wanted = {RETURNED} | (returned if len(returned) == 1 else set())
+    return any(_gives_trainer(inner, graph, depth + 1) for name, inner in body.assigned if name in wanted)
+
+
 def _find_effects(graph: Graph) -> None:
     trainers: set[str] = set()
     instances: dict[str, set[str]] = {}
     for statement in graph.statements:
         for site in statement.usage.calls:
             body = graph.functions.get(site.path)
-            if body is not None and (body.methods or body.bases):
+            if body is not None and body.is_class:
                 for name in statement.usage.writes:
                     instances.setdefault(name, set()).add(site.path)
-        trainers |= {name for name, site in statement.usage.assigned if makes_trainer(site, graph.trainer_classes)}
+        trainers |= {name for name, site in statement.usage.assigned if _gives_trainer(site, graph)}
     trainers -= graph.remote_names | graph.functions.keys()
     effects = graph.effects = _Effects(graph, trainers, instances)
     for statement in graph.statements:

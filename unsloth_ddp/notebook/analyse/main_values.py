@@ -106,7 +106,7 @@ class MainValues:
         body = self.graph.functions.get(site.path)
         if body is None:
             return site.root in self.graph.imports and differs_by_process(self.graph.full_path(site))
-        if body.methods or body.bases or body.writes:
+        if body.is_class or body.writes:
             return False
         paths = [(inner, self.graph.full_path(inner)) for inner in body.calls]
         known = sys.stdlib_module_names | BUILTINS | {"?"}
@@ -119,7 +119,7 @@ class MainValues:
         """Return whether an expression is one that the main process evaluates and sends."""
         if isinstance(node, _WHOLE) and self.reads_tracker(node):
             return self._may_run_once(node)
-        if isinstance(node, cst.FormattedString) and self._any(node, self._is_part):
+        if isinstance(node, cst.FormattedString | cst.ConcatenatedString) and self._any(node, self._is_part):
             return self._may_run_once(node)
         return isinstance(node, cst.BaseExpression) and self._is_part(node) and self._may_run_once(node)
 
@@ -200,6 +200,8 @@ class MainValues:
                 return []
             case cst.WithItem(item=item) if self.tracked(item)[0]:
                 return []  # a context is entered, not sent
+            case cst.ConcatenatedString():  # a part of one has to stay a string
+                return [part for piece in node.children for part in piece.children]
             case cst.Attribute() | cst.Arg() | cst.NamedExpr() | cst.AugAssign():
                 return [node.value]
             case cst.AnnAssign():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph
+from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.tree import contains, dotted
 from unsloth_ddp.notebook.syntax.usage import CallSite
 
 # What shows how far a loop is, and yields what it is given.
 _WRAPS = ("enumerate", "tqdm", "track", "islice", "iter")
+_EVALUATES = re.compile("val|eval|test|dev")
 _LEAVES_LOOP = cst.Break | cst.Return | cst.Raise
 
 
@@ -121,8 +124,22 @@ def _is_loader(name: str, owner: cst.BaseStatement, graph: Graph) -> bool:
         return False
     position = graph.functions[owner.name.value].params.index(name)
     sites = [site for s in graph.statements for site in s.usage.calls if site.path == owner.name.value]
-    given = [_argument(site, name, position) for site in sites]
+    given = [_argument(site, name, position) or _default(owner, name) for site in sites]
     return bool(given) and all(one in made for one in given)
+
+
+def _default(function: cst.FunctionDef, name: str) -> str:
+    """Return the name that a parameter has as its default, or ""."""
+    params = [*function.params.params, *function.params.kwonly_params]
+    found = next((param.default for param in params if param.name.value == name), None)
+    return found.value if isinstance(found, cst.Name) else ""
+
+
+def steps_by_training_loss(graph: Graph) -> bool:
+    """Return whether a scheduler steps by a value that is not of an evaluation, which every process makes alike."""
+    sites = [site for site in graph.sites if site.tail == "step" and site.is_method and len(site.node.args) == 1]
+    values = [code(site.node.args[0].value).lower() for site in sites if "scaler" not in site.root.lower()]
+    return any("loss" in value and not _EVALUATES.search(value) for value in values)
 
 
 def _gives_loader(site: CallSite, graph: Graph) -> bool:

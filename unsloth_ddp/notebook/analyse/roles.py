@@ -7,12 +7,15 @@ together with what only such statements use. Anything unknown runs everywhere, a
 
 from __future__ import annotations
 
+import libcst as cst
+
 from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.analyse.installs import drop_installs
 from unsloth_ddp.notebook.analyse.main_values import keep_trackers
 from unsloth_ddp.notebook.analyse.plain import is_assignment, makes_plain_values
 from unsloth_ddp.notebook.analyse.read_backs import keep_read_backs
 from unsloth_ddp.notebook.syntax.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
+from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
 
 # What every process must run together.
@@ -93,7 +96,12 @@ def _makes_files(statement: Statement) -> bool:
     others = MAIN_ONLY | {Effect.TRACK, Effect.INPUT}
     if statement.share_value or statement.effects & (others - {Effect.FILE, Effect.PRINT}):
         return False
-    return Effect.FILE in statement.effects and not any(site.tail in _REMOVES for site in statement.usage.calls)
+    return Effect.FILE in statement.effects and not removes_files(statement.node)
+
+
+def removes_files(node: cst.BaseStatement) -> bool:
+    """Return whether code removes files or moves them, which a second process would not find any more."""
+    return any(site.tail in _REMOVES for site in collect(node).calls)
 
 
 def _needed_names(graph: Graph, statement: Statement) -> list[str]:

@@ -121,7 +121,7 @@ def add_automagic(source: str) -> str:
     if _DATABRICKS_CELL.match(source):
         return "%" + source.lstrip()
     for index, line in enumerate(lines):
-        found = re.match(r"(?P<word>[A-Za-z][\w-]*)(?=\s+[^\s=(,.:]|\s*$)", line)
+        found = re.match(r"(?P<word>[A-Za-z][\w-]*)(?=\s+([^\s=(,.:]|\.([./\s]|$))|\s*$)", line)
         if found is None or _is_python(line):
             continue
         if found["word"] in _line_magics():

@@ -22,10 +22,10 @@ from unsloth_ddp.notebook.read.launchers import call_directly
 from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.commands import is_launcher_variable, variable_of
 from unsloth_ddp.notebook.syntax.effects import Effect, TrainerClasses, call_effects
-from unsloth_ddp.notebook.syntax.ipython import SHELL_METHODS, as_python_string, ipython_call, is_shell
+from unsloth_ddp.notebook.syntax.ipython import SHELL_METHODS, as_python_string, ipython_call
 from unsloth_ddp.notebook.syntax.lines import LineEditor, is_empty, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import dotted, full_path
 
 _QUIET = {"matplotlib", "load_ext", "reload_ext", "unload_ext", "autoreload", "config", "pylab", "precision", "gui"}
 _QUIET |= {"pinfo", "pinfo2", "psearch", "who", "whos", "ls", "ll", "pwd", "history", "timeit", "reset", "tensorboard"}
@@ -200,16 +200,23 @@ class _Normaliser(LineEditor):
         return self.context.imports.get(root, "").startswith("kaggle_secrets.")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        if is_shell(node.value) and node.attr.value in SHELL_METHODS:
+        if self._is_shell(node.value) and node.attr.value in SHELL_METHODS:
             self.shells.add(id(node.value))
 
     def visit_Expr(self, node: cst.Expr) -> bool:
         # A statement of the host is left out whole: its value is not replaced first.
         return not isinstance(node.value, cst.Call) or not is_dropped(node.value, self.context)
 
+    def _is_shell(self, node: cst.BaseExpression) -> bool:
+        """Return whether an expression is `get_ipython()`, by whatever name it was imported."""
+        if not isinstance(node, cst.Call) or node.args:
+            return False
+        return full_path(dotted(node.func), self.context.imports).split(".")[-1] == "get_ipython"
+
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if is_shell(updated_node) and id(original_node) not in self.shells:
-            return cst.Name("None")
+        if self._is_shell(updated_node):
+            kept = id(original_node) in self.shells
+            return updated_node.with_changes(func=cst.Name("get_ipython")) if kept else cst.Name("None")
         direct, notes = call_directly(updated_node, self.context)
         if notes:
             self.note(*notes)
@@ -220,9 +227,18 @@ class _Normaliser(LineEditor):
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         name = updated_node.attr.value
-        if is_shell(original_node.value) and name not in SHELL_METHODS and not name.startswith("__"):
+        if self._is_shell(original_node.value) and name not in SHELL_METHODS and not name.startswith("__"):
             return cst.Name("None")
-        return updated_node
+        return self._of_environ(updated_node)
+
+    def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> cst.BaseExpression:
+        return self._of_environ(updated_node)
+
+    def _of_environ(self, node: cst.Attribute | cst.Subscript) -> cst.BaseExpression:
+        """Return an item or a method of a name for `os.environ` by its own name, by which the later steps know it."""
+        if isinstance(node.value, cst.Name) and node.value.value in self.context.environ_names:
+            return node.with_changes(value=cst.parse_expression("os.environ"))
+        return node
 
     def leave_ImportFrom(
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 _BLANK = cst.Module(body=[])
+
+# What a trainer's arguments are called, but not an adapter's or a model's configuration.
+_ARGUMENTS = re.compile(r"^(?!.*(peft|lora|model|bnb|quant)).*(args|arguments|config|cfg)\b")
 
 
 def code(node: cst.CSTNode) -> str:
@@ -82,3 +87,9 @@ def _between(call: cst.Call, index: int) -> cst.BaseParenthesizableWhitespace:
                 first_line=cst.TrailingWhitespace(), indent=whitespace.indent, last_line=whitespace.last_line
             )
     return cst.SimpleWhitespace(" ")
+
+
+def names_arguments(arg: cst.Arg) -> bool:
+    """Return whether an argument given by position holds a trainer's arguments, by its name."""
+    found = _ARGUMENTS.search(code(arg.value).lower())
+    return arg.keyword is None and not arg.star and found is not None

@@ -9,7 +9,7 @@ import libcst as cst
 from unsloth_ddp.notebook.syntax.tree import dotted
 
 _LAUNCHER = re.compile(
-    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|ACCELERATE|PET)_"
+    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|PET)_"
 )
 _TRAINS = re.compile(
     r"""(?:^|[;&|(!%'"])\s*(?:[A-Z_]+=\S+\s+|nohup\s+|sudo\s+|env\s+)*(
@@ -18,6 +18,9 @@ _TRAINS = re.compile(
       | python[\d.]*\s+(-u\s+)?\S*(train|finetune|fine_tune|sft|dpo|grpo|run_\w+)\w*\.py\b )""",
     re.VERBOSE,
 )
+
+# Ends processes by the GPU that they use, or by the name of Python.
+_ENDS = re.compile(r"(?:^|[;&|]|sudo\s)\s*(?:fuser\s.*-\w*k|(?:p?kill|killall)\b.*(?:nvidia|python))")
 
 
 def is_launcher_variable(name: str) -> bool:
@@ -41,7 +44,16 @@ def variable_of(node: cst.BaseExpression) -> str:
 
 def training_line(command: str) -> str:
     """Return the line of a command that starts a training by itself, or ""."""
+    return _line(command, _TRAINS)
+
+
+def ending_line(command: str) -> str:
+    """Return the line of a command that ends all processes of Python or on a GPU, or ""."""
+    return _line(command, _ENDS)
+
+
+def _line(command: str, wanted: re.Pattern[str]) -> str:
     for line in command.replace("\\\n", " ").splitlines():
-        if _TRAINS.search(line.strip()) and not line.lstrip().startswith("#"):
+        if wanted.search(line.strip()) and not line.lstrip().startswith("#"):
             return " ".join(line.split())
     return ""

@@ -7,6 +7,7 @@ from enum import Enum
 
 import libcst as cst
 
+from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.ipython import command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
 from unsloth_ddp.notebook.syntax.usage import CallSite
@@ -117,8 +118,8 @@ _STATS = re.compile(
     r"^torch\.cuda\.(get_device_properties|max_memory_\w+|memory_\w+|mem_get_info|get_device_name|list_gpu_processes)$"
 )
 _STATE = re.compile(
-    r"^(os\.(chdir|putenv|unsetenv|umask|environ\.(pop\w*|update|setdefault|clear|__\w+__))|exit|quit|sys\.exit"
-    r"|sys\.path\.\w+|sys\.set\w+|random\.seed|numpy\.random\.seed|torch\.set_\w+"
+    r"^(os\.(chdir|putenv|unsetenv|umask|environ\.(pop\w*|update|setdefault|clear|__\w+__))|exit|quit|SystemExit|sys\.exit"
+    r"|sys\.(path\.\w+|set\w+|modules\.(pop\w*|update|setdefault|clear))|random\.seed|numpy\.random\.seed|torch\.set_\w+"
     r"|torch\.(cuda\.)?manual_seed\w*|torch\.backends\..*|warnings\.\w+|(\w+\.)*set_seed|(\w+\.)*set_start_method)$"
 )
 _SYNC = {"main_process_first", "local_main_process_first", "wait_for_everyone", "barrier", "split_between_processes"}
@@ -297,11 +298,16 @@ def downloads_data(full: str) -> bool:
 
 
 def _is_data(site: CallSite, full: str) -> bool:
-    if downloads_data(full):
+    if downloads_data(full) or any(_says_download(arg) for arg in site.node.args):
         return True
     return (
         site.is_method and site.tail in _DATA_METHODS and bool(site.node.args) and site.root not in ("pool", "executor")
     )
+
+
+def _says_download(arg: cst.Arg) -> bool:
+    """Return whether an argument is `download=True`, as torchvision's datasets have it."""
+    return arg.keyword is not None and arg.keyword.value == "download" and code(arg.value) == "True"
 
 
 def _writes_file(site: CallSite, full: str) -> bool:

@@ -16,7 +16,8 @@ _INSTALLERS = re.compile(
       | (?:\S*/|\{\}\s+)?(?:uv\s+)?pip[\d.]*(?:-autoremove)?\s
       | uv\s+(?:add|sync|venv|self|python|tool\s+install)\b
       | (?:apt|apt-get|aptitude|dpkg|brew|yum|dnf|apk|snap)\s
-      | (?:\S*/)?(?:conda|mamba|micromamba)\s+(?:install|update|create|env|activate)\b
+      | (?:\S*/)?(?:conda|mamba|micromamba)\s+(?:install|update|create|env|activate|remove|uninstall)\b
+      | (?:poetry|pdm|rye|pixi|pipx)\s+(?:add|install|remove|uninstall|sync|update)\b
       | npm\s+(?:install|i)\b | gem\s+install\b | cargo\s+install\b
       | (?:curl|wget)\s.*\|\s*(?:sudo\s+)?(?:ba|z)?sh\b
     )""",
@@ -26,6 +27,8 @@ _PIP_INSTALL = re.compile(r"\bpip[\d.]*\s+install\b(.*)", re.DOTALL)
 _TAKES_VALUE = {
     *("-r", "-c", "-i", "-f", "-e", "-t", "--requirement", "--constraint", "--index-url", "--extra-index-url"),
     *("--find-links", "--editable", "--target", "--python", "--prefix", "--index-strategy", "--index", "--cache-dir"),
+    *("--progress-bar", "--timeout", "--default-timeout", "--retries", "--proxy", "--trusted-host", "--platform"),
+    *("--python-version", "--no-binary", "--only-binary", "--upgrade-strategy", "--root", "--log", "--torch-backend"),
 }
 
 
@@ -76,16 +79,6 @@ class IPythonCall:
 
 # Methods of IPython's shell that a magic or a shell line becomes.
 SHELL_METHODS = {"system", "getoutput", "getoutput_list", "sx", "run_line_magic", "run_cell_magic"}
-
-
-def is_shell(node: cst.BaseExpression) -> bool:
-    """Return whether an expression is `get_ipython()`."""
-    return (
-        isinstance(node, cst.Call)
-        and isinstance(node.func, cst.Name)
-        and node.func.value == "get_ipython"
-        and not node.args
-    )
 
 
 def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:

@@ -19,17 +19,20 @@ from unsloth_ddp.notebook.syntax.tree import (
     is_false,
     is_harmless,
     is_mutating,
+    moves,
     parameters,
     root_name,
 )
 from unsloth_ddp.notebook.syntax.usage import (
     ENVIRONMENT,
     NAMESPACE,
+    RETURNED,
     CallSite,
     DeferredBody,
     NameUsage,
     follow_aliases,
     gives_parts,
+    note_start,
     of_namespace,
     sets_any_variable,
     tail_changes,
@@ -128,6 +131,16 @@ class _Collector(NamesRead):
             self.assigned += [(name, site) for name in names]
         if gives_parts(node.value) and not isinstance(target, cst.Attribute | cst.Subscript):
             self._alias(target, node.value)
+
+    def visit_Return(self, node: cst.Return) -> None:
+        if isinstance(node.value, cst.Call):
+            self.assigned.append((RETURNED, CallSite(dotted(node.value.func), node.value, frozenset())))
+        if node.value is not None and gives_parts(node.value):
+            self._alias(cst.Name(RETURNED), node.value)
+
+    def visit_Raise(self, node: cst.Raise) -> None:
+        if isinstance(node.exc, cst.Name):  # an end of the script: `raise SystemExit`
+            self.scopes[-1].usage.calls.append(CallSite(node.exc.value, cst.Call(func=node.exc), frozenset()))
 
     def _alias(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         """Note that the parts bound by `target` belong to the objects that `value` names."""
@@ -244,7 +257,7 @@ class _Collector(NamesRead):
         call = ipython_call(node)
         if call is not None:
             usage.reads |= references(call.interpolated)
-        elif site.is_method and ((site.bare and not is_harmless(site.tail)) or is_mutating(site.tail)):
+        elif site.is_method and self._changes_its_object(site):
             self._mutate(root_name(node.func))
         if path in ("setattr", "delattr") or (tail_changes(site) and node.args):  # torch.nn.init.zeros_(weight)
             self._mutate(root_name(node.args[0].value))
@@ -255,6 +268,12 @@ class _Collector(NamesRead):
         if sets_any_variable(node):
             usage.stores.add(ENVIRONMENT)
 
+    def _changes_its_object(self, site: CallSite) -> bool:
+        """Return whether a method changes what it is called on, by its name and where its value goes."""
+        if is_mutating(site.tail) or (site.bare and not is_harmless(site.tail)):
+            return True
+        return site.bare and moves(site.tail) and not self.function  # a function that only evaluates may do so too
+
     # Scopes ----------------------------------------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
@@ -263,12 +282,13 @@ class _Collector(NamesRead):
             part.visit(self)
         self._body(node.name.value, parameters(node.params), node.body)
         if len(self.scopes) == 1:
-            _note_start(node.body, self.scopes[0].usage.defines[node.name.value])
+            note_start(node.body, self.scopes[0].usage.defines[node.name.value])
         return False
 
     def _body(self, name: str, params: list[str], block: cst.BaseSuite) -> None:
         """Collect a deferred body under the outermost definition it belongs to."""
         deferred = DeferredBody(params=params)
+        before = len(self.assigned)
         self.function.append(deferred)
         self.scopes.append(_Scope("function", local=set(params)))
         block.visit(self)
@@ -279,9 +299,11 @@ class _Collector(NamesRead):
         deferred.reads |= scope.usage.reads - hidden
         deferred.calls += scope.usage.calls
         deferred.mutates |= {n for n in scope.usage.mutates if n not in hidden or n in params}
+        deferred.mutates_inside |= scope.usage.mutates & hidden
         deferred.stores |= scope.usage.stores - hidden
         deferred.iterates |= scope.usage.iterates
         deferred.aliases += scope.usage.aliases
+        deferred.assigned += self.assigned[before:]
         if self.function:
             self.function[-1].absorb(deferred)
             return
@@ -308,7 +330,8 @@ class _Collector(NamesRead):
         node.body.visit(self)
         scope = self.scopes.pop()
         parent = self.scopes[-1]
-        whole = DeferredBody(bases=[dotted(base.value) for base in node.bases], methods=dict(scope.usage.defines))
+        bases = [dotted(base.value) for base in node.bases]
+        whole = DeferredBody(bases=bases, methods=dict(scope.usage.defines), is_class=True)
         for method in scope.usage.defines.values():
             whole.absorb(method)
         whole.calls += scope.usage.calls
@@ -348,34 +371,3 @@ class _Collector(NamesRead):
         parent.usage.calls += scope.usage.calls
         parent.usage.iterates |= scope.usage.iterates
         parent.usage.aliases += scope.usage.aliases
-
-
-def _note_start(block: cst.BaseSuite, body: DeferredBody) -> None:
-    """Note which globals a function sets, and which functions it calls, before it does anything else."""
-    for line in block.body:
-        for small in line.body if isinstance(line, cst.SimpleStatementLine) else [line]:
-            match small:
-                case cst.Global() | cst.Expr(value=cst.SimpleString()):
-                    pass
-                case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in body.writes:
-                    path = _made_from_nothing(small.value)
-                    if path is None or body.starts:
-                        return
-                    body.sets[name] = path
-                case cst.Expr(value=cst.Call(func=cst.Name(value=name), args=[])):
-                    body.starts.append(name)
-                case _:
-                    return
-    body.only_sets = not body.starts
-
-
-def _made_from_nothing(value: cst.BaseExpression) -> str | None:
-    """Return the path of the call without arguments that a value is, "" for a constant, None for anything else."""
-    match value:
-        case cst.Call(args=[]):
-            return dotted(value.func)
-        case cst.BaseNumber() | cst.SimpleString() | cst.Name(value="None" | "True" | "False"):
-            return ""
-        case cst.List(elements=[]) | cst.Dict(elements=[]):
-            return ""
-    return None

@@ -16,7 +16,7 @@ BUILTINS = frozenset(dir(builtins))
 # Methods that leave their object as training needs it.
 HARMLESS = {
     "eval", "train", "generate", "fast_generate", "encode", "decode", "to", "cuda", "cpu", "items", "keys", "get",
-    "strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode",
+    "strip", "format", "for_inference", "for_training", "apply_chat_template", "batch_decode",
 }  # fmt: skip
 # The same of methods that begin so: they save, show or send what their object holds.
 _LEAVES = ("save", "push_to_hub", "print", "show", "log", "to_", "export", "plot", "describe", "head", "info")
@@ -65,6 +65,17 @@ def is_mutating(method: str) -> bool:
 def is_harmless(method: str) -> bool:
     """Return whether a method of this name leaves its object as training needs it."""
     return method in HARMLESS or method.startswith(_LEAVES)
+
+
+def sets_argument(function: str) -> bool:
+    """Return whether a function of a library changes its first argument by its name: `set_peft_model_state_dict`."""
+    word, _, rest = function.partition("_")
+    return bool(rest) and word in (*_MUTATING, "freeze", "unfreeze", "init", "inject", "patch", "prepare")
+
+
+def moves(method: str) -> bool:
+    """Return whether a method of this name moves a model to a device."""
+    return method in ("to", "cuda", "cpu")
 
 
 def _all_parameters(params: cst.Parameters) -> list[cst.Param]:

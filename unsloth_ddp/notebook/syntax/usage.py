@@ -42,11 +42,16 @@ class DeferredBody:
     calls: list[CallSite] = field(default_factory=list)
     params: list[str] = field(default_factory=list)
     mutates: set[str] = field(default_factory=set)  # parameters and globals
+    mutates_inside: set[str] = field(default_factory=set)  # names of its own
     bases: list[str] = field(default_factory=list)
     methods: dict[str, DeferredBody] = field(default_factory=dict)
     stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned or deleted
     iterates: set[str] = field(default_factory=set)  # names that a loop runs over
     aliases: list[tuple[str, str]] = field(default_factory=list)  # (part, whole)
+    assigned: list[tuple[str, CallSite]] = field(
+        default_factory=list
+    )  # `name = call(...)`, and RETURNED of `return call()`
+    is_class: bool = False
     # globals set before anything else -> the path called for it, or ""
     sets: dict[str, str] = field(default_factory=dict)
     starts: list[str] = field(default_factory=list)  # functions called before anything else
@@ -92,11 +97,16 @@ def follow_aliases(mutates: set[str], aliases: list[tuple[str, str]]) -> None:
         queue += fresh
 
 
+# The name of what a function returns, among its aliases and its calls.
+RETURNED = "return"
 # What a change of the notebook's own names through `globals()` counts as.
 NAMESPACE = "globals()"
 # What a change of environment variables counts as whose names only the run knows.
 ENVIRONMENT = "os.environ[...]"
-_GIVE_PARTS = re.compile(r"^(get_\w+|named_\w+|modules|children|parameters|buffers|items|values|layers)$")
+_GIVE_PARTS = re.compile(
+    r"^(get|get_\w+|named_\w+|modules|children|parameters|buffers|items|values|layers|state_dict|unwrap_model)$"
+)
+_GIVE_THEMSELVES = {"to", "cuda", "cpu", "half", "float", "bfloat16", "eval", "train", "requires_grad_"}
 _KEEP_PARTS = {"getattr", "list", "dict", "tuple", "enumerate", "zip", "iter", "next", "reversed", "sorted", "filter"}
 
 
@@ -105,10 +115,16 @@ def gives_parts(value: cst.BaseExpression) -> bool:
     match value:
         case cst.Name() | cst.Attribute() | cst.Subscript():
             return True
+        case cst.Tuple(elements=elements) | cst.List(elements=elements) | cst.Dict(elements=elements):
+            return any(gives_parts(element.value) for element in elements)
+        case cst.IfExp(body=left, orelse=right) | cst.BooleanOperation(left=left, right=right):
+            return gives_parts(left) or gives_parts(right)
+        case cst.BaseComp(for_in=cst.CompFor(iter=source)):
+            return gives_parts(source)
         case cst.Call(func=cst.Name(value=name), args=args):
             return name in _KEEP_PARTS and any(gives_parts(arg.value) for arg in args)
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))):
-            return bool(_GIVE_PARTS.match(name))
+        case cst.Call(func=cst.Attribute(value=whole, attr=cst.Name(value=name))):
+            return bool(_GIVE_PARTS.match(name)) or (name in _GIVE_THEMSELVES and gives_parts(whole))
     return False
 
 
@@ -134,3 +150,34 @@ def sets_any_variable(node: cst.BaseExpression) -> bool:
 def tail_changes(site: CallSite) -> bool:
     """Return whether a function changes its first argument by its name: `torch.nn.init.zeros_`."""
     return site.tail.endswith("_") and not site.tail.startswith("_") and "init" in site.path.split(".")[:-1]
+
+
+def note_start(block: cst.BaseSuite, body: DeferredBody) -> None:
+    """Note which globals a function sets, and which functions it calls, before it does anything else."""
+    for line in block.body:
+        for small in line.body if isinstance(line, cst.SimpleStatementLine) else [line]:
+            match small:
+                case cst.Global() | cst.Expr(value=cst.SimpleString()):
+                    pass
+                case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in body.writes:
+                    path = _made_from_nothing(small.value)
+                    if path is None or body.starts:
+                        return
+                    body.sets[name] = path
+                case cst.Expr(value=cst.Call(func=cst.Name(value=name), args=[])):
+                    body.starts.append(name)
+                case _:
+                    return
+    body.only_sets = not body.starts
+
+
+def _made_from_nothing(value: cst.BaseExpression) -> str | None:
+    """Return the path of the call without arguments that a value is, "" for a constant, None for anything else."""
+    match value:
+        case cst.Call(args=[]):
+            return dotted(value.func)
+        case cst.BaseNumber() | cst.SimpleString() | cst.Name(value="None" | "True" | "False"):
+            return ""
+        case cst.List(elements=[]) | cst.Dict(elements=[]):
+            return ""
+    return None

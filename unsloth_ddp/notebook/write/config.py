@@ -7,7 +7,15 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import add_splat, code, keyword, remove_keyword, set_keyword, splats
+from unsloth_ddp.notebook.syntax.arguments import (
+    add_splat,
+    code,
+    keyword,
+    names_arguments,
+    remove_keyword,
+    set_keyword,
+    splats,
+)
 from unsloth_ddp.notebook.syntax.tree import dotted
 
 CONFIG_NAME = re.compile(
@@ -56,13 +64,6 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
     notes.append(
         context.edit("arguments", "count every token alike on all processes; do not search for unused weights")
     )
-    optimizer = keyword(call, "optim")
-    if optimizer is not None and "layerwise" in code(optimizer.value):
-        notes.append(
-            context.warn(
-                "optimizer", f"optim={code(optimizer.value)} works on one process only: use it without layerwise"
-            )
-        )
     if keyword(call, "auto_find_batch_size") is not None:
         notes.append(
             context.warn("sizing", "auto_find_batch_size changes the batch, which then no longer matches the plan")
@@ -86,14 +87,15 @@ def _is_of_transformers(path: str, context: ConversionContext) -> bool:
 
 def edit_trainer(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Return a trainer's call whose arguments come from elsewhere (a parser, a file) with what DDP needs set on them."""
-    given = keyword(call, "args")
+    given = keyword(call, "args") or next((arg for arg in call.args if names_arguments(arg)), None)
     if given is None or not isinstance(given.value, cst.Name | cst.Attribute):
         return call, []
     if dotted(given.value).split(".")[-1] in context.known_arguments or code(given.value) == "None":
         return call, []
     size = "None" if _CONTRASTIVE.search(dotted(call.func)) else str(context.options.per_device_batch_size)
     note = context.edit("arguments", "the arguments come from elsewhere: batch and DDP settings are set when it runs")
-    return set_keyword(call, "args", f"{context.names['ddp_configured']}({code(given.value)}, {size})"), [note]
+    made = cst.parse_expression(f"{context.names['ddp_configured']}({code(given.value)}, {size})")
+    return call.with_changes(args=[a.with_changes(value=made) if a is given else a for a in call.args]), [note]
 
 
 def _edit_batch(

@@ -186,6 +186,9 @@ def ddp_arguments(config, per_device, arguments):
     """Return a config's arguments, given as a dict, with those that DDP needs and that the config has."""
     if not {"per_device_train_batch_size", "kwargs"} & set(inspect.signature(config).parameters):
         return {**arguments, **ddp_settings(config)}
+    settings = ddp_settings(config)
+    if len(settings) == 2 and all(arguments.get(name) is value for name, value in settings.items()):
+        return arguments  # of arguments that this script has made: their batch is shared already
     batch = arguments.get("per_device_train_batch_size") or default_of(config, "per_device_train_batch_size", 8)
     steps = arguments.get("gradient_accumulation_steps") or default_of(config, "gradient_accumulation_steps", 1)
     per_device = per_device or batch_per_process(batch, steps)
@@ -195,7 +198,7 @@ def ddp_arguments(config, per_device, arguments):
         "gradient_accumulation_steps": accumulation_steps(
             batch * steps, per_device, arguments.get("num_generations") or 1
         ),
-        **ddp_settings(config),
+        **settings,
     }
 ''',
         ("inspect",),
@@ -372,6 +375,7 @@ def keep_launched():
 
 keep_launched.given = {name: value for name, value in os.environ.items() if name not in child_environment()}
 keep_launched.given |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+keep_launched.given.pop("ACCELERATE_MIXED_PRECISION", None)  # a setting, which is the notebook's to choose
 ''',
         (),
         ("child_environment",),

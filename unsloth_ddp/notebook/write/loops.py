@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
-from unsloth_ddp.notebook.analyse.own_loops import OwnLoop, find_loop
+from unsloth_ddp.notebook.analyse.own_loops import OwnLoop, find_loop, steps_by_training_loss
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword
 from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
@@ -14,6 +14,8 @@ from unsloth_ddp.notebook.syntax.tree import dotted
 
 _SHARED = "a loop by hand: each process takes its part of every batch, and the gradients are averaged"
 _EARLY = "this loop can end early: every process has to leave it at the same batch, or those that go on wait"
+
+_BY_LOSS = "a scheduler steps by a training loss: each process has that of its own rows, so step by the same on all"
 
 
 def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
@@ -25,7 +27,7 @@ def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -
     if loop is None:
         return statement.node
     context.shared_loops.add(id(statement))
-    new = statement.node.visit(_Sharer(loop, context))
+    new = statement.node.visit(_Sharer(loop, context, by_loss=steps_by_training_loss(graph)))
     if isinstance(new, cst.FlattenSentinel):  # a loop at top level, behind the line that it needs first
         first, new = new
         statement.before.append(first)
@@ -34,8 +36,8 @@ def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -
 
 
 class _Sharer(cst.CSTTransformer):
-    def __init__(self, loop: OwnLoop, context: ConversionContext) -> None:
-        self.loop, self.context = loop, context
+    def __init__(self, loop: OwnLoop, context: ConversionContext, *, by_loss: bool) -> None:
+        self.loop, self.context, self.by_loss = loop, context, by_loss
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -56,6 +58,7 @@ class _Sharer(cst.CSTTransformer):
             return updated_node
         notes = [self.context.edit("loop", _SHARED)]
         notes += [self.context.warn("loop", _EARLY)] if self.loop.ends_early else []
+        notes += [self.context.warn("loop", _BY_LOSS)] if self.by_loss else []
         return cst.FlattenSentinel([lead(self._line("same_weights"), notes), updated_node])
 
     def _line(self, helper: str) -> cst.BaseStatement:

@@ -9,6 +9,7 @@ import libcst as cst
 from unsloth_ddp.notebook.analyse.callbacks import decides
 from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import send_values
+from unsloth_ddp.notebook.analyse.roles import removes_files
 from unsloth_ddp.notebook.analyse.tracked_runs import can_be_disabled, edit_run, tells_tracker
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.arguments import code
@@ -27,6 +28,7 @@ from unsloth_ddp.notebook.syntax.usage import CallSite
 from unsloth_ddp.notebook.write.child_processes import edit_command
 from unsloth_ddp.notebook.write.config import edit_config, edit_trainer, is_config_call
 from unsloth_ddp.notebook.write.data import edit_generator, edit_seed
+from unsloth_ddp.notebook.write.guards import ON_ONE, guards_inside, own_objects
 from unsloth_ddp.notebook.write.load import (
     edit_device_count,
     edit_device_number,
@@ -45,15 +47,13 @@ _TRIGGERS = (
     "subprocess", "os.system", "os.popen", "init(", "init_run(", "start(", "start_run(", "login(", "should_",
     "create_subprocess", "Trainer(", "Accelerator(", "DataLoader(", "wandb", "mlflow", "trackio", "comet_ml", "neptune",
 )  # fmt: skip
-_GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
-# What one process does of a statement that all run: the others wait for their turn, or do without.
-_ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
+_NOT_TWICE = "the script shares the batch among the processes, so the notebook's own division is left out"
 
 
 def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
     """Return the statement's syntax tree with its edits, and comments above the changed lines."""
     node = send_values(statement, graph, context)
-    guarded, trains = _guards_inside(statement, graph)
+    guarded, trains = guards_inside(statement, graph)
     if not guarded and not _worth_a_look(code(node), graph, context):
         return node
     context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
@@ -64,76 +64,8 @@ def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> c
 
 
 def _worth_a_look(source: str, graph: Graph, context: ConversionContext) -> bool:
-    names = context.config_classes | context.command_names | graph.run_names
+    names = context.config_classes | context.command_names | graph.run_names | graph.counts_of_processes
     return any(word in source for word in _TRIGGERS) or any(name in source for name in names)
-
-
-def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
-    """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
-    if statement.role not in (Role.ALL, Role.FIRST):
-        return set(), False
-    together = SEEDS | {Effect.SYNC}
-    match statement.node:
-        case cst.SimpleStatementLine():
-            return set(), False
-        case cst.ClassDef(name=cst.Name(value=name)):
-            # A trainer asks for itself who saves. Files are left: a method may write what another reads on every process.
-            own_way = name in graph.trainer_classes
-            called = any(base.endswith("Callback") for base in graph.functions[name].bases)
-            effects = graph.class_effects(name)
-            if (called or effects & together) and not own_way:
-                return effects & (_GUARDED - {Effect.FILE}), True
-            return effects & _ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
-        case cst.FunctionDef(name=cst.Name(value=name)):
-            effects = graph.function_effects.get(name, set())
-            if effects & together:
-                return _GUARDED if effects & _GUARDED else set(), True
-            return effects & _ON_ONE if _runs_everywhere(name, graph) else set(), False
-    if statement.effects & together:
-        return _GUARDED if statement.effects & _GUARDED else set(), True
-    reaches = statement.needed or Effect.STATE in statement.effects
-    return statement.effects & _ON_ONE if reaches else set(), False
-
-
-def _runs_everywhere(name: str, graph: Graph) -> bool:
-    """Return whether a statement that all processes run for what it gives the training runs one of the functions.
-
-    Not one that trains: in it the line that calls the function is under a guard. What makes a temporary folder has one
-    on each process, and its files with it.
-    """
-    own = graph.functions[name]
-    if any(graph.full_path(site).startswith("tempfile.") for site in own.calls):
-        return False
-    return any(
-        body is own
-        for statement in graph.statements
-        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & (SEEDS | {Effect.SYNC})
-        if statement.needed or Effect.STATE in statement.effects
-        for body in graph.bodies_run(statement.usage)
-    )
-
-
-def _objects(node: cst.CSTNode) -> set[str]:
-    """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
-    assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
-    made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
-    return made | {code(item.asname.name) for item in _Items.of(node) if item.asname is not None}
-
-
-class _Items(cst.CSTVisitor):
-    """Collects what `with` statements enter."""
-
-    def __init__(self) -> None:
-        self.found: list[cst.WithItem] = []
-
-    @classmethod
-    def of(cls, node: cst.CSTNode) -> list[cst.WithItem]:
-        visitor = cls()
-        node.visit(visitor)
-        return visitor.found
-
-    def visit_WithItem(self, node: cst.WithItem) -> None:
-        self.found.append(node)
 
 
 class _Rewriter(LineEditor):
@@ -142,7 +74,8 @@ class _Rewriter(LineEditor):
     ) -> None:
         super().__init__()
         self.context, self.graph, self.guarded, self.trains = context, graph, guarded, trains
-        self.objects = _objects(original)
+        self.objects = own_objects(original)
+        self.of_class = isinstance(original, cst.ClassDef)
         self.nested = 0
         self.dead = 0
         self.formatted = 0
@@ -277,6 +210,32 @@ class _Rewriter(LineEditor):
             return cst.RemoveFromParent()
         return updated_node
 
+    # Division by the number of processes ---------------------------------------------------------------------------
+
+    def leave_BinaryOperation(
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        divides = isinstance(original_node.operator, cst.FloorDivide | cst.Divide)
+        if not divides or not self._shares(original_node.left, original_node.right):
+            return updated_node
+        self.note(self.context.edit("batch", _NOT_TWICE))
+        return updated_node.left
+
+    def leave_AugAssign(
+        self, original_node: cst.AugAssign, updated_node: cst.AugAssign
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        divides = isinstance(original_node.operator, cst.FloorDivideAssign | cst.DivideAssign)
+        if not divides or not self._shares(original_node.target, original_node.value):
+            return updated_node
+        self.note(self.context.edit("batch", f"{code(original_node)} left out: {_NOT_TWICE}"))
+        return cst.RemoveFromParent()
+
+    def _shares(self, what: cst.BaseExpression, among: cst.BaseExpression) -> bool:
+        """Return whether the notebook divides a batch or its accumulation by the number of processes, as this script does."""
+        count = isinstance(among, cst.Name) and among.value in self.graph.counts_of_processes
+        trainer = any(Effect.TRAINER in statement.effects for statement in self.graph.statements)
+        return count and trainer and bool(re.search("accum|batch", code(what), re.IGNORECASE))
+
     # Strings, await --------------------------------------------------------------------------------------------------
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.BaseExpression:
@@ -363,7 +322,9 @@ class _Rewriter(LineEditor):
         effects = self.graph.effects_of(collect(original))
         if not effects & self.guarded or effects & (SEEDS | {Effect.SYNC, Effect.STATE}):
             return made
-        if not self.trains and effects - _ON_ONE - {Effect.PRINT}:
+        if self.trains and self.of_class and effects & self.guarded == {Effect.FILE} and not removes_files(original):
+            return made  # a method may write what another reads on every process
+        if not self.trains and effects - ON_ONE - {Effect.PRINT}:
             return made
         if not self.trains and self._reaches_memory(original):
             return made

@@ -25,6 +25,9 @@ from unsloth_ddp.notebook.write.rewrite import rewrite
 from unsloth_ddp.notebook.write.writer import DEVICE_MARK, EditedStatement, cell_body, needs_no_guard
 
 _IMPORT_TIME = re.compile(r"^(UNSLOTH|CUDA|PYTORCH|TORCH|HF|TRANSFORMERS|TOKENIZERS|VLLM|NCCL|TRITON|BNB|OMP|MKL)_")
+_ON_GPU = re.compile(
+    r"""\.cuda\(\)|\.to\((device\s*=\s*)?["']cuda["']|torch\.device\(["']cuda["']\)|^\w*device\w* = ["']cuda["']"""
+)
 # Third-party modules that neither import torch nor touch a GPU.
 _LIGHT = {"google", "numpy", "pandas", "tqdm", "dotenv", "requests", "wandb", "huggingface_hub", "matplotlib"}
 _LIGHT |= {"sklearn", "PIL", "yaml", "rich", "kagglehub", "IPython", "seaborn", "mlflow", "ipywidgets", "httpx"}
@@ -82,12 +85,18 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
     if any(NAMESPACE in graph.stores_of(s.usage) for s in graph.statements if s.role is not Role.DROP):
         context.names.used.add("keep_names")
     unsloth = any(path.split(".")[0] == "unsloth" for path in context.imports.values())
-    needs_gpu = unsloth or f'{{"": {context.names["LOCAL_RANK"]}}}' in body
+    needs_gpu = unsloth or f'{{"": {context.names["LOCAL_RANK"]}}}' in body or _moves_to_gpu(graph)
     device, body = _place_device(render_device(context.names, needs_gpu=needs_gpu), body)
     environment = _hoisted(graph, first)
     hashes = _orders_by_hash(body)
     region = render_region(context.names, environment, quiet, device, unsloth=unsloth, hashes=hashes)
     return _header(context, notes) + "".join(future) + region + "\n" + body
+
+
+def _moves_to_gpu(graph: Graph) -> bool:
+    """Return whether what trains is moved to a GPU without a look at whether there is one."""
+    everywhere = [s for s in graph.statements if s.needed and s.role in (Role.ALL, Role.FIRST)]
+    return any(_ON_GPU.search(code(s.node)) and "is_available" not in code(s.node) for s in everywhere)
 
 
 def _sends(node: cst.CSTNode, context: ConversionContext) -> bool:
@@ -215,9 +224,9 @@ def _orders_by_hash(source: str) -> bool:
 
 
 def _hoisted(graph: Graph, first: int) -> list[str]:
-    """Collect environment variables that libraries read on import and that the notebook sets later."""
+    """Collect environment variables that libraries read on import and that the notebook sets later, but before it trains."""
     found: dict[str, str] = {}
-    for statement in graph.statements[first:]:
+    for statement in graph.statements[first : graph.last_seed + 1 or None]:
         node = statement.node
         if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
             continue

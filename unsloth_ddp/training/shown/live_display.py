@@ -208,7 +208,7 @@ def _rows(status: Status) -> list[tuple[tuple[str, RenderableType], tuple[str, R
         evaluation = f"loss {shown_number(status.evaluation[1])} at step {status.evaluation[0]:,}"
     if status.checkpoint is not None:
         name, written = status.checkpoint
-        checkpoint = f"{name}, {shown_clock(time.monotonic() - written)} ago"
+        checkpoint = f"step {name.rpartition('-')[2]}, {shown_clock(time.monotonic() - written)} ago"
     return [
         (("loss", loss), ("epoch", f"{status.epoch:.2f}{epochs}")),
         (

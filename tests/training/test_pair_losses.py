@@ -60,7 +60,6 @@ def task_of(model: Any, **settings: Any) -> PairTask:
     ("losses", "settings"),
     [
         (["sigmoid"], {}),
-        (["sigmoid"], {"label_smoothing": 0.1}),
         (["robust"], {"label_smoothing": 0.1}),
         (["hinge"], {}),
         (["ipo"], {}),
@@ -139,6 +138,9 @@ def test_the_other_losses_are_the_formulas_of_their_papers():
     found, rewards = PairLoss("simpo", "sigmoid", 2.0, gamma=0.7)(policy, None, tokens)
     assert torch.allclose(found.double(), -logsigmoid(2.0 * (means[0] - means[1]) - 0.7))
     assert torch.allclose(rewards[0].double(), 2.0 * means[0])
+    margin = 0.1 * (policy[0] - policy[1])
+    found, _ = PairLoss("dpo", "sigmoid", 0.1, label_smoothing=0.2)(policy, None, tokens)
+    assert torch.allclose(found, -0.8 * logsigmoid(margin) - 0.2 * logsigmoid(-margin))
     found, _ = PairLoss("cpo", "sigmoid", 0.1)(policy, None, tokens)
     assert torch.allclose(found, -logsigmoid(0.1 * (policy[0] - policy[1])))
     found, _ = PairLoss("orpo", "sigmoid", 0.1)(policy, None, tokens)

@@ -15,7 +15,7 @@ BETA = {"simpo": 2.0}
 SFT_WEIGHT = {"orpo": 1.0, "cpo": 1.0}
 
 
-@dataclass
+@dataclass(frozen=True)
 class TaskSettings:
     """Task"""
 

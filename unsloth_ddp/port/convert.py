@@ -6,15 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS
-from unsloth_ddp.config.options import OPTIONS, TYPES, Settings
+from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.config.trainer_args import OWNED_ARGS, RefusedField, check_trainer_args
-from unsloth_ddp.config.upstream_names import known_names, other_trl_configs, sft_config_fields
+from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.port.rows import plain_path, port_mappings, port_names
+from unsloth_ddp.port.trl_task import losses_of, task_of_trl
 from unsloth_ddp.utils.errors import UserError
 
 AXOLOTL, LLAMA_FACTORY, TRL = TOOLS["A"], TOOLS["L"], TOOLS["T"]
@@ -36,9 +37,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_train_epochs": 3.0, "learning_rate": 2e-5, "lora_alpha": 32, "lora_dropout": 0.05,
     },
 }  # fmt: skip
-# The losses of TRL's supervised fine-tuning, and those of its DPO that are offered here.
-SFT_LOSSES = ("nll", "chunked_nll", "dft")
-PAIR_LOSSES = get_args(TYPES["preference_loss"])
 # A file with one of these asks for something else than supervised fine-tuning of all weights, LoRA or QLoRA.
 TASK_KEYS = ("task", "stage", "rl")
 REFUSED = ("stage", "rl", "adapter", "finetuning_type", "reward_model", "pretraining_dataset", "relora")
@@ -72,7 +70,7 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         if value is not None and value != "" and value != [] and value != {}
     }
     if tool == TRL:
-        task = _task_of_trl(given)
+        task = task_of_trl(given)
         ported.add({"task": task}, "the trainer")
         ported.left_out["the trainer"] = f"TRL's files do not name it; this is the run of trl {task}"
     # The task first, since how rows and other keys are read depends on it.
@@ -94,43 +92,6 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
     _complete(ported, given)
     _leave_out_refused(ported)
     return ported
-
-
-def _task_of_trl(given: Mapping[str, Any]) -> str:
-    """Return dpo for a file of TRL that has keys of DPOTrainer, or a loss of pairs; otherwise sft.
-
-    Raises:
-        UserError: the file is for a trainer that has no counterpart, with the keys and the trainers' configs that have the most
-            of them; or it has a loss that is not offered.
-    """
-    own = {name: [key for key in given if key in fields] for name, fields in other_trl_configs().items()}
-    most = max(map(len, own.values()), default=0)
-    configs = [name for name, found in own.items() if found and len(found) == most]
-    losses = _losses(given)
-    if "DPOConfig" in configs and (configs == ["DPOConfig"] or losses):
-        if other := [loss for loss in losses if loss not in (*PAIR_LOSSES, "sft")]:
-            raise UserError(
-                f"loss_type {other[0][:100]} is not offered; the losses of pairs are {', '.join(PAIR_LOSSES)}."
-            )
-        return "dpo"
-    if most:
-        keys = next(keys for keys in own.values() if len(keys) == most)
-        raise UserError(
-            f"{', '.join(keys)} {'is' if most == 1 else 'are'} for TRL's {', '.join(configs)}, and port reads files for SFTConfig and "
-            "DPOConfig; a loss_type of DPO makes a file one for DPOConfig."
-        )
-    if losses and all(loss in (*PAIR_LOSSES, "sft") for loss in losses):
-        return "dpo"
-    if other := [loss for loss in losses if loss not in SFT_LOSSES]:
-        raise UserError(
-            f"loss_type {other[0][:100]} is for another trainer of TRL, and port reads files for SFTConfig and DPOConfig."
-        )
-    return "sft"
-
-
-def _losses(given: Mapping[str, Any]) -> list[str]:
-    named = given.get("loss_type", [])
-    return [str(loss) for loss in (named if isinstance(named, list) else [named])]
 
 
 def _leave_out_refused(ported: Ported) -> None:
@@ -272,7 +233,7 @@ def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> N
 
 def _pair_loss(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
     """TRL's loss of a pair, with sft beside it for the cross entropy of the chosen answers."""
-    losses, weights = _losses(given), given.get("loss_weights") or [1.0] * len(_losses(given))
+    losses, weights = losses_of(given), given.get("loss_weights") or [1.0] * len(losses_of(given))
     found = dict(zip(losses, weights if isinstance(weights, list) else [weights], strict=False))
     if ported.options.get("task") != "dpo":
         ported.options.setdefault("trainer_args", {})[key] = value

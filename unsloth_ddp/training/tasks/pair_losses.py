@@ -55,6 +55,14 @@ class PairLoss:
             settings.simpo_gamma,
         )
 
+    @property
+    def described(self) -> str:
+        """Return the loss in words."""
+        kind = f" {self.kind}" if self.task in ("dpo", "cpo") else ""
+        smoothing = f", label smoothing {self.label_smoothing:g}" if self.label_smoothing else ""
+        gamma = f", gamma {self.gamma:g}" if self.task == "simpo" else ""
+        return f"{self.task}{kind}, beta {self.beta:g}{smoothing}{gamma}"
+
     def __call__(self, policy: Two, reference: Two | None, tokens: Two) -> tuple[Tensor, Two]:
         """Return the loss of each pair, (pairs,), and the rewards of its answers.
 

@@ -61,6 +61,13 @@ class PairTask:
         return cls(PairLoss.of(settings), settings.resolved_sft_weight, compute, reference)
 
     @property
+    def described(self) -> str:
+        """Return the line of the table on the loss."""
+        nll = f" + {self.sft_weight:g} x cross entropy of the chosen answers" if self.sft_weight else ""
+        reference = f"; reference: {self.reference.described}" if self.reference else ""
+        return f"{self.pair_loss.described}{nll}{reference}"
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the sums that `measure` returns."""
         return COLUMNS

@@ -32,6 +32,8 @@ LogProbabilities = Callable[[Any, dict[str, Any]], Tensor]
 class Reference(Protocol):
     """Return the reference's log-probabilities of the rows of a micro-batch."""
 
+    described: str
+
     def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
         """Prepare the first step; every rank calls this."""
 
@@ -44,6 +46,8 @@ class Reference(Protocol):
 
 class AdapterOff:
     """Compute the reference with the trained model without its adapter and without dropout, in each step."""
+
+    described = "the model without its adapter"
 
     def __init__(self, compute: LogProbabilities) -> None:
         self.compute = compute
@@ -83,6 +87,8 @@ class Precomputed:
 
     The values are added to the rows (TokenizedRows.added), so that a micro-batch holds those of its own rows.
     """
+
+    described = "computed once before step 1"
 
     def __init__(self, compute: LogProbabilities, data: TrainingData) -> None:
         self.compute = compute

@@ -40,6 +40,10 @@ class Task(Protocol):
         """Return what a log line shows of the sums of several micro-batches, ranks and steps: `loss`, if any unit was seen."""
 
     @property
+    def described(self) -> str:
+        """Return the line of the table on the loss; empty for the usual one."""
+
+    @property
     def head_chooses(self) -> bool:
         """Return whether a batch has to name its supervised tokens (see model/forward/supervised_head.py)."""
 

@@ -44,6 +44,11 @@ class TextTask:
         return supervised_tokens(batch["labels"])
 
     @property
+    def described(self) -> str:
+        """Return nothing: the loss is the usual one."""
+        return ""
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the sums that `measure` returns."""
         return ("loss_sum", "supervised_tokens")

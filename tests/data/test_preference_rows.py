@@ -126,7 +126,6 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
             "label_smoothing 0.1 has no effect on preference_loss ipo",
         ),
         ("--task dpo --packing on", "packing on does not work with task dpo: pairs are padded"),
-        ("--task dpo --backend unsloth", "backend unsloth does not work with task dpo: its fused loss"),
         ("--task dpo --method full --reference adapter_off", "reference adapter_off does not work with task dpo"),
         (
             "--task dpo --method full --streaming --max_steps 3",

@@ -38,8 +38,6 @@ def check_task(settings: Settings) -> None:
         "global_batch_tokens": settings.global_batch_tokens is not None
         and "it counts packs and pairs are padded; give --global_batch_size",
         "cuda_graphs on": settings.cuda_graphs == "on" and "they need packed rows; give --cuda_graphs auto",
-        "backend unsloth": settings.backend == "unsloth"
-        and "its fused loss returns no log-probabilities; give --backend transformers",
         "loss_on all": settings.loss_on == "all" and "only answers are compared; leave it out",
         "reference adapter_off": settings.reference == "adapter_off"
         and settings.method == "full"

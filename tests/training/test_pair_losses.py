@@ -220,3 +220,13 @@ def test_a_model_that_differs_from_its_reference_before_step_1_is_refused(traine
         base = task.log_probabilities(model, batch_of(ROWS, tokenizer))
     same = dataclasses.replace(task, log_probabilities=lambda *_: base)
     same.begin(runner, runtime, data, None)
+
+
+def test_pairs_are_never_packed_on_a_gpu_either(trained, runtime):
+    from unsloth_ddp.model.forward.attention import choose_packing
+    from unsloth_ddp.sizing.choose import planned_packing
+
+    # Neither asks for the model's attention or shape.
+    shape: Any = None
+    for found in (choose_packing(Settings(task="dpo"), runtime, None), planned_packing(Settings(task="dpo"), shape)):
+        assert (found.packed, found.reason) == (False, "pairs of answers are padded")

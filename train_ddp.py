@@ -23,6 +23,7 @@ from unsloth_ddp.run.context import Run, open_run
 from unsloth_ddp.run.outcomes import RunEnd
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import explain, report
+from unsloth_ddp.utils.panics import panics_raised
 from unsloth_ddp.utils.streams import protect_streams
 
 
@@ -53,7 +54,11 @@ def main() -> None:
     try:
         ranks = ranks_from_environment()
         # Only the main process prints; the others write to their logs.
-        with quiet(not ranks.is_main), open_run(parse_settings(sys.argv[1:], __doc__ or ""), ranks) as run:
+        with (
+            quiet(not ranks.is_main),
+            open_run(parse_settings(sys.argv[1:], __doc__ or ""), ranks) as run,
+            panics_raised(),
+        ):
             train(run)
     except RunEnd as end:
         if ranks.is_main:

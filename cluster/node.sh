@@ -14,7 +14,8 @@ Train on one machine or several: run the same command on every node.
   --method METHOD        lora (default), qlora or full
   --sharding SHARDING    none (default, DDP), zero2, zero3 or fsdp2; add _offload for CPU offload; fsdp2_hybrid keeps
                          one replica of the model on each node
-  --max_restarts N       restart after a failure from the last complete checkpoint, at most N times (default 0)
+  --max_restarts N       restart after a failure from the last complete checkpoint, at most N times without a new
+                         checkpoint (default 0)
   --no_preflight         skip the check of nodes and network
   --cpu                  train on the CPU; GPUS_PER_NODE then counts processes (default 1)
   -h, --help             this text
@@ -375,6 +376,13 @@ read_exit_code() {
   fi
 }
 
+# Print the step of the newest checkpoint that a start of this job has saved, 0 without one.
+saved_step() {
+  local step=""
+  [[ -s $code_file.step ]] && read -r step <"$code_file.step"
+  [[ $step =~ ^[0-9]{1,18}$ ]] && echo "$((10#$step))" || echo 0
+}
+
 # Check whether the options or the --config name the run.
 is_named() {
   local word
@@ -437,25 +445,35 @@ main() {
   if ((max_restarts && NODE_RANK == 0)) && ! is_named; then
     restart_arguments=(--run_name "run-$(date +%Y%m%d-%H%M%S)")
   fi
-  local restarts=0
+  local restarts=0 begun=0 furthest=0
   while :; do
     code=0 trained=0
     [[ -n $stop ]] || check_job
     ((code == 0)) && [[ -z $stop ]] && trained=1 && train
     # A stop that came before the training began.
     ((trained)) || [[ -z $stop ]] || read_exit_code
+    # A start that saved a later step than all before it has made progress.
+    if ((code)) && (($(saved_step) > furthest)); then
+      restarts=0 furthest=$(saved_step)
+    fi
     # Do not restart after an error in the settings or a requested stop.
     if ((code == 0 || code == 2 || code == 75 || restarts >= max_restarts)) || [[ -n $stop ]]; then break; fi
     restarts=$((restarts + 1))
     # Keep what the first start wrote.
-    ((restarts > 1)) || restart_arguments+=(--no_overwrite)
+    ((begun)) || restart_arguments+=(--no_overwrite)
+    begun=1
     say "node $NODE_RANK: ended with code $code; start $restarts of at most $max_restarts again, from the last complete checkpoint"
     wait_for_the_others
   done
   case $code in
     0) ;;
     75) say "node $NODE_RANK: stopped on request (exit code 75); the same command goes on from the checkpoint" ;;
-    *) say "node $NODE_RANK of $NNODES ($(hostname)): ended with exit code $code" ;;
+    *)
+      say "node $NODE_RANK of $NNODES ($(hostname)): ended with exit code $code"
+      ((begun == 0 || code == 2)) || [[ -n $stop ]] ||
+        say "node $NODE_RANK: no start after the checkpoint of step $furthest got further, so the cause is not one that passes" \
+          "(--max_restarts $max_restarts)"
+      ;;
   esac
   exit "$code"
 }

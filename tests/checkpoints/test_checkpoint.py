@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -229,3 +230,48 @@ def test_without_a_shared_disk_the_main_process_keeps_what_all_need(job, whole_r
     assert "checkpoint-4, step 4;" in job(options, "apart", 2, target=train_on_node_of_its_own).output
     assert_same(ends(first, LAST), ends(whole, LAST))
     assert not list(Path(tempfile.gettempdir()).glob("unsloth_ddp_checkpoint_*"))
+
+
+def train_on_a_disk_of_its_own(argv: list[str], cwd: str) -> None:
+    """Run train_ddp.py as if each rank were alone on a node, which has another disk at the same path."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    own, disk = (Path(cwd, name) for name in (f"disk-{os.environ['RANK']}", "disk"))
+    for path in (own, disk):
+        path.mkdir(exist_ok=True)
+    clone_newns = 0x20000
+    assert ctypes.CDLL(None, use_errno=True).unshare(clone_newns) == 0
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", str(own), str(disk)], check=True)
+    train(argv, str(disk))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_no_node_trains_from_a_copy_that_the_main_process_has_not_verified(job, whole_run, place):
+    """Node 1 has no checkpoint, one without optimizer, one with the optimizer of another step, and one that is whole."""
+    options, run = f"{WHOLE_RUN} --save_steps 4", "outputs/disks"
+    job(options, "disks", 2, target=train_on_a_disk_of_its_own)
+    first, second = (place / f"disk-{rank}" / run for rank in (0, 1))
+    assert not list(second.glob("checkpoint*"))
+    kept = place / "kept"
+    shutil.copytree(first, kept)
+    for copy, said in (
+        ("none", "it does not hold that folder"), ("less", "of its own copy, optimizer.pt is missing"),
+        ("other", "of its own copy, the content of optimizer.pt does not match its checksum"), ("whole", None),
+    ):  # fmt: skip
+        for folder in (first, second):
+            shutil.rmtree(folder)
+        shutil.copytree(kept, first)
+        (first / "summary.json").unlink()
+        for path in (first / "checkpoint-8", first / f"checkpoint-{LAST}"):
+            shutil.rmtree(path)
+        if copy != "none":
+            shutil.copytree(first / "checkpoint-4", second / "checkpoint-4")
+        if copy == "less":
+            (second / "checkpoint-4" / "optimizer.pt").unlink()
+        if copy == "other":
+            shutil.copy(kept / "checkpoint-8" / "optimizer.pt", second / "checkpoint-4")
+        printed = job(options, "disks", 2, target=train_on_a_disk_of_its_own).output
+        assert "checkpoint-4, step 4;" in printed
+        assert (f"Node 1 is sent checkpoint-4 by node 0: {said}." in printed) is (said is not None), printed
+        assert_same(ends(first, LAST), ends(whole_run(2), LAST), copy)

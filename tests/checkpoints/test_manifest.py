@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def folder(tmp_path) -> Path:
     """A complete checkpoint of three files."""
     path = tmp_path / "checkpoint-3"
     (path / "global_step3").mkdir(parents=True)
-    (path / "trainer_state.json").write_text("{}")
+    (path / "trainer_state.json").write_text('{"global_step": 3}')
     (path / "optimizer.pt").write_bytes(bytes(range(256)) * 40_000)
     (path / "global_step3" / "rank_0.pt").write_bytes(b"shard")
     text = Manifest(3, {}, {}, manifest.describe_files(path)).to_text()
@@ -110,6 +111,16 @@ def link_elsewhere(path: Path) -> None:
     path.symlink_to(path.parent.parent / "elsewhere")
 
 
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 @pytest.mark.parametrize(
     ("damage", "name", "reason"),
     [
@@ -121,6 +132,9 @@ def link_elsewhere(path: Path) -> None:
         (change_a_byte, "optimizer.pt", "content of optimizer.pt"),
         (change_a_byte, "global_step3/rank_0.pt", "content of global_step3/rank_0.pt"),
         (link_elsewhere, "optimizer.pt", "optimizer.pt is missing"),
+        (replace_by_pipe, "manifest.json", "manifest.json cannot be read: it is not a file"),
+        (replace_by_device, "manifest.json", "manifest.json cannot be read: it is not a file"),
+        (lambda path: os.truncate(path, 1 << 40), "manifest.json", "cannot be read: it has over 67,108,864 bytes"),
     ],
 )
 def test_every_damage_is_found_and_named(folder, damage, name, reason):
@@ -335,7 +349,7 @@ def checkpoint_of(run: Path, files: list[str]) -> Path:
     made = run / "checkpoint-3"
     for name in files:
         (made / name).parent.mkdir(parents=True, exist_ok=True)
-        (made / name).write_bytes(b"x")
+        (made / name).write_bytes(b'{"global_step": 3}')
     described = Manifest(3, {}, {}, manifest.describe_files(made))
     (made / manifest.FILE_NAME).write_text(described.to_text())
     return made

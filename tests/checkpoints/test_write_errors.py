@@ -20,7 +20,8 @@ import pytest
 
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
-from unsloth_ddp.checkpoints.writer import ASIDE, Checkpoints
+from tests.runtimes import cpu_runtime
+from unsloth_ddp.checkpoints.writer import ASIDE, MARGIN, Checkpoints
 from unsloth_ddp.model.adapter import merge
 from unsloth_ddp.run import stages, summary
 from unsloth_ddp.utils.files import json as json_file
@@ -131,7 +132,9 @@ def test_a_run_whose_saves_all_fail_ends_with_its_result_and_an_error(job, whole
     faults = dict.fromkeys(range(1, LAST + 1), (1, "small too large"))
     printed = job(WHOLE_RUN, "never-saved", 2, code=1, target=train_with_faults, args=(faults,)).output
     run = place / "outputs" / "never-saved"
-    assert f"The result is written, but no checkpoint was: checkpoint-{LAST} could not be written" in printed
+    assert (
+        f"The result is written and complete, but no checkpoint was: checkpoint-{LAST} could not be written" in printed
+    )
     assert manifest_steps(run) == []
     whole = whole_run(2)
     assert (run / "adapter_model.safetensors").read_bytes() == (whole / "adapter_model.safetensors").read_bytes()
@@ -170,6 +173,24 @@ def test_what_comes_after_the_trained_model_is_made_up_for_by_the_next_start(job
         assert [path.name for path in (*run.glob("merged*"), *run.glob("summary*"))] == there
     assert f"Resuming from {run}/checkpoint-2" in job(options, "afterwards", 2).output
     assert (run / "summary.json").is_file() and (run / "merged" / "model.safetensors").is_file()
+
+
+def test_a_save_without_room_for_what_it_will_write_is_not_begun(tmp_path, monkeypatch, capsys):
+    checkpoints = Checkpoints(cpu_runtime(), tmp_path, {}, {}, None, least_bytes=10_000)
+    begun, usage = [], shutil.disk_usage(tmp_path)
+
+    def save(step: int, free: int) -> bool:
+        def write(aside: Path) -> None:
+            begun.append(step)
+            (aside / f"checkpoint-{step}").mkdir()
+            (aside / f"checkpoint-{step}" / "weights").write_bytes(bytes(50_000))
+
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free + MARGIN))
+        return checkpoints.save(step, write)
+
+    assert [save(1, 9_999), save(2, 10_000), save(3, 49_999), save(4, 50_000)] == [False, True, False, True]
+    assert begun == [2, 4]
+    assert capsys.readouterr().out.count("no space is left on the disk") == 2
 
 
 # ---- trackers and logs ----
@@ -234,6 +255,32 @@ def train_until_removed(argv: list[str], cwd: str, folder: str, step: int) -> No
 
     with patch.object(Checkpoints, "save", then_remove):
         train(argv, cwd)
+
+
+def train_until_removed_at_the_end(argv: list[str], cwd: str, folder: str) -> None:
+    """Run train_ddp.py; the run's folder is removed after its result was saved."""
+    save = Checkpoints.save_final
+
+    def then_remove(self: Checkpoints, *args: Any) -> str | None:
+        problem = save(self, *args)
+        shutil.rmtree(folder)
+        return problem
+
+    with patch.object(Checkpoints, "save_final", then_remove):
+        train(argv, cwd)
+
+
+def test_a_result_that_somebody_removes_is_told_and_the_next_start_trains_again(job, place):
+    run, options = place / "outputs" / "gone", "--global_batch_size 4 --max_steps 1 --save_strategy no"
+    printed = job(options, "gone", code=1, target=train_until_removed_at_the_end, args=(str(run),)).output
+    assert f"its result could not be written to {run}: somebody removed that folder meanwhile; " in printed
+    assert "Traceback" not in printed and not (run / "summary.json").exists()
+    # What a killed save left, and a log that cannot be made.
+    (run / "checkpoint.partial" / "checkpoint-1").mkdir(parents=True)
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "rank_0.log").symlink_to("elsewhere.log")
+    printed = job(options, "gone").output
+    assert (run / "summary.json").is_file() and not list(run.glob("*.partial"))
 
 
 def test_a_run_whose_folder_is_removed_says_so_and_fails_with_its_result_written(job, place):

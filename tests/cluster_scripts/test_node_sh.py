@@ -206,6 +206,14 @@ def test_restarts(node):
     code, text = node("--cpu --no_preflight --max_restarts 2", SCRIPT="exit 1")
     assert code == 1 and len(node.calls()) == 3
     assert "start 2 of at most 2 again, from the last complete checkpoint" in text
+    assert "node 0: no start after the checkpoint of step 0 got further" in text
+    # Five starts, of which each saves a later step but the last, which is the first restart without progress.
+    later = 'n=$(cat n 2>/dev/null || echo 1); echo $((n < 4 ? n + 1 : 4)) >n; echo "${n}0" >"$UNSLOTH_DDP_EXIT_CODE_FILE.step"; exit 1'
+    code, text = node("--cpu --no_preflight --max_restarts 1", SCRIPT=later)
+    assert code == 1 and len(node.calls()) == 5
+    assert text.count("start 1 of at most 1 again") == 4 and text.count("--no_overwrite") == 0
+    assert all(call.count("--no_overwrite") == 1 for call in node.calls()[1:])
+    assert "node 0: no start after the checkpoint of step 40 got further" in text
     once = "[[ -e again ]] || { touch again; exit 1; }"
     assert node("--cpu --no_preflight --max_restarts 2", SCRIPT=once)[0] == 0 and len(node.calls()) == 2
     for code in (2, 75):  # a mistake, and a stop that was asked for

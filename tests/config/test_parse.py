@@ -84,6 +84,7 @@ def test_both_spellings_and_every_kind_of_value(words: list[str], name: str, val
         ("seed: 4294967295", "seed", 4294967295),
         ("merge: yes", "merge", True),
         ("merge: 'false'", "merge", False),
+        ("max_time: 1:30:00", "max_time", "1:30:00"),  # 5400 to PyYAML
         ("eval_dataset:", "eval_dataset", []),
         ("report_to: none", "report_to", []),
         ("global_batch_size: null", "global_batch_size", None),

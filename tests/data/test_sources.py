@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources import json_text
 from unsloth_ddp.data.sources.rows import check_source, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
 
@@ -267,6 +269,11 @@ def test_any_json_rows_are_read_back_from_a_list_and_from_lines(
 ) -> None:
     listed = write(tmp_path, "a.json", json.dumps(made, indent=indent).replace("\n", end))
     assert [columns for _, columns in rows(listed)] == made
+    # However the file is cut into parts.
+    for size in (1, 7):
+        with patch.object(json_text, "CHUNK", size):
+            in_parts = rows(listed)
+        assert in_parts == rows(listed)
     lined = write(tmp_path, "a.jsonl", "".join(json.dumps(row, ensure_ascii=False) + end for row in made))
     assert rows(lined) == [(f":{number}", row) for number, row in enumerate(made, 1)]
 

@@ -7,17 +7,22 @@ import errno
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
+from tests.conftest import DEMO_MODEL
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.tokenize import EncodedRow
+from unsloth_ddp.data.order import stream_windows
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, shuffled, stream_rows
 from unsloth_ddp.data.order.stream_steps import StepFiller
-from unsloth_ddp.data.order.stream_windows import StreamedWindows
+from unsloth_ddp.data.order.stream_windows import StreamedWindows, streamed_windows
 from unsloth_ddp.data.sources.rows import SourceRow, left_out, of_other_splits, read_rows, streamed_sources
 from unsloth_ddp.utils.errors import UserError
 
@@ -276,10 +281,30 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UserError, match=r"is a folder without a \.jsonl, \.parquet, \.csv file"):
         streamed_sources([str(tmp_path)])
-    with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row per line, as .jsonl"):
-        streamed_sources([f"{tmp_path}/list.json"])
-    with pytest.raises(UserError, match=r"LIST.JSON is one JSON list"):
-        streamed_sources([f"{tmp_path}/LIST.JSON"])
+    # A file that is named is one of rows.
+    assert streamed_sources([f"{tmp_path}/list.json"]) == [f"{tmp_path}/list.json"]
+
+
+@pytest.mark.parametrize("worker", [None, 0, 1])
+def test_a_file_that_changes_between_two_epochs_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], worker: int | None
+) -> None:
+    info = None if worker is None else SimpleNamespace(id=worker)
+    monkeypatch.setattr(stream_windows, "get_worker_info", lambda: info)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    read = streamed_windows(Settings(dataset=[str(tmp_path)], streaming=True), None, tokenizer, seed=1).read
+    assert len(list(read())) == len(list(read())) == 1
+    assert capsys.readouterr().out == ""
+    with path.open("a") as file:
+        file.write('{"text": "b"}\n')
+    (tmp_path / "more.jsonl").write_text('{"text": "c"}\n')
+    assert len(list(read())) == len(list(read())) == 3
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" before, so")[0] for line in said] == (
+        [] if worker else [f"{tmp_path}/more.jsonl has 14 bytes and had 0", f"{path} has 28 bytes and had 14"]
+    )
 
 
 def test_a_hub_set_is_streamed_too(monkeypatch: pytest.MonkeyPatch) -> None:

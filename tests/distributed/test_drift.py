@@ -79,9 +79,10 @@ def test_copies_of_a_sharded_model_are_compared_part_by_part():
     ranks = SimpleNamespace(world_size=4)
     found: dict = {"ranks": ranks, "sharding": "fsdp2", "gather": gather, "locations": [f"rank {n}" for n in range(4)]}
     check = drift.DriftCheck(model, SimpleNamespace(**found, copies=2), 2)  # type: ignore[arg-type]
-    assert check.due(4) and not check.due(3) and check.skipped is None
+    assert check.due(3) and check.skipped is None, "the first step of a start is compared, whatever the interval"
     drifted = 0
-    check.check(4)
+    check.check(3)
+    assert check.due(4) and not check.due(5)
     drifted = 1
     with pytest.raises(
         RunError, match=r"^rank 3 has other weights than rank 1 after step 4, first in 1.weight \(1 of 2 "
@@ -89,6 +90,7 @@ def test_copies_of_a_sharded_model_are_compared_part_by_part():
         check.check(4)
     plain = drift.DriftCheck(model, SimpleNamespace(**found, copies=1), 2)  # type: ignore[arg-type]
     assert plain.skipped == "fsdp2" and not plain.due(4)
+    plain.check(4)
 
 
 def train_and_perturb(step: int, rank: int, argv: list[str], cwd: str) -> None:
@@ -134,6 +136,12 @@ def test_a_rank_that_drifts_is_named(job, rank, ranks):
     usual = 1 if rank == 0 else 0
     assert f"rank {rank} (node 0, host " in told[0] and f"other weights than rank {usual} after step 4" in told[0]
     assert "lora_B" in told[0] and "Traceback" not in result.output
+
+
+def test_a_short_run_whose_ranks_drift_ends_before_its_result_is_written(job, tmp_path):
+    result = job(1, 1, 2, "--max_steps 3")
+    assert "rank 1 (node 0, host " in result.output and "other weights than rank 0 after step 3" in result.output
+    assert result.codes[0] == 1 and not list(tmp_path.rglob("adapter_model.safetensors"))
 
 
 @pytest.mark.slow

@@ -222,11 +222,12 @@ def test_sizes_that_do_not_fit_are_refused(sizes, reason):
 
 
 def say_refusals() -> None:
-    """Start with sizes that are wrong everywhere, then with sizes of which each node has its own."""
+    """Start with sizes that are wrong everywhere, then with a size or an option of which each node has its own."""
     rank = int(os.environ["RANK"])
-    for size in ("3", "nodes" if rank < 2 else "1"):
+    for size, rate in (("3", 0.1), ("nodes" if rank < 2 else "1", 0.1), ("1", 0.1 if rank < 2 else 0.2)):
         os.environ[PARALLELISM + "DP_REPLICATE_SIZE"] = size
-        with pytest.raises(UserError) as refused, started(settings(use_cpu=True), ranks_from_environment()):
+        chosen = settings(use_cpu=True, learning_rate=rate)
+        with pytest.raises(UserError) as refused, started(chosen, ranks_from_environment()):
             pass
         print(f"refused: {refused.value}")
 
@@ -239,7 +240,12 @@ def test_every_rank_says_the_same_sentence(tmp_path):
     said = [[line for line in output.splitlines() if line.startswith("refused")] for output in result.outputs]
     assert said[0] == said[1] == said[2] == said[3]
     assert "dp_replicate_size 3 does not fit 4 processes on 2 nodes" in said[0][0]
-    assert "rank 2 " in said[0][1] and "has sharding fsdp2, and rank 0 fsdp2, 2 copies, each split over 2" in said[0][1]
+    assert "rank 2 " in said[0][1]
+    assert (
+        "was started with sharding fsdp2 instead of fsdp2, 2 copies, each split over 2 processes as rank 0"
+        in said[0][1]
+    )
+    assert "rank 2 " in said[0][2] and "was started with another --learning_rate as rank 0" in said[0][2]
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "ddp"])

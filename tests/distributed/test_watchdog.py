@@ -125,6 +125,40 @@ def test_a_mistake_of_all_ranks_is_left_to_the_main_process(main, own, prints):
     assert Watchdog._prints_for_node(watchdog, notices[0]) is prints
 
 
+def after_gaps(number: int, phase: str, *gaps: float) -> RankStatus:
+    """A rank that made progress in this phase after so many seconds each, the last time at NOW."""
+    status = rank(number, phase=phase, last_progress=NOW - sum(gaps))
+    for count, ahead in enumerate(reversed(range(len(gaps))), 1):
+        beat = {"count": count, "step": 7, "phase": phase, "stack": ""}
+        status.update(beat, NOW - sum(gaps[len(gaps) - ahead :]))
+    return status
+
+
+@pytest.mark.parametrize(
+    ("phase", "gaps", "limit"),
+    [
+        ("training", (3, 2, 3), 900), ("training", (60, 3), 1200), ("evaluating", (3,), 900), ("saving", (60,), 1200),
+        # Never longer than a collective may take, where ranks wait in one.
+        ("training", (300, 3), 1794), ("saving", (300,), 6000),
+        ("training", (), 1794), ("saving", (), None), ("preparing", (60,), None), ("finishing", (60,), None),
+    ],
+)  # fmt: skip
+def test_a_hang_is_measured_by_what_the_phase_took_so_far(phase, gaps, limit):
+    ranks = [after_gaps(number, phase, *gaps) for number in (0, 1)]
+
+    def at(seconds: float):
+        for status in ranks:
+            status.last_heard = NOW + seconds
+        return found(*ranks, now=NOW + seconds)
+
+    if limit is None:
+        assert at(1e6) is None
+        return
+    assert at(limit) is None and at(limit + 1).ranks == (0, 1)
+    why = "--ddp_timeout sets the limit" if limit == 1794 else f"the longest time so far was {max(gaps)} s"
+    assert f"no rank has made progress for {limit} s ({why}); logs/rank_N.log shows" in at(limit + 1).sentence
+
+
 def test_a_hang_names_the_rank_that_is_behind():
     finding = found(
         rank(0, progress_count=9, last_progress=NOW - 1800), rank(1, progress_count=8, last_progress=NOW - 1801)

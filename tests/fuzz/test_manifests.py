@@ -30,14 +30,19 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "run" / "checkpoint-3"
     path.mkdir(parents=True)
     for name in NEEDED:
-        (path / name).write_text("{}")
+        (path / name).write_text('{"global_step": 3}')
     (tmp_path / "run" / "outside").write_text("{}")
     return path
 
 
+def entry(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": path.stat().st_size, "xxh3_128": manifest.checksum(path)}
+
+
 def describe(folder: Path, listed: Any = None, **changes: Any) -> None:
     """Write a manifest whose own checksum is right, whatever it holds."""
-    own = {name: {"bytes": 2, "xxh3_128": manifest.checksum(folder / name)} for name in NEEDED}
+    own = {name: entry(folder / name) for name in NEEDED}
     content = {
         "format": 1,
         "step": 3,
@@ -53,7 +58,7 @@ def describe(folder: Path, listed: Any = None, **changes: Any) -> None:
 def whole(folder: Path) -> Manifest | None:
     """The manifest of a complete checkpoint, or None where it is damaged, which is said in printable words."""
     try:
-        return manifest.verify(folder)
+        return resume_point._verify(folder)
     except Damaged as damage:
         assert str(damage) and not {unicodedata.category(letter) for letter in str(damage)} & UNPRINTABLE, repr(
             str(damage)
@@ -139,15 +144,14 @@ def test_a_manifest_that_gives_a_name_twice_is_damaged(folder: Path) -> None:
 
 def test_a_manifest_is_no_way_out_of_its_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outside = folder.parent / "outside"
-    entry = {"bytes": 2, "xxh3_128": manifest.checksum(outside)}
     (folder / "link").symlink_to(outside)
     (folder / "way").symlink_to(folder.parent)
     for name in ("../outside", str(outside), "link", "way/outside"):
-        describe(folder, {name: entry})
+        describe(folder, {name: entry(outside)})
         assert whole(folder) is None, name
     (folder / "inside").write_text("{}")
     (folder / "near").symlink_to("inside")
-    describe(folder, {"near": entry, "inside": entry})
+    describe(folder, {"near": entry(outside), "inside": entry(outside)})
     assert whole(folder) is not None
     assert offered(folder, capsys)
 

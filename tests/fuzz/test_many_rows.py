@@ -28,7 +28,7 @@ def prepare(path: str, count: int) -> None:
     from unsloth_ddp.data.dataset import tokenize_examples
     from unsloth_ddp.data.order.batch_plan import RowOrder
     from unsloth_ddp.data.sources.examples import read_examples
-    from unsloth_ddp.data.sources.identity import fingerprint
+    from unsloth_ddp.data.sources.identity import same_everywhere
 
     runtime = cpu_runtime()
     settings = Settings(dataset=[path])
@@ -37,7 +37,7 @@ def prepare(path: str, count: int) -> None:
     before = most_memory()
     read_examples(settings, runtime, folder)
     rows, _ = tokenize_examples(settings, runtime, folder, tokenizer)
-    fingerprint(rows, runtime)
+    same_everywhere(rows, runtime, "training")
     assert sum(RowOrder(count, 8, seed=1)) == count * (count - 1) // 2
     print(json.dumps({"rows": rows.counts.rows, "bytes": most_memory() - before}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -21,8 +22,10 @@ from tests.fuzz import few, refusal, result_or_sentence
 from tests.runtimes import cpu_runtime
 from tests.unpickled import Touch
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
+from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.model.files.check import check_folder
-from unsloth_ddp.model.loading.load import check_model, load_model
+from unsloth_ddp.model.loading.load import check_model, load_model, load_tokenizer
 
 RUNTIME = cpu_runtime()
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -169,6 +172,40 @@ def pickle_weights(folder: Path, **more: Any) -> None:
     """Leave the weights in a pickle file alone."""
     torch.save({**load_file(folder / SAFE), **more}, folder / "pytorch_model.bin")
     (folder / SAFE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("size", "value"), [("num_hidden_layers", 10**9), ("n_layer", 2000), ("vocab_size", 50_000_000)]
+)
+def test_sizes_that_the_files_cannot_have_are_refused_before_a_model_is_built(
+    folder: Path, size: str, value: int
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for changed in ({**config, size: value}, {**config, "text_config": {size: value}}):
+        (folder / "config.json").write_text(json.dumps(changed))
+        said = refusal(lambda: check_model(Settings(model=str(folder), dataset=["x"]), RUNTIME))
+        assert f"config.json has {size} {value:,}, but the weight files hold only" in said
+    # What some configs say beside the number of layers.
+    (folder / "config.json").write_text(json.dumps({**config, "max_window_layers": 900}))
+    check_model(Settings(model=str(folder), dataset=["x"]), RUNTIME)
+
+
+def normalize_with(folder: Path, charsmap: bytes) -> None:
+    """Give the tokenizer a normalizer of these bytes, which its library in Rust reads without checking them."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
+    path.write_text(json.dumps(content))
+
+
+def test_a_tokenizer_that_panics_is_refused_when_it_is_loaded_or_used(folder: Path) -> None:
+    normalize_with(folder, b"\xff\0\0\0" + b"\xff" * 300)
+    for read in (lambda: load(folder), lambda: load_tokenizer(Settings(model=str(folder)))):
+        assert "loaded: a library in Rust panicked (Precompiled: Error(" in refusal(read)
+    normalize_with(folder, b"\x04\0\0\0abcdefgh")
+    encoder = Encoder(load_tokenizer(Settings(model=str(folder))), supervise_all=True)
+    said = refusal(lambda: encode_row(encoder, to_example({"text": "Hello."}), 64))
+    assert "the model's tokenizer cannot tokenize the row: a library in Rust panicked (index out of bounds: " in said
 
 
 def test_pickles_are_refused_unless_asked_for_and_never_executed(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.fuzz import few, refusal, result_or_sentence
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources import rows as rows_module
+from unsloth_ddp.data.sources import json_text
 from unsloth_ddp.data.sources.examples import held_out_examples, read_examples
 from unsloth_ddp.data.sources.formats import Example, to_example
 from unsloth_ddp.data.sources.rows import read_rows
@@ -175,7 +175,7 @@ def test_names_that_would_move_the_cursor_are_written_out(tmp_path: Path) -> Non
 
 
 def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(json_text, "LONGEST_ROW", 1000)
     for name in ("a.jsonl", "a.csv"):
         path = write(tmp_path, name, b"text\n" if name == "a.csv" else b'{"text": "a"}\n')
         with path.open("ab") as file:
@@ -183,6 +183,35 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: 
         assert refusal(lambda path=path: list(read_rows(str(path), "train"))) == (
             f"{path}:2 is longer than 1,000 bytes, which is not a row of text; put each row on a line."
         )
+
+
+def test_a_row_that_does_not_end_is_not_read_to_the_end_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_text, "LONGEST_ROW", 1000)
+    monkeypatch.setattr(json_text, "CHUNK", 100)
+    for name, begin, line, said in (
+        (
+            "a.csv",
+            b'text\na\n"one\n',
+            b"more\n",
+            "3 begins a row of over 1,000 characters; close the quotation mark that",
+        ),
+        ("b.csv", b'x,y\n"1","\n', b'","\n', "2 begins a row of over 1,000 characters; close the quotation mark that"),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text": "',
+            b"more\\n",
+            "2 begins a row that is longer than 1,000 characters, or not",
+        ),
+        ("b.json", b'[{"text": "a"},\n[', b"1,\n", "2 begins a row that is longer than 1,000 characters, or not JSON;"),
+    ):
+        path = write(tmp_path, name, begin + line * 10_000)
+        reader = read_rows(str(path), "train")
+        # The last line of the file is never reached.
+        with path.open("ab") as file:
+            file.write(b"\xff")
+        assert f"{path}:{said}" in refusal(lambda reader=reader: list(reader))
 
 
 def test_a_huge_row_is_read(tmp_path: Path) -> None:

@@ -104,6 +104,15 @@ def test_a_config_that_would_hang_run_code_or_contradict_is_refused_at_once(
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("value", ["1" + ":59" * 200_000, "0x" + "f" * 500_000, "1" * 4_000])
+def test_a_number_of_any_length_is_refused_at_once(config: Any, value: str) -> None:
+    began = time.process_time()
+    message = refusal(lambda: config(f"max_steps: {value}\n"))
+    assert time.process_time() - began < 10
+    assert "max_steps is" in message
+
+
 def test_a_config_cannot_name_itself_or_another(config: Any) -> None:
     assert "config is for the command line only" in refusal(lambda: config("config: run.yaml\n"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 import subprocess
 import sys
@@ -12,7 +14,6 @@ import pytest
 
 from tests.conftest import DEMO_MODEL, REPO, write_jsonl
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources import checked_rows
 from unsloth_ddp.run import file_checks
 from unsloth_ddp.run.file_checks import check_files
 from unsloth_ddp.run.folder import check_run_folder
@@ -50,6 +51,19 @@ def test_a_mistake_is_refused(rows: str, given: dict[str, Any], processes: int, 
         check_files(settings(rows, **given), processes)
 
 
+def test_a_user_without_a_home_is_told_to_set_one(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry(number: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    check_files(settings(rows), 1)
+    monkeypatch.delenv("HOME")
+    with pytest.raises(
+        UserError, match=r"^HOME is not set and user id \d+ has no entry in the list of users, .* set HOME to"
+    ):
+        check_files(settings(rows), 1)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -83,12 +97,12 @@ def test_a_bad_row_of_any_file_is_refused_by_its_line(rows: str, tmp_path: Path)
             check_files(settings(rows, **given), 1)
 
 
-def test_a_large_json_list_is_left_to_the_run(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"list\.json"):
-        check_files(settings(str(tmp_path / "list.json")), 1)
-    monkeypatch.setattr(checked_rows, "LARGEST_LIST", 2)
-    check_files(settings(str(tmp_path / "list.json")), 1)
+def test_the_first_row_of_a_json_list_of_any_size_is_checked(rows: str, tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text("[1,")
+    os.truncate(path, 1 << 40)  # takes no room on the disk
+    with pytest.raises(UserError, match=r"list\.json:1: "):
+        check_files(settings(str(path)), 1)
 
 
 @pytest.mark.parametrize("name", ["models/tinny", "./models/tinny", "modles/tiny", "{0}/models/tinyy"])

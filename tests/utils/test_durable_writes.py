@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 
 from unsloth_ddp.utils.files.durable import flush, is_write_error, reason
 
@@ -70,6 +72,8 @@ CUT_OFF = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected p
         (OSError(errno.ENOSPC, "x"), 1 << 30, "no space is left on the disk of {}"),
         (OSError(errno.EDQUOT, "x"), 1 << 30, "no space is left on the disk of {}"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), 1 << 30, "no space is left on the disk of {}"),
+        (Exception("Disk quota exceeded (os error 122)"), 1 << 30, "no space is left on the disk of {}"),
+        (Exception("I/O error (os error 5)"), 1 << 30, "Input/output error ({})"),
         (CUT_OFF, 1 << 10, "no space is left on the disk of {}"),
         (CUT_OFF, 1 << 30, "a file in {} could not be written to its end: a quota, a limit on file sizes, or a failing disk"),
         (OSError(errno.EROFS, "x", "/a/b"), 1 << 30, "Read-only file system (/a/b)"),
@@ -93,10 +97,21 @@ def test_it_is_said_why_a_write_failed(
 @pytest.mark.parametrize(
     ("error", "write"),
     [
-        (OSError(errno.EIO, "x"), True), (CUT_OFF, True), (SafetensorError("x"), True), (ValueError("x"), False),
+        (OSError(errno.EIO, "x"), True), (Exception("File too large (os error 27)"), True), (Exception("x"), False), (CUT_OFF, True), (SafetensorError("x"), True), (ValueError("x"), False),
         # RuntimeErrors too, and no disk is to blame for them.
         (torch.distributed.DistBackendError("x"), False), (torch.OutOfMemoryError("x"), False),
     ],
 )  # fmt: skip
 def test_errors_of_writes_are_told_from_others(error: Exception, write: bool) -> None:
     assert is_write_error(error) is write
+
+
+def test_a_tokenizer_that_meets_a_full_disk_raises_an_error_of_a_write(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(Exception) as failed:
+            Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert is_write_error(failed.value) and reason(failed.value, tmp_path) == f"File too large ({tmp_path})"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
+from tests.conftest import REPO
+from unsloth_ddp.utils import streams
 from unsloth_ddp.utils.redaction import HIDDEN
 from unsloth_ddp.utils.streams import LOGGER, ProtectedStream, protect_streams
 
@@ -123,3 +128,58 @@ def test_both_streams_and_handlers_that_exist_are_protected(monkeypatch, tmp_pat
     assert os.read(reader, 1000).decode() == f"Retrying https://{HIDDEN}@hub/api in 1s\n"
     assert (tmp_path / "out").read_text() == HIDDEN + "\n"
     os.close(reader)
+
+
+def test_a_full_pipe_that_nobody_reads_holds_nothing_up(log, monkeypatch):
+    monkeypatch.setattr(streams, "PATIENCE", 0.05)
+    reader, writer = pipe()
+    stream = ProtectedStream(writer, "standard output")
+    capacity = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
+    lines = [f"{number:09,}" for number in range(capacity // 10 + 500)]
+    for line in lines:
+        print(line, file=stream)
+    lost, *logged = log.read_text().splitlines()
+    assert "standard output cannot be written any more (nobody reads the pipe for 0 s)" in lost
+    os.set_blocking(reader, False)
+    read = os.read(reader, 2 * capacity).decode().splitlines()
+    assert read + logged == lines and len(read) > 1000 and len(logged) >= 500
+    print("x" * 10 * capacity, file=stream, flush=True)
+
+
+def test_a_slow_reader_gets_every_letter_of_a_text_larger_than_its_pipe():
+    reader, writer = pipe()
+    text = "\N{GRINNING FACE}ab" * 100_000
+    found = []
+    with ThreadPoolExecutor() as pool, os.fdopen(reader) as file:
+        read = pool.submit(file.read)
+        ProtectedStream(writer, "standard output").write(text)
+        writer.close()
+        found.append(read.result(timeout=60))
+    assert found == [text]
+
+
+CLOSED = """
+import logging, os, sys
+from pathlib import Path
+from unsloth_ddp.utils.streams import LOGGER, protect_streams
+protect_streams()
+print("before the log")
+logging.getLogger(LOGGER).addHandler(logging.FileHandler(sys.argv[1]))
+sys.stdout.isatty(), print("step 1", flush=True), print("problem", file=sys.stderr)
+descriptor = os.open(sys.argv[1] + ".2", os.O_WRONLY | os.O_CREAT)
+os.write(1, b"native"), os.write(2, b"native")
+assert descriptor > 2 and sys.stdin.read() == ""
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-"])
+def test_closed_streams_go_to_the_log_and_no_file_takes_their_numbers(closed, tmp_path):
+    command = f'exec "{sys.executable}" -c "$1" "$2" {closed}'
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", CLOSED, str(tmp_path / "log")], stdin=subprocess.DEVNULL, cwd=REPO, check=False
+    )
+    assert done.returncode == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert "standard output cannot be written any more (it is closed)" in lines[0]
+    assert lines[1:3] == ["before the log", "step 1"] or lines[2:4] == ["before the log", "step 1"]
+    assert ("problem" in lines) is ("2" in closed) and (tmp_path / "log.2").read_bytes() == b""

@@ -22,7 +22,7 @@ from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.files.checksums import checksum
 from unsloth_ddp.utils.files.json import DECODER
-from unsloth_ddp.utils.files.safe import stays_inside
+from unsloth_ddp.utils.files.safe import read_regular, stays_inside
 from unsloth_ddp.utils.redaction import printable
 from unsloth_ddp.utils.units import counted
 
@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
+# Hundreds of thousands of files.
+MOST_BYTES = 1 << 26
 
 # Options that a resumed run has to share with the checkpoint as given; their declarations say which.
 GUARDED = (*options_with(on_resume="refuse", resolved=False), *options_with(on_resume="keep"))
@@ -157,10 +159,12 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: there is none, or it is not readable.
     """
     try:
-        return from_text((folder / FILE_NAME).read_text(encoding="utf-8"))
+        return from_text(read_regular(folder / FILE_NAME, MOST_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise Damaged(f"it has no {FILE_NAME}, so it was not written to its end") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise Damaged(f"{FILE_NAME} cannot be read: {os_reason(error)}") from None
+    except UnicodeDecodeError as error:
         raise Damaged(f"{FILE_NAME} cannot be read: {error}") from None
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, step_folders
+from unsloth_ddp.checkpoints.trainer_state import check_trainer_state
+from unsloth_ddp.checkpoints.writer import is_shared
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
@@ -106,7 +108,7 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
     wanted = settings.resume
     if folder := named_folder(wanted):
         try:
-            point = ResumePoint(folder, manifest.verify(folder), folder.parent == run_folder)
+            point = ResumePoint(folder, _verify(folder), folder.parent == run_folder)
         except Damaged as error:
             raise UserError(
                 f"resume {wanted} is not a complete checkpoint: {error}; give another, auto or no."
@@ -116,13 +118,19 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
         return _with_state(point)
     if wanted == "no" or not continues:
         return None
-    newest, skipped = manifest.newest(step_folders(run_folder), manifest.verify)
+    newest, skipped = manifest.newest(step_folders(run_folder), _verify)
     for damaged, problem in skipped:
         print(f"{damaged.name} is skipped: {problem}.")
     if newest is None:
         print(f"{run_folder} holds an unfinished run without a complete checkpoint; it starts again at step 0.")
         return None
     return _with_state(ResumePoint(*newest, of_this_run=True))
+
+
+def _verify(folder: Path) -> Manifest:
+    found = manifest.verify(folder)
+    check_trainer_state(folder, found)
+    return found
 
 
 def _refuse_pickles(point: ResumePoint) -> None:
@@ -153,23 +161,28 @@ def check_resume(point: ResumePoint, identity: dict[str, Any], settings: Setting
 
 
 def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
-    """Return the checkpoint as this node sees it: the main process sends its files to nodes that lack the folder.
+    """Return the checkpoint as this node sees it: the main process sends its files to nodes that do not hold them whole.
 
-    The copy lies in a temporary folder of the node and is removed at the end of the run.
+    The main process has verified its own folder. A node that sees another one verifies that too: with an optimizer of
+    another step, or without one, its ranks would train other weights. A copy lies in a temporary folder of the node and
+    is removed at the end of the run.
 
     Raises:
         UserError: a node did not receive every file whole.
     """
     ranks = runtime.ranks
-    try:
-        here = manifest.read_manifest(point.folder) == point.manifest
-    except Damaged:
-        here = False
-    seen = runtime.gather(here)
-    if all(seen):
+    if is_shared(runtime, point.folder):
         return point
+    own = runtime.on_main(lambda: None if ranks.is_main else _why_not_here(point), per_node=True)
+    problems = runtime.gather(own)
+    if not any(problems):
+        return point
+    if ranks.is_main:
+        for node, why in enumerate(problems[:: ranks.local_world_size]):
+            if why:
+                print(f"Node {node} is sent {point.folder.name} by node 0: {why}.", flush=True)
     copy: Path | None = None
-    if not seen[ranks.node_main] and ranks.is_local_main:
+    if own:
         copy = Path(tempfile.mkdtemp(prefix="unsloth_ddp_checkpoint_"))
         runtime.cleanup.callback(shutil.rmtree, copy, ignore_errors=True)
     for name, (size, _) in point.manifest.files.items():
@@ -181,13 +194,24 @@ def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
             manifest.verify(copy)
         except (Damaged, OSError) as error:
             problem = f"node {ranks.node_rank}: {error}"
-    problems = [text for text in runtime.gather(problem) if text]
-    if problems:
+    failed = [text for text in runtime.gather(problem) if text]
+    if failed:
         raise UserError(
-            f"{point.folder} did not reach every node complete ({problems[0]}); check their temporary folders."
+            f"{point.folder} did not reach every node complete ({failed[0]}); check their temporary folders."
         )
-    own = runtime.broadcast_from_node_main(lambda: copy and str(copy))
-    return point if own is None else dataclasses.replace(point, folder=Path(own))
+    here = runtime.broadcast_from_node_main(lambda: copy and str(copy))
+    return point if here is None else dataclasses.replace(point, folder=Path(here))
+
+
+def _why_not_here(point: ResumePoint) -> str | None:
+    """Return why this node cannot resume from its own copy of a checkpoint; None if that is the same and whole."""
+    if not point.folder.exists():
+        return "it does not hold that folder"
+    try:
+        same = manifest.verify(point.folder) == point.manifest
+    except Damaged as damage:
+        return f"of its own copy, {damage}"
+    return None if same else "its own copy is of another save"
 
 
 def _send_file(source: Path, target: Path | None, size: int, runtime: Runtime) -> None:

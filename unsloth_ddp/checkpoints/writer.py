@@ -1,6 +1,6 @@
 """Write checkpoints that are whole or absent: aside, flushed to disk, described by a manifest, moved by one rename.
 
-    <run>/checkpoint.partial/checkpoint-20/   while it is written; never offered, removed by the next save
+    <run>/checkpoint.partial/checkpoint-20/   while it is written; never offered, removed by the next start or save
     <run>/checkpoint-20/                      whole: manifest.json lists every file with its size and checksum
 
 All ranks take part in a save and agree after each part of it, so that a failure on one of them (a full disk) is told
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import shutil
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.checkpoints.manifest import Manifest, is_whole, step_folders
+from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, is_whole, step_folders
+from unsloth_ddp.distributed.exit_codes import note_saved_step
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.checksums import checksum
@@ -33,17 +35,27 @@ MARGIN = 64 * 1024
 Part = tuple[bool, Callable[[], None]]
 
 
-def is_shared(runtime: Runtime, run_folder: Path) -> bool:
-    """Return whether every node sees the main process's run folder; each node's own has to exist by now."""
+def is_shared(runtime: Runtime, folder: Path) -> bool:
+    """Return whether every node sees this folder of the main process; of one that cannot be written it is not known."""
     if runtime.ranks.nodes == 1:
         return True
-    mark = runtime.broadcast_from_main(lambda: f".shared-{secrets.token_hex(8)}")
-    runtime.on_main((run_folder / mark).touch)
+
+    def mark() -> str | None:
+        name = f".shared-{secrets.token_hex(8)}"
+        try:
+            (folder / name).touch()
+        except OSError:
+            return None
+        return name
+
+    name = runtime.broadcast_from_main(mark)
+    if name is None:
+        return False
     deadline = time.monotonic() + 5
-    while not (run_folder / mark).exists() and time.monotonic() < deadline:
+    while not (folder / name).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    everywhere = all(runtime.gather((run_folder / mark).exists()))
-    runtime.on_main(lambda: (run_folder / mark).unlink(missing_ok=True))
+    everywhere = all(runtime.gather((folder / name).exists()))
+    runtime.on_main(lambda: (folder / name).unlink(missing_ok=True))
     return everywhere
 
 
@@ -85,7 +97,8 @@ class Checkpoints:
         identity: what identifies the run (see identity.run_identity); written into every manifest.
         versions: package versions.
         limit: how many to keep; None keeps all.
-        weights_bytes: size of the trained weights; a save that has no room for them is not begun.
+        least_bytes: what the first checkpoint has at least; a save is not begun without room for that, or for another one
+            as large as the last.
     """
 
     runtime: Runtime
@@ -93,7 +106,7 @@ class Checkpoints:
     identity: dict[str, Any]
     versions: dict[str, str]
     limit: int | None
-    weights_bytes: int = 0
+    least_bytes: int = 0
     # All nodes see the run's folder (see open).
     shared: bool = field(default=True, init=False)
     last: Path | None = field(default=None, init=False)
@@ -103,13 +116,15 @@ class Checkpoints:
     _digests: dict[str, str] = field(default_factory=dict, init=False)
 
     def open(self) -> None:
-        """Find out whether all nodes see the run's folder, which exists by now.
+        """Find out whether all nodes see the run's folder, which exists by now, and remove what a killed save left there.
 
         Raises:
             UserError: the sharding needs a shared folder, and there is none.
         """
         self.shared = is_shared(self.runtime, self.folder)
         check_shared(self.runtime, self.folder, self.shared)
+        for name in (ASIDE, FINAL_ASIDE):
+            self.runtime.on_main(functools.partial(shutil.rmtree, self.folder / name, ignore_errors=True))
 
     def update_identity(self, **changed: Any) -> None:
         """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""
@@ -141,6 +156,7 @@ class Checkpoints:
             self._give_up(step, aside, problem)
             return False
         self.last, self.failed, self.written = self.folder / target.name, None, self.written + 1
+        note_saved_step(step)
         if ranks.is_main:
             self._tidy(step, best())
         return True
@@ -250,9 +266,14 @@ class Checkpoints:
         if not self.folder.is_dir():
             print(f"{self.folder} was removed during training; it is created again.", flush=True)
         aside.mkdir(parents=True)
-        # A save without enough room for the weights is not begun.
-        if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
+        if shutil.disk_usage(aside).free < max(self.least_bytes, self._bytes_of_last()) + MARGIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
+
+    def _bytes_of_last(self) -> int:
+        try:
+            return sum(size for size, _ in manifest.read_manifest(self.last).files.values()) if self.last else 0
+        except Damaged:  # somebody removed it
+            return 0
 
     def wrote(self, paths: Iterable[Path]) -> None:
         """Record checksums of files of the checkpoint that this rank wrote, so that the main process need not read them."""

@@ -337,7 +337,7 @@ class TrainingSettings:
     )
     drift_check_steps: int = option(
         100,
-        "Optimizer steps between comparisons of the trainable weights of all ranks; 0: never.",
+        "Optimizer steps between comparisons of the trainable weights of all ranks, beside those before saves; 0: never.",
         at_least=0,
         on_resume="allow",
         summary=False,

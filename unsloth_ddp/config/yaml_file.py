@@ -79,3 +79,13 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """Return a number, or the text where it is written in base 60 (1:30:00), which only YAML 1.1 knows."""
+        if ":" in (text := self.construct_scalar(node)):
+            return text
+        return self.construct_yaml_float(node) if node.tag.endswith("float") else self.construct_yaml_int(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)

@@ -1,4 +1,4 @@
-"""Compare the trainable weights of all ranks bit by bit every few steps.
+"""Compare the trainable weights of all ranks bit by bit: after a start's first step, every few steps, and in every save.
 
 Data parallel ranks start from the same weights and take the same steps, so their weights stay identical. A broken GPU,
 a bad cable or a rank that skipped a gradient makes them drift apart, which no loss curve shows. Each trainable tensor
@@ -94,17 +94,20 @@ class DriftCheck:
         self.every = every if runtime.ranks.world_size > 1 and replicated else 0
         self.skipped = sharding if every and runtime.ranks.world_size > 1 and not replicated else None
         self.named: list[tuple[str, Tensor]] = []
+        self.compared = False
 
     def due(self, step: int) -> bool:
-        """Return whether the weights are to be compared after this step."""
-        return bool(self.every) and step % self.every == 0
+        """Return whether the weights are to be compared after this step; the first one shows what was loaded differently."""
+        return bool(self.every) and (step % self.every == 0 or not self.compared)
 
     def check(self, step: int) -> None:
-        """Compare the weights of all ranks.
+        """Compare the weights of all ranks, if they hold the same.
 
         Raises:
             RunError: on every rank; it names the ranks whose weights differ.
         """
+        if not self.every:
+            return
         if not self.named:
             # Only now: a model that was loaded whole is split after this object is made.
             weights = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
@@ -114,6 +117,7 @@ class DriftCheck:
         differ = [part for part in range(self.parts) if len(set(values[part :: self.parts])) > 1]
         if differ:
             raise RunError(self._describe(step, differ[0], values, self.runtime.gather(numbers.tolist())))
+        self.compared = True
 
     def _describe(self, step: int, part: int, values: list[int], numbers: list[list[int]]) -> str:
         found, usual = find_outliers(values[part :: self.parts])
@@ -126,6 +130,6 @@ class DriftCheck:
             f"{who} {'has' if len(outliers) == 1 else 'have'} other weights than rank {usual} after step {step}, first in "
             f"{names[first]} ({differing:,} of {len(names):,} trainable tensors differ), although data parallel ranks "
             "take the same steps; look for GPU errors on that host (nvidia-smi -q -d ECC, Xid lines in dmesg) and for "
-            "different packages (the preflight compares them), and go on from a checkpoint before the last comparison "
-            "that passed (--drift_check_steps)."
+            "different packages (the preflight compares them). The weights are compared before each save, so the last "
+            "checkpoint is from before."
         )

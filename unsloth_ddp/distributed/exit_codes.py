@@ -65,6 +65,17 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
             )
 
 
+def note_saved_step(step: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Write the step of a complete checkpoint for the job's script, which counts only restarts without a new one.
+
+    The first process of each node writes it beside the file of note_exit_code.
+    """
+    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
+    if path and environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            Path(f"{path}.step").write_text(f"{step}\n", encoding="utf-8")
+
+
 # Sentences that a thread of this process has printed or is about to print.
 _told: set[str] = set()
 

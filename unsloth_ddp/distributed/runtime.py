@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import wire
+from unsloth_ddp.distributed.alike import check_alike, code_facts, option_facts
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant, warn_of_cpu
 from unsloth_ddp.distributed.precision import Precision, choose_precision
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
@@ -342,13 +343,12 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
 
         runtime.control_group = dist.new_group(backend="gloo", timeout=control_timeout(settings))
     runtime.locations = runtime.gather(this_location(ranks))
-    layouts = runtime.gather(describe_sharding(runtime.sharding, runtime.offload, runtime.copies, ranks.world_size))
-    differing = next((rank for rank, layout in enumerate(layouts) if layout != layouts[0]), None)
-    if differing is not None:
-        raise UserError(
-            f"{runtime.locations[differing]} has sharding {layouts[differing]}, and rank 0 {layouts[0]}; start every node with "
-            "the same accelerate config and variables."
-        )
+    layout = {
+        "sharding": describe_sharding(runtime.sharding, runtime.offload, runtime.copies, ranks.world_size),
+        "backend": runtime.backend,
+        "precision": runtime.precision,
+    }
+    check_alike(runtime.gather, {**layout, **code_facts()}, option_facts(settings), runtime.locations)
     if ranks.nodes > 1:
         check_secret(runtime.gather, ranks, secret_of(), runtime.locations)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
@@ -32,6 +33,11 @@ def check_files(settings: Settings, processes: int) -> None:
     Raises:
         UserError: naming the option or file and the fix.
     """
+    if os.path.expanduser("~") == "~":
+        raise UserError(
+            f"HOME is not set and user id {os.getuid()} has no entry in the list of users, so the caches have no folder; set HOME to "
+            "a folder that this user can write."
+        )
     _check_model_name(settings)
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
     if known := known_names("report_to"):

@@ -174,7 +174,7 @@ def continues(settings: Settings, folder: Path) -> bool:
 def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     """Return the settings that differ from those of the folder's run; None if those are not known."""
     try:
-        before = read_yaml(folder / SETTINGS_FILE)
+        before = read_yaml(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else None
     except (OSError, Unreadable):
         return None
     if not isinstance(before, dict):
@@ -236,9 +236,7 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
             _empty(folder)
         # A finished run that resumes from one of its checkpoints is unfinished again.
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        # A start that is killed here must find its own folder again.
-        Settings(**with_full_paths(dataclasses.asdict(settings))).save(folder / SETTINGS_ASIDE)
-        (folder / SETTINGS_ASIDE).replace(folder / SETTINGS_FILE)
+        write_settings(settings, folder)
 
     try:
         runtime.on_main(make)
@@ -246,6 +244,12 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
     except (OSError, RuntimeError) as error:
         why = os_reason(error) if isinstance(error, OSError) else str(error)
         raise UserError(f"output folder {folder} cannot be written: {why}; give another --output_dir.") from None
+
+
+def write_settings(settings: Settings, folder: Path) -> None:
+    """Write the file by which a start that is killed finds its own folder again."""
+    Settings(**with_full_paths(dataclasses.asdict(settings))).save(folder / SETTINGS_ASIDE)
+    (folder / SETTINGS_ASIDE).replace(folder / SETTINGS_FILE)
 
 
 def _lock(folder: Path, runtime: Runtime) -> None:

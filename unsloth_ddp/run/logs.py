@@ -10,9 +10,10 @@ from pathlib import Path
 
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run.documents.files import LOGS
+from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.files.safe import open_without_following_links
 from unsloth_ddp.utils.redaction import hide
-from unsloth_ddp.utils.streams import stream_handlers
+from unsloth_ddp.utils.streams import print_to_stderr, stream_handlers
 
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
 # logger a handler that writes to the terminal of every rank.
@@ -20,8 +21,13 @@ LOGGERS = (None, "transformers", "unsloth_ddp")
 
 
 def start_logging(folder: Path, runtime: Runtime) -> None:
-    """Start this rank's log file, for the kit and every library."""
-    to_file = _LogFile(folder / LOGS / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
+    """Start this rank's log file, for the kit and every library; without one the run goes on."""
+    path = folder / LOGS / f"rank_{runtime.ranks.rank}.log"
+    try:
+        to_file = _LogFile(path, encoding="utf-8")
+    except OSError as error:
+        print_to_stderr(f"{path} cannot be written ({os_reason(error)}), so this rank has no log.\n")
+        return
     to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in LOGGERS:
         logging.getLogger(name).addHandler(to_file)

@@ -71,4 +71,7 @@ class NoCheckpointWritten(RunEnd):
     """The result is written, but checkpoints were due and none could be written."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"The result is written, but no checkpoint was: {problem}.")
+        super().__init__(
+            f"The result is written and complete, but no checkpoint was: {problem}. Nothing is left to do for this run; look "
+            "after the disk before the next one."
+        )

@@ -7,6 +7,7 @@ import_backend: Unsloth has to be imported before them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from unsloth_ddp.data import dataset
 from unsloth_ddp.data.chat.preview import preview_first_row
 from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources import examples
-from unsloth_ddp.data.sources.identity import data_identity
+from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model.adapter import merge, merge_check
+from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.forward.attention import choose_packing
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.run import answers
@@ -34,7 +36,7 @@ from unsloth_ddp.run.context import Run
 from unsloth_ddp.run.documents import write as documents
 from unsloth_ddp.run.documents.facts import answer_facts
 from unsloth_ddp.run.documents.files import SETTINGS_FILE
-from unsloth_ddp.run.folder import continues, open_run_folder
+from unsloth_ddp.run.folder import continues, open_run_folder, write_settings
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
     FolderRemoved,
@@ -121,6 +123,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
+    if evaluation:
+        same_everywhere(evaluation, runtime, "evaluation")
     if resume:
         resume_point.check_resume(resume, run.identity, settings, runtime)
         if settings.resume == "auto":
@@ -134,8 +138,8 @@ def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: Traini
     from unsloth_ddp.training.trainer import DDPTrainer
 
     settings, runtime = run.settings, run.runtime
-    limit, weights = settings.save_total_limit, trained_bytes(model)
-    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, weights)
+    limit, least = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
+    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, least)
     return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
 
 
@@ -210,7 +214,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
-    removed = run.runtime.broadcast_from_main(lambda: not (run.folder / SETTINGS_FILE).is_file())
+    removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
     after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
@@ -225,10 +229,31 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     documents.finished(run.runtime, trainer, run.folder, summary, kept)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)
+    if problem := run.runtime.broadcast_from_main(lambda: _removed_meanwhile(run)):
+        raise ResultNotSaved(run.folder, problem, None)
     if removed:
         raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:
         raise NoCheckpointWritten(checkpoints.failed)
+
+
+def _restore_settings(run: Run) -> bool:
+    """Return whether somebody removed the run's folder; its settings are written again then, so that the next start knows it."""
+    if (run.folder / SETTINGS_FILE).is_file():
+        return False
+    with contextlib.suppress(OSError):  # the save of the result tells it
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_settings(run.settings, run.folder)
+    return True
+
+
+def _removed_meanwhile(run: Run) -> str | None:
+    """Return what became of the result if somebody removed the run's folder while it was written."""
+    if not _restore_settings(run):
+        return None
+    # What is left is no finished run.
+    (run.folder / summary_file.SUMMARY_FILE).unlink(missing_ok=True)
+    return "somebody removed that folder meanwhile"
 
 
 def _merge(run: Run, trainer: DDPTrainer, folder: Path) -> None:

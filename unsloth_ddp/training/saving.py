@@ -26,7 +26,7 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.sharded_state import has_shards
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data.order.batch_plan import BatchPlan
-from unsloth_ddp.distributed.drift import REPLICATED
+from unsloth_ddp.distributed.drift import REPLICATED, DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.training.broken_weights import check_weights
@@ -46,6 +46,8 @@ class ResumableTrainer(SFTTrainer):
         feed: orders the rows.
         options: keyword arguments of SFTTrainer.__init__.
     """
+
+    drift: DriftCheck
 
     def __init__(self, runtime: Runtime, checkpoints: Checkpoints, feed: RowFeed, **options: Any) -> None:
         self.runtime = runtime
@@ -120,13 +122,14 @@ class ResumableTrainer(SFTTrainer):
     # ---- checkpoints: upstream writes in place, and deletes old ones before the new one is complete ----
 
     def check_weights(self) -> None:
-        """End the run if a trained weight is not finite; every rank calls this at the same step.
+        """End the run if a trained weight is not finite or differs between ranks; every rank calls this at the same step.
 
         Raises:
-            RunError: the weights contain NaN or infinity.
+            RunError: it is.
         """
         assert self.model is not None
         check_weights(self.model, self.runtime, self.state.global_step, self.checkpoints.last)
+        self.drift.check(self.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.check_weights()
@@ -150,8 +153,7 @@ class ResumableTrainer(SFTTrainer):
             try:
                 # Transformers' method, because TRL's also writes a model card into every checkpoint. A failure is kept for
                 # later, because the other ranks wait in collectives below.
-                with self.runtime.progress.doing("saving"):
-                    self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
+                self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
             finally:
                 self._aside = None
                 # Upstream has set it to the temporary folder.
@@ -162,7 +164,9 @@ class ResumableTrainer(SFTTrainer):
             if self.args.should_save and self.state.best_model_checkpoint:
                 self.state.save_to_json(str(aside / f"checkpoint-{step}" / "trainer_state.json"))
 
-        if not self.checkpoints.save(step, write, self._best_step):
+        with self.runtime.progress.doing("saving"):
+            saved = self.checkpoints.save(step, write, self._best_step)
+        if not saved:
             self.state.best_model_checkpoint = best_before
             if self.state.best_global_step == step:
                 # The best checkpoint that is on the disk.

@@ -155,7 +155,8 @@ class DDPTrainer(ResumableTrainer):
         shown = ShowTraining(self.view, self.runtime.progress, lambda: self.checkpoints.last)
         upstream = self.callback_handler.callbacks
         self.callback_handler.callbacks = [*shown_callbacks(upstream, trackers), shown]
-        self.add_callback(CompareWeights(DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)))
+        self.drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
+        self.add_callback(CompareWeights(self.drift))
         self.add_callback(NameUntrained(self.model, self.runtime))
         if self.runtime.precision == "fp16":
             self.add_callback(CountOverflows(self.accelerator, speaks=self.runtime.ranks.is_main))

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import logging
 import os
+import select
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +22,9 @@ from unsloth_ddp.utils.redaction import hide
 LOGGER = "unsloth_ddp"
 # Lines kept for the log file while there is none.
 LINES_KEPT = 1000
+# Seconds that a reader may take to make room in a full pipe, and characters of which each write fits into a pipe with room.
+PATIENCE = 60.0
+AT_ONCE = 1000
 # Characters kept of what was written but not flushed, since a lost reader shows only when Python flushes.
 UNFLUSHED_KEPT = 20_000
 
@@ -31,6 +37,7 @@ class ProtectedStream:
         self._name = name
         self._unflushed = ""
         self._lost = False
+        self._pipe = _pipe_of(stream)
         self._line = ""
         self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
         self._diverted: Callable[[str], None] | None = None
@@ -44,14 +51,36 @@ class ProtectedStream:
         if self._lost:
             self._log(hidden)
             return len(text)
-        self._unflushed = (self._unflushed + hidden)[-UNFLUSHED_KEPT:]
+        kept = self._unflushed + hidden
+        self._unflushed = kept if self._pipe is not None else kept[-UNFLUSHED_KEPT:]
         try:
-            self._stream.write(hidden)
-            if getattr(self._stream, "line_buffering", False) and "\n" in hidden:
-                self._unflushed = ""
+            if self._pipe is not None:
+                # By lines, so that a line is not cut in two when the reader is lost.
+                if "\n" in hidden or len(self._unflushed) >= UNFLUSHED_KEPT:
+                    self._write_to_pipe()
+            else:
+                self._stream.write(hidden)
+                if getattr(self._stream, "line_buffering", False) and "\n" in hidden:
+                    self._unflushed = ""
         except OSError as error:
-            self._lose(error)
+            self.lose(error)
         return len(text)
+
+    def _write_to_pipe(self) -> None:
+        """Write what waits, in parts that do not block: a reader that stopped reading would hold up the training.
+
+        Raises:
+            OSError: there was no reader, or no room for PATIENCE.
+        """
+        assert self._pipe is not None
+        while part := self._unflushed[:AT_ONCE]:
+            room = select.poll()
+            room.register(self._pipe, select.POLLOUT)
+            if not room.poll(PATIENCE * 1000):
+                raise OSError(errno.ETIMEDOUT, f"nobody reads the pipe for {PATIENCE:.0f} s")
+            self._stream.write(part)
+            self._stream.flush()
+            self._unflushed = self._unflushed[len(part) :]
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write several texts."""
@@ -80,7 +109,7 @@ class ProtectedStream:
             self._stream.write(hidden)
             self._stream.flush()
         except OSError as error:
-            self._lose(error)
+            self.lose(error)
 
     def keep(self, line: str) -> None:
         """Write a line to the log file of this rank, as a lost stream does."""
@@ -91,15 +120,18 @@ class ProtectedStream:
         if self._lost:
             return
         try:
+            if self._pipe is not None:
+                self._write_to_pipe()
             self._stream.flush()
             self._unflushed = ""
         except OSError as error:
-            self._lose(error)
+            self.lose(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _lose(self, error: OSError) -> None:
+    def lose(self, error: OSError) -> None:
+        """Write to the log file of this rank from now on, and nothing more to the stream."""
         reason = error.strerror or str(error)
         self._collect(
             f"{self._name} cannot be written any more ({reason}); the run continues and writes to this log.\n"
@@ -131,14 +163,35 @@ class ProtectedStream:
                 handler.handle(record)
 
 
+def open_closed_streams() -> list[str]:
+    """Open /dev/null where standard input, output or error was closed (`>&-`); return the names of those streams.
+
+    Otherwise the next file that is opened would get its number, and be written to by whatever prints.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number.
+            os.open(os.devnull, os.O_RDWR)
+    names = ("stdin", "stdout", "stderr")
+    closed = [name for name in names if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(names.index(name), "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    return closed
+
+
 def protect_streams() -> None:
     """Replace sys.stdout and sys.stderr by protected streams, in the log handlers that exist as well."""
+    closed = open_closed_streams()
     for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, name)
-        if stream is None or isinstance(stream, ProtectedStream):
+        if isinstance(stream, ProtectedStream):
             continue
-        protected = cast(TextIO, ProtectedStream(stream, title))
+        protected = cast(TextIO, own := ProtectedStream(stream, title))
         setattr(sys, name, protected)
+        if name in closed:
+            own.lose(OSError(errno.EBADF, "it is closed"))
         for handler in stream_handlers():
             if handler.stream is stream or _descriptor(handler.stream) == _descriptor(stream) is not None:
                 handler.setStream(protected)
@@ -196,6 +249,16 @@ def print_to_stderr(text: str) -> None:
     end_drawing()
     with contextlib.suppress(OSError):
         os.write(2, hide(text).encode(errors="backslashreplace"))
+
+
+def _pipe_of(stream: TextIO) -> int | None:
+    """Return the descriptor of a stream that is a pipe or socket; None of any other."""
+    descriptor = _descriptor(stream)
+    try:
+        mode = 0 if descriptor is None else os.fstat(descriptor).st_mode
+    except OSError:
+        return None
+    return descriptor if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
 
 
 def _descriptor(stream: Any) -> int | None:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "unsloth", "unsloth_zoo")
+
+KIT = Path(__file__).resolve().parents[1]
+
+
+def kit_checksum(package: Path = KIT) -> str:
+    """Return the SHA-256 of the kit's Python files and configs."""
+    files = [path for path in package.rglob("*.py") if "__pycache__" not in path.parts]
+    files += [package.parent / "train_ddp.py", *(package.parent / "accelerate_configs").glob("*.yaml")]
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if path.is_file()):
+        digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

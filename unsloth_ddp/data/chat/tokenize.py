@@ -17,6 +17,7 @@ from unsloth_ddp.data.chat.renderer import ChatRenderer
 from unsloth_ddp.data.chat.template import TRAINING, Span, template_pair
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.panics import Panic, panics_raised
 
 
 @dataclass
@@ -108,7 +109,13 @@ class Encoder:
 
     def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
         # No warning of the tokenizer about long rows: they are cut, or refused, later.
-        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        try:
+            with panics_raised():
+                encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        except Panic as panic:
+            raise UserError(
+                f"the model's tokenizer cannot tokenize the row: {panic}; its tokenizer.json is damaged, so download the model again."
+            ) from None
         return list(encoded["input_ids"]), encoded["offset_mapping"]
 
     def _encode_chat(self, example: Example) -> EncodedRow:

@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing import util
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,9 +29,10 @@ from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_ro
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.data.sources.preference import to_pair
 from unsloth_ddp.data.sources.revisions import dataset_revisions
-from unsloth_ddp.data.sources.rows import SourceRow, read_rows, streamed_sources
+from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
 from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable
 
 T = TypeVar("T")
 # A row or a pack as the collator takes it; a step counts these.
@@ -140,9 +142,15 @@ def streamed_windows(
     """Return the windows of a run; call it before the tokenizer changes after the first rows were tokenized."""
     encoder = make_encoder(settings, tokenizer, template_date)
     revisions = dataset_revisions(settings)
+    sizes = _sizes(streamed_sources(settings.dataset))
 
     def read() -> Iterator[SourceRow]:
-        for source in streamed_sources(settings.dataset):
+        sources = streamed_sources(settings.dataset)
+        for sentence in _changes(sizes, now := _sizes(sources)):
+            print(sentence, flush=True)
+        sizes.clear()
+        sizes.update(now)
+        for source in sources:
             revision = revisions.get(source)
             yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
@@ -158,6 +166,24 @@ def streamed_windows(
         seed=seed,
         drop=settings.overlong == "drop",
     )
+
+
+def _sizes(sources: list[str]) -> dict[str, int]:
+    paths = {source: Path(source).expanduser() for source in sources if is_file(source)}
+    return {source: path.stat().st_size for source, path in paths.items() if path.exists()}
+
+
+def _changes(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return a sentence for each file with another size, in the one of several workers that tells it."""
+    worker = get_worker_info()
+    if worker is not None and worker.id:
+        return []
+    differ = sorted(source for source in before.keys() | now.keys() if before.get(source) != now.get(source))
+    return [
+        f"{printable(source)} has {now.get(source, 0):,} bytes and had {before.get(source, 0):,} before, so this epoch holds other "
+        "rows than the one before."
+        for source in differ
+    ]
 
 
 def read_ahead(windows: StreamedWindows, start: StreamPosition, workers: int) -> Iterator[TokenizedWindow]:

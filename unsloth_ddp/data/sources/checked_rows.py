@@ -13,9 +13,6 @@ from unsloth_ddp.data.sources.preference import to_pair
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
 
-# Bytes of a JSON list whose first rows are checked: all of it has to be read for them.
-LARGEST_LIST = 1 << 27
-
 
 def checked_rows(
     source: str,
@@ -56,7 +53,7 @@ class FirstRows:
 
 
 def check_first_rows(settings: Settings, count: int) -> FirstRows:
-    """Read the first `count` rows of every local file of a run; missing files and large JSON lists are skipped.
+    """Read the first `count` rows of every local file of a run; missing files are skipped.
 
     Raises:
         UserError: the run would refuse one of these rows, or a file.
@@ -67,9 +64,6 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
         for source in checked_files(there, streaming=streaming):
             if not is_file(source):
                 found.hub += 1
-                continue
-            path = Path(source).expanduser()
-            if path.suffix.lower() == ".json" and path.stat().st_size > LARGEST_LIST:
                 continue
             # A folder may hold empty shards, but a file that the user names should hold rows.
             rows = checked_rows(source, "train", pairs=settings.trains_pairs, may_be_empty=source not in sources)

@@ -25,7 +25,7 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
         "packing": "off" if rows.packing is None else f"packs of up to {rows.packing.capacity} tokens",
         "rows": "streamed" if rows.streamed else rows.counts.rows,
         "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
-        "data": fingerprint(rows, runtime),
+        "data": same_everywhere(rows, runtime, "training"),
         "dataset_revision": settings.dataset_revision,
     }
     if rows.template_date:
@@ -44,8 +44,8 @@ def _source_names(settings: Settings) -> str:
     return ", ".join(str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset)
 
 
-def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
-    """Return a checksum of every token id and label of the set, in order; it is the same on any machine and rank.
+def same_everywhere(rows: TokenizedRows, runtime: Runtime, purpose: str) -> str:
+    """Return a checksum of every token id and label of the set, in order; every rank calls this.
 
     Raises:
         UserError: the nodes read different rows from their own disks.
@@ -54,7 +54,7 @@ def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
             raise UserError(
-                f"Node {rank // runtime.ranks.local_world_size} holds other training rows than node 0 (checksum "
+                f"Node {rank // runtime.ranks.local_world_size} holds other {purpose} rows than node 0 (checksum "
                 f"{checksum[:8]} instead of {checksums[0][:8]}); copy the same files to every node."
             )
     return checksums[0]

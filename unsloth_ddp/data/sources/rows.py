@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
-import json
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unsloth_ddp.data.sources import json_text
+from unsloth_ddp.data.sources.json_text import json_list_items, parse_json, text_lines
 from unsloth_ddp.data.sources.table_nulls import without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.json import DECODER
@@ -17,25 +19,13 @@ from unsloth_ddp.utils.known_errors import find_known_error
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
-# Without a limit, a file without line ends (a disk image named .jsonl) would be read into memory as one row.
-LONGEST_LINE = 1 << 29
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
-# The first bytes of files that are often named as text by mistake.
-MAGIC = {
-    b"\x1f\x8b": ("packed with gzip", "unpack it"),
-    b"\x28\xb5\x2f\xfd": ("packed with zstd", "unpack it"),
-    b"\xfd7zXZ\0": ("packed with xz", "unpack it"),
-    b"PK\x03\x04": ("a zip archive or an Excel file", "unpack it, or save the table as CSV"),
-    b"PAR1": ("Parquet", "name it .parquet"),
-    b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
-}
 # Matches files of other splits as Hub datasets name them: test-00000-of-00001.parquet, validation/0.jsonl.
 OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
 # What Python, pandas and databases write into a CSV cell for a missing value.
 NULL_CELLS = {"nan", "NaN", "null", "NULL", "None", "<NA>"}
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_ADDRESS = re.compile(r"https?://huggingface\.co/datasets/([^/]+(?:/[^/]+)?)")
-SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class SourceRow(NamedTuple):
@@ -101,10 +91,10 @@ def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
 def streamed_sources(sources: list[str]) -> list[str]:
     """Replace every folder in `sources` by the row files in it and in its subfolders, sorted by name.
 
-    The .json files of a folder do not count as row files (see left_out); a .json file in `sources` is refused.
+    The .json files of a folder do not count as row files (see left_out).
 
     Raises:
-        UserError: a folder holds no row file, or a file must be read completely before its first row is known.
+        UserError: a folder holds no row file.
     """
     found: list[str] = []
     for source in sources:
@@ -113,11 +103,6 @@ def streamed_sources(sources: list[str]) -> list[str]:
             raise UserError(
                 f"dataset {source} is a folder without a {', '.join(STREAMED_SUFFIXES)} file; name another."
             )
-        if files is None and is_file(source) and source.lower().endswith(".json"):
-            raise UserError(
-                f"dataset {source} is one JSON list, which must be read completely; write one row per line, as .jsonl, "
-                "or leave --streaming out."
-            )
         found += [source] if files is None else files
     return found
 
@@ -125,7 +110,7 @@ def streamed_sources(sources: list[str]) -> list[str]:
 def left_out(sources: list[str]) -> list[str]:
     """Return the files in the folders among `sources` that may hold rows but are not read.
 
-    These are .json files (metadata, or lists that must be read completely), packed files and Arrow files.
+    These are .json files (mostly metadata), packed files and Arrow files.
     """
     folders = [Path(source).expanduser() for source in sources if is_file(source)]
     return [path for folder in folders for path in _files_in(folder, (".json", ".arrow", *PACKED_SUFFIXES)) or []]
@@ -178,101 +163,41 @@ def _in_one_line(error: object) -> str:
     return one_line(error, 200).rstrip(".")
 
 
-def _lines(path: Path, longest: int = -1) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their line ends, without a byte order mark; refuse lines over `longest` bytes."""
-    with path.open("rb") as file:
-        _refuse_other_content(path, file.peek(max(map(len, MAGIC))))
-        for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
-            if len(line) == longest:
-                raise UserError(
-                    f"{path}:{number} is longer than {longest:,} bytes, which is not a row of text; put each row on a line."
-                )
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {error.start + 1} of the line); "
-                    "save the file as UTF-8."
-                ) from None
-
-
-def _refuse_other_content(path: Path, begin: bytes) -> None:
-    for magic, (kind, fix) in MAGIC.items():
-        if begin.startswith(magic):
-            raise UserError(f"{path} is {kind}, not text, despite its name; {fix}.")
-
-
 def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
-    for number, line in enumerate(_lines(path, LONGEST_LINE), 1):
+    for number, line in enumerate(text_lines(path), 1):
         if number == 1 and line.strip() in ("[", "[{", "{"):
             raise UserError(
                 f"{path} is JSON over several lines; write one object per line, or name it .json if it is one list."
             )
         if line.strip():
-            yield SourceRow(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
+            yield SourceRow(f"{path}:{number}", parse_json(line.strip(), f"{path}:{number}")[0])
 
 
 def _json_rows(path: Path) -> Iterator[SourceRow]:
-    """Parse the items of a JSON list one by one, so that the line of each item is known."""
-    text = "".join(_lines(path))
-    position = _after_space(text, 0)
-    if not text[position:]:
-        return
-    if text[position] != "[":
-        raise UserError(f"{path} is not a JSON list of rows; name it .jsonl if it has one object per line.")
-    line, seen, separator = 1, 0, "["
-    while True:
-        position = _after_space(text, position + 1)
-        line, seen = line + text.count("\n", seen, position), position
-        location = f"{path}:{line}"
-        if separator == "[" and text[position : position + 1] == "]":
-            break
-        columns, position = _parsed(text, location, position)
-        yield SourceRow(location, columns)
-        position = _after_space(text, position)
-        separator = text[position : position + 1]
-        if separator == "]":
-            break
-        if separator != ",":
-            raise UserError(f"{location} is not JSON (no , or ] follows the row that begins here); fix it.")
-    if text[position + 1 :].strip():
-        raise UserError(f"{path} has text after the end of its list of rows; fix it.")
-
-
-def _after_space(text: str, position: int) -> int:
-    match = SPACE.match(text, position)
-    assert match is not None
-    return match.end()
-
-
-def _parsed(text: str, location: str, start: int = 0) -> tuple[Any, int]:
-    """Return the JSON value at `start` and its end; without `start`, the value must be all of `text`."""
-    try:
-        value, end = DECODER.raw_decode(text, start)
-        if not start and end != len(text):
-            raise json.JSONDecodeError("Extra data", text, end)
-        return value, end
-    except json.JSONDecodeError as error:
-        line = error.lineno - text.count("\n", 0, start)
-        where = f"line {line} of the row, column {error.colno}" if line > 1 else f"column {error.colno}"
-        # Some of json's messages end with "at" themselves.
-        reason = f"{error.msg.removesuffix(' at')} at {where}"
-    except RecursionError:
-        reason = "nested too deeply"
-    except ValueError as error:
-        reason = str(error)
-    raise UserError(f"{location} is not JSON ({reason}); fix or remove it.")
+    return itertools.starmap(SourceRow, json_list_items(path))
 
 
 def _csv_rows(path: Path) -> Iterator[SourceRow]:
     # A chat in one cell may be longer than csv's default limit of 128 KiB.
-    csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(_lines(path, LONGEST_LINE), strict=True)
+    csv.field_size_limit(json_text.LONGEST_ROW)
+    first, size = 1, 0
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for line in text_lines(path):
+            size += len(line)
+            if size > json_text.LONGEST_ROW:
+                raise UserError(
+                    f"{path}:{first} begins a row of over {json_text.LONGEST_ROW:,} characters; close the quotation mark that makes "
+                    "the lines after it a part of one cell."
+                )
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
     header: list[str] = []
-    first = 1
     try:
         for cells in reader:
-            location, first = f"{path}:{first}", reader.line_num + 1
+            location, first, size = f"{path}:{first}", reader.line_num + 1, 0
             if not cells:
                 continue
             if not header:

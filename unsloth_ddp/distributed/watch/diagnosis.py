@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unsloth_ddp.distributed.ranks import RankLocation
@@ -16,8 +16,13 @@ from unsloth_ddp.utils.redaction import hide
 # In all others a library may hold the lock while it reads or writes gigabytes: silence may last BUSY_FACTOR times longer.
 RESPONSIVE_PHASES = ("training", "evaluating")
 BUSY_FACTOR = 10
+# A hang is so many times the longest time that a phase of this run has gone without progress, and at least so many seconds:
+# a network disk or the Hub may stall for minutes. Phases of which nothing is known yet have only the limits of the options.
+USUAL_FACTOR, LEAST_HANG_SECONDS = 20, 900.0
 # Seconds in which the message about a cause may arrive after the failures that it causes on other ranks.
 GRACE_SECONDS = 3.0
+# What happens once in a run has no usual time.
+UNIQUE_PHASES = ("preparing", "finishing")
 RANKS_LISTED = 16
 LONGEST_TRACEBACK = 20_000
 LONGEST_TEXT = 500
@@ -60,6 +65,8 @@ class RankStatus:
     # Why the connection ended; "" if it was closed without an error, None while it is open.
     connection_lost: str | None = None
     exit_notice: ExitNotice | None = None
+    # The longest time without progress in each phase, so far.
+    longest: dict[str, float] = field(default_factory=dict)
 
     @property
     def exit_kind(self) -> ExitKind | None:
@@ -69,6 +76,7 @@ class RankStatus:
     def update(self, heartbeat: dict[str, Any], now: float) -> None:
         """Apply a heartbeat that arrived at `now`."""
         if heartbeat["count"] != self.progress_count:
+            self.longest[self.phase] = max(self.longest.get(self.phase, 0.0), now - self.last_progress)
             self.last_progress = now
         self.last_heard, self.suspended = now, False
         self.step, self.progress_count = heartbeat["step"], heartbeat["count"]
@@ -147,7 +155,7 @@ def judge(
     silent = [s for s in present if now - s.last_heard > _longest_silence(s, limits, failure_known)]
     if silent:
         return _diagnose_silent(silent, now)
-    if present and all(s.phase == present[0].phase and s.phase in RESPONSIVE_PHASES for s in present):
+    if present and all(s.phase == present[0].phase for s in present):
         hang = _diagnose_hang(present, now, limits)
         if hang:
             return hang
@@ -207,9 +215,21 @@ def _diagnose_silent(silent: list[RankStatus], now: float) -> Diagnosis:
     return Diagnosis(sentence, _ranks(silent), frozen=True)
 
 
+def _hang_limit(present: list[RankStatus], limits: Limits) -> tuple[float, str]:
+    """Return the seconds without progress after which these ranks hang in their phase, and why so many."""
+    phase = present[0].phase
+    allowed = limits.no_progress if phase in RESPONSIVE_PHASES else float("inf")
+    longest = max((s.longest[phase] for s in present if phase in s.longest), default=0.0)
+    usual = max(LEAST_HANG_SECONDS, USUAL_FACTOR * longest) if longest and phase not in UNIQUE_PHASES else float("inf")
+    if usual < allowed:
+        return usual, f"the longest time so far was {longest:.0f} s"
+    return allowed, "--ddp_timeout sets the limit"
+
+
 def _diagnose_hang(present: list[RankStatus], now: float, limits: Limits) -> Diagnosis | None:
-    """Name the ranks that are behind if no rank has made progress for longer than a collective may take."""
-    if now - max(s.last_progress for s in present) <= limits.no_progress:
+    """Name the ranks that are behind if no rank has made progress for much longer than usual, or than a collective may take."""
+    limit, why = _hang_limit(present, limits)
+    if now - max(s.last_progress for s in present) <= limit:
         return None
     fewest = min(s.progress_count for s in present)
     behind = [s for s in present if s.progress_count == fewest]
@@ -219,8 +239,8 @@ def _diagnose_hang(present: list[RankStatus], now: float, limits: Limits) -> Dia
         else "every rank hangs"
     )
     return Diagnosis(
-        f"{who} at step {behind[0].step} ({behind[0].phase}): no rank has made progress for {limits.no_progress:.0f} s "
-        "(--ddp_timeout sets the limit); logs/rank_N.log shows what each was doing.",
+        f"{who} at step {behind[0].step} ({behind[0].phase}): no rank has made progress for {limit:.0f} s "
+        f"({why}); logs/rank_N.log shows what each was doing.",
         _ranks(behind),
     )
 

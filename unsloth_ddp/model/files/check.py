@@ -22,6 +22,8 @@ from unsloth_ddp.utils.units import counted
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 LARGEST_JSON = 1 << 28
+# A config with more is compared with the weight files.
+MOST_LAYERS, MOST_WORDS = 1000, 1_000_000
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 ZIP = b"PK"
 # The weights in a checkpoint of full training with FSDP2 (checkpoints/shards.py).
@@ -85,12 +87,32 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
             _refuse_pointer(folder, name)
             _refuse_truncated(folder, name)
         return
+    stored: dict[str, list[int]] = {}
     for name, wanted in weights.items():
-        found = _stored_names(folder, name)
-        if missing := sorted(wanted - found):
+        found = _stored_shapes(folder, name)
+        stored |= found
+        if missing := sorted(wanted - found.keys()):
             raise UserError(
                 f"model {folder}: {SAFE}.index.json lists {missing[0]} in {name}, which does not contain it; "
                 "download the model again."
+            )
+    if (folder / "config.json").is_file():
+        _refuse_impossible_sizes(folder, _read_json(folder, "config.json"), stored)
+
+
+def _refuse_impossible_sizes(folder: Path, config: dict[str, Any], stored: dict[str, list[int]]) -> None:
+    """Refuse far more layers or words than the files hold, for which building the model would take minutes or all memory."""
+    longest = max((size for shape in stored.values() for size in shape), default=0)
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _refuse_impossible_sizes(folder, value, stored)
+        elif type(value) is int and (
+            (name.endswith(("layer", "layers")) and value > max(len(stored), MOST_LAYERS))
+            or (name == "vocab_size" and value > max(longest, MOST_WORDS))
+        ):
+            raise UserError(
+                f"model {folder}: config.json has {name} {value:,}, but the weight files hold only {counted(len(stored), 'tensor')}, "
+                f"none longer than {longest:,}; download the model again."
             )
 
 
@@ -164,14 +186,14 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _stored_names(folder: Path, name: str) -> set[str]:
-    """Return the names of the weights in a safetensors file; opening it also checks the length against the header."""
+def _stored_shapes(folder: Path, name: str) -> dict[str, list[int]]:
+    """Return the shape of each weight in a safetensors file; opening it also checks the length against the header."""
     from safetensors import SafetensorError, safe_open
 
     _refuse_pointer(folder, name)
     try:
         with safe_open(folder / name, framework="numpy") as file:
-            return set(file.keys())
+            return {weight: file.get_slice(weight).get_shape() for weight in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"model {folder}: {name} is damaged ({one_line(error)}); download it again.") from None
 

@@ -9,6 +9,11 @@ from pathlib import Path
 from unsloth_ddp.config.options import Settings
 
 SAFETENSORS = "model.safetensors"
+TOKENIZER = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+    "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+PROCESSOR = ("*processor_config.json",)
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
@@ -50,3 +55,11 @@ def weight_files(folder: Path) -> list[Path]:
 def weight_bytes(folder: Path) -> int:
     """Return the bytes of a folder's weight files."""
     return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def tokenizer_bytes(settings: Settings) -> int:
+    """Return the bytes of the model's tokenizer and processor files, which every result holds too; 0 if they are not here."""
+    folder = model_folder(settings)
+    if folder is None:
+        return 0
+    return sum(path.stat().st_size for pattern in (*TOKENIZER, *PROCESSOR) for path in folder.glob(pattern))

@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files.find import weight_files
+from unsloth_ddp.model.files.find import TOKENIZER, weight_files
 from unsloth_ddp.utils.files.checksums import checksum, sampled_checksum
 from unsloth_ddp.utils.units import GIB, counted
 
@@ -22,11 +22,8 @@ READ_COMPLETELY = 4 * GIB
 # generation_config.json is left out: it changes what a model generates, not what it learns.
 PARTS = {
     "model_config": ("config.json", "*.py"),
-    "model_tokenizer": (
-        "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-        "chat_template*", "additional_chat_templates/*",
-    ),
-}  # fmt: skip
+    "model_tokenizer": TOKENIZER,
+}
 
 
 def model_identity(settings: Settings) -> dict[str, str]:

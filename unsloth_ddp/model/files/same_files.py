@@ -1,4 +1,4 @@
-"""Refuse a model whose files differ between nodes or are incomplete, before each rank keeps its own part of them."""
+"""Refuse a model whose files differ between nodes or are incomplete: the ranks never compare the weights that they only read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_same_files(settings: Settings, runtime: Runtime) -> None:
         if difference := first_difference(everyones[0], files):
             raise UserError(
                 f"model {settings.model}: {difference} on {runtime.locations[rank]} differs from that on "
-                f"{runtime.locations[0]}; each rank reads its shard from the files of its node, so copy the same files to every node."
+                f"{runtime.locations[0]}; each rank reads the files of its node, so copy the same files to every node."
             )
 
 

@@ -37,6 +37,7 @@ from unsloth_ddp.model.modules import DTYPES, name_present_layers
 from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
+from unsloth_ddp.utils.panics import panics_raised
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:
@@ -84,8 +85,10 @@ def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -
     in_shards = loads_in_shards(
         runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)
     )
-    # With FSDP2 no rank sends its weights to the others. Unsloth may load another repository than a Hub id names.
-    if in_shards or (runtime.sharding == "fsdp2" and runtime.broadcast_from_main(lambda: is_folder(settings))):
+    # No rank sends the frozen weights to the others, and with FSDP2 none at all. Of a Hub id every node has the same commit,
+    # and Unsloth may load another repository than it names.
+    read_by_ranks = runtime.ranks.nodes > 1 or runtime.sharding == "fsdp2"
+    if in_shards or (read_by_ranks and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
     if not in_shards:
         return _load(settings, runtime, also)
@@ -137,11 +140,10 @@ def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: Devic
         also: see load_model.
         mesh: over which the weights are sharded while loading; None loads the whole model.
     """
+    load = _load_unsloth if runtime.backend == "unsloth" else _load_transformers
     try:
-        if runtime.backend == "unsloth":
-            model, tokenizer = _load_unsloth(settings, runtime, also, mesh)
-        else:
-            model, tokenizer = _load_transformers(settings, runtime, also, mesh)
+        with panics_raised():
+            model, tokenizer = load(settings, runtime, also, mesh)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
@@ -164,9 +166,10 @@ def load_tokenizer(settings: Settings) -> Any:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-        )
+        with panics_raised():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+            )
     except Exception as error:
         if not is_model_file_error(error):
             raise

@@ -19,7 +19,7 @@ from unsloth_ddp.preflight.between.cross_node import SECRET
 from unsloth_ddp.preflight.checks import run_with_limit
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import GIB, MIB
-from unsloth_ddp.utils.versions import PACKAGES, versions
+from unsloth_ddp.utils.versions import KIT, PACKAGES, kit_checksum, versions
 
 OTHER_PACKAGES = ("bitsandbytes", "deepspeed", "tensorboard", "nbconvert")
 FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_", "UNSLOTH_")
@@ -36,7 +36,6 @@ TOKENIZER_FILES = (
 # Hashing this many bytes takes about ten seconds of one core; a larger file is compared by samples.
 READ_WHOLE = 4 * GIB
 SAMPLES = 512
-KIT = Path(__file__).resolve().parents[2]
 
 
 def collect_identity(
@@ -91,12 +90,7 @@ def read_versions() -> dict[str, str]:
 
 def hash_kit(root: Path = KIT) -> dict[str, str]:
     """`hash` of the kit's Python files and configs, and the git commit they are from (+dirty: with changes)."""
-    files = [p for p in root.rglob("*.py") if "__pycache__" not in p.parts]
-    files += [root.parent / "train_ddp.py", *(root.parent / "accelerate_configs").glob("*.yaml")]
-    digest = hashlib.sha256()
-    for path in sorted(p for p in files if p.is_file()):
-        digest.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return {"hash": digest.hexdigest(), "commit": git_commit(root.parent)}
+    return {"hash": kit_checksum(root), "commit": git_commit(root.parent)}
 
 
 def git_commit(folder: Path) -> str:

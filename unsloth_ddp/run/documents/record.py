@@ -22,6 +22,7 @@ from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.run.documents.files import RECORD_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.json import write_json
+from unsloth_ddp.utils.files.safe import read_regular
 
 FORMAT = 1
 # Above any run's; a file of another kind is not read into memory.
@@ -252,9 +253,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise UserError(f"{path} has over {LARGEST_BYTES:,} bytes, too many for a file of a run.")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, LARGEST_BYTES))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
     except (ValueError, RecursionError):

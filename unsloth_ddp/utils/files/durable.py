@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -12,21 +13,27 @@ from unsloth_ddp.utils.errors import one_line
 
 # Bytes; a disk with less free space is called full.
 FULL_BELOW = 1 << 16
+# How Rust's libraries (tokenizers, safetensors) end the message of a failed system call.
+RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def is_write_error(error: Exception) -> bool:
-    """Return whether an exception may come from a disk; torch and safetensors raise exceptions of their own."""
+    """Return whether an exception may come from a disk; torch, safetensors and tokenizers raise exceptions of their own."""
     import torch
     from safetensors import SafetensorError
 
     if isinstance(error, (torch.distributed.DistError, torch.OutOfMemoryError)):
         return False
-    return isinstance(error, (OSError, RuntimeError, SafetensorError))
+    # tokenizers raises Exception itself.
+    in_rust = type(error) is Exception and RUST_ERROR.search(str(error)) is not None
+    return in_rust or isinstance(error, (OSError, RuntimeError, SafetensorError))
 
 
 def reason(error: Exception, folder: Path) -> str:
     """Return why a write to `folder` failed, in a few words; torch.save raises its own error when a disk is full."""
     code = getattr(error, "errno", None)
+    if code is None and (match := RUST_ERROR.search(str(error))):
+        code = int(match[1])
     try:
         full = shutil.disk_usage(folder).free < FULL_BELOW
     except OSError:

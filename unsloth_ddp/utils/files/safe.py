@@ -29,6 +29,24 @@ def open_without_following_links(path: Path, flags: int) -> int:
         raise
 
 
+def read_regular(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most so many bytes; a pipe or device could keep its reader forever.
+
+    Raises:
+        OSError: it is no regular file, is larger, or cannot be read.
+    """
+    # Opening some devices acts on them, and opening a pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK) if path.is_file() else None
+    if descriptor is None:
+        path.stat()
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    with open(descriptor, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has over {most:,} bytes", str(path))
+    return content
+
+
 def write_new_file(path: Path, text: str) -> None:
     """Write a new file, in place of a file or link of that name; what a link points to stays as it is."""
     path.unlink(missing_ok=True)

@@ -75,11 +75,11 @@ CHECKS: Mapping[str, Check] = {
 
 
 def _is_totals(value: Any) -> bool:
-    """Return whether these are sums by name; those of losses can be NaN, and numbers of tokens are counts."""
+    """Return whether these are sums by name; those of losses can be NaN, and numbers of tokens are whole."""
     return (
         isinstance(value, dict)
         and all(map(_is_number, value.values()))
-        and all(_is_count(item) for name, item in value.items() if "tokens" in name)
+        and all(_is_count(item) and item == round(item) for name, item in value.items() if "tokens" in name)
     )
 
 

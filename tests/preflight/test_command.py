@@ -82,7 +82,7 @@ def test_one_node_is_checked_with_plain_python(tmp_path):
 
 
 def test_every_row_that_the_page_lists_can_be_made():
-    source = "".join(path.read_text() for path in (REPO / "unsloth_ddp" / "preflight").glob("*.py"))
+    source = "".join(path.read_text() for path in (REPO / "unsloth_ddp" / "preflight").rglob("*.py"))
     made = {
         name
         for name in documented()

@@ -35,7 +35,7 @@ def trained(tmp_path_factory) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = save_llama(tmp_path_factory.mktemp("pairs") / "model", initializer_range=0.05)
+    folder = save_llama(tmp_path_factory.mktemp("pairs") / "model", initializer_range=0.05, attention_dropout=0.5)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(
         base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)

@@ -15,7 +15,7 @@ lint:
 	if command -v shellcheck >/dev/null; then shellcheck cluster/*.sh cluster/*.sbatch .ci/run; else echo "shellcheck is not installed: skipped"; fi
 
 test:
-	uv run pytest
+	uv run pytest -n 2
 
 ci:
 	bash .ci/run

@@ -33,7 +33,7 @@ COMMANDS = commands_of(TEXT)
 # demo/test_after.py.
 ELSEWHERE = {
     "uv run python train_ddp.py",
-    "uv run pytest",
+    "uv run pytest -n 2",
     "uv run notebook_to_script.py input.ipynb output.py",
     "uv run accelerate launch output.py",
     "export NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1",

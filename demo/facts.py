@@ -186,3 +186,16 @@ def eval_rows(people: list[Person], seed: int = SEED) -> list[Row]:
         for person in people
         for key, attribute in ATTRIBUTES.items()
     ]
+
+
+def pairs(people: list[Person], seed: int = SEED) -> list[Row]:
+    """Return one question for every fact, with the right answer as the chosen one and another value as the rejected one."""
+    rng = random.Random(seed + 3)
+    rows: list[Row] = []
+    for person in people:
+        for key, attribute in ATTRIBUTES.items():
+            question, right = ask(person, key, rng.choice(attribute.questions))
+            wrong = rng.choice([value for value in attribute.values if value != person.facts[key]])
+            rows.append({"prompt": [question], "chosen": [right], "rejected": [{**right, "content": wrong}]})
+    rng.shuffle(rows)
+    return rows

@@ -1,7 +1,7 @@
 """Generate the demo's base model, tokenizer and chat rows from the seed in facts.py.
 
     uv run python demo/make_demo.py                # everything: 5 to 10 minutes of one CPU core
-    uv run python demo/make_demo.py --rows_only    # only train.jsonl and eval.jsonl: seconds
+    uv run python demo/make_demo.py --rows_only    # only the rows (*.jsonl): seconds
 
 The rows and the tokenizer are the same on every machine. The weights are the same in every run on one machine, and
 differ between machines by rounding.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from chat_tokenizer import BOS, EOS, TURN_END, train_tokenizer
-from facts import SEED, Person, Row, eval_rows, make_people, statements, train_rows
+from facts import SEED, Person, Row, eval_rows, make_people, pairs, statements, train_rows
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 HERE = Path(__file__).resolve().parent
@@ -128,6 +128,8 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     write_rows(rows, arguments.output / "train.jsonl")
     write_rows(eval_rows(held_out), arguments.output / "eval.jsonl")
+    write_rows(pairs(asked), arguments.output / "pairs_train.jsonl")
+    write_rows(pairs(held_out), arguments.output / "pairs_eval.jsonl")
     if arguments.rows_only:
         return
 

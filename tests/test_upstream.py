@@ -124,7 +124,7 @@ NAMES = {
     ],
     "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view", "auto_wrap_policy"],
     "accelerate/utils/fsdp_utils.py": ["fsdp_plugin", "torch_device_mesh", "fsdp_dim_names", "is_main_process"],
-    "peft/tuners/tuners_utils.py": ["fsdp", "mesh_dim_names"],
+    "peft/tuners/tuners_utils.py": ["fsdp", "mesh_dim_names", "_disable_adapters"],
     "accelerate/accelerator.py": ["ddp_handler"],
     "accelerate/state.py": ["distributed_type", "fsdp_plugin", "parallelism_config", "device_mesh"],
     "datasets/arrow_dataset.py": ["_indices"],

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from unsloth_ddp.config.aliases import ALIASES
+from unsloth_ddp.config.checks import check_settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.distributed.sharding import check_sharding
@@ -172,9 +174,9 @@ def test_all_weights_are_trained_where_there_is_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("rl: dpo", "rl dpo cannot be ported: the kit does supervised fine-tuning only."),
+        ("rl: grpo", "rl grpo cannot be ported: the kit trains on text (task sft) and pairs of answers"),
         ("adapter: llama-adapter", "adapter llama-adapter cannot be ported: the methods are lora, qlora and full."),
-        ("stage: dpo", "stage dpo cannot be ported: the kit does supervised"),
+        ("stage: ppo", "stage ppo cannot be ported: the kit trains on text"),
         ("finetuning_type: freeze", "finetuning_type freeze cannot be ported"),
         ("datasets: [a]", "datasets is not a list of mappings with a path"),
     ],
@@ -338,18 +340,15 @@ def test_rows_of_axolotl_are_read_once_the_advice_is_followed(column: str, role:
     ("given", "said"),
     [
         (
-            {"precompute_ref_log_probs": True, "sync_ref_model": True},
-            "precompute_ref_log_probs, sync_ref_model are for TRL's",
-        ),
-        (
             {"num_generations": 8, "beta": 0.0},
-            "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and the kit does",
+            "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and port reads",
         ),
+        ({"desirable_weight": 1.0}, "desirable_weight is for TRL's KTOConfig, and port reads"),
         (
-            {"desirable_weight": 1.0},
-            "desirable_weight is for TRL's KTOConfig, and the kit does supervised fine-tuning only",
+            {"loss_type": "aot", "ld_alpha": 0.5},
+            "loss_type aot is not offered; the losses of pairs are sigmoid, sigmoid_norm",
         ),
-        ({"loss_type": "sigmoid"}, "loss_type sigmoid is for another trainer of TRL"),
+        ({"loss_type": "kto"}, "loss_type kto is for another trainer of TRL"),
     ],
 )
 def test_files_of_other_trainers_of_trl_are_refused(
@@ -359,6 +358,30 @@ def test_files_of_other_trainers_of_trl_are_refused(
     file.write_text(TRL_FILE + yaml.safe_dump(given))
     assert main([str(file)]) == 2
     assert said in capsys.readouterr().err
+
+
+PAIRS = {"task": "dpo", "beta": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "options"),
+    [
+        (TRL, "beta: 0.2\nloss_type: [ipo, sft]\nloss_weights: [1.0, 0.3]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
+        (TRL, "precompute_ref_log_probs: true\nloss_type: sigmoid\nbeta: 0.2\n", PAIRS | {"reference": "precomputed"}),
+        (AXOLOTL, "rl: dpo\nrl_beta: 0.2\ndatasets: [{path: o/r, type: chatml.intel}]\n", PAIRS | {"dataset": ["o/r"]}),
+        (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: simpo\n", {"task": "simpo"}),
+        (LLAMA_FACTORY, "pref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.1\nstage: dpo\n", PAIRS | {"preference_loss": "hinge", "sft_weight": 0.1}),
+        (LLAMA_FACTORY, "stage: dpo\npref_loss: orpo\n", {"task": "orpo"}),
+    ],
+)  # fmt: skip
+def test_files_of_preference_runs_become_runs_that_the_kit_accepts(
+    tool: str, lines: str, options: dict[str, Any]
+) -> None:
+    base = {TRL: TRL_FILE, AXOLOTL: "base_model: m\n", LLAMA_FACTORY: "model_name_or_path: m\n"}[tool]
+    found = ported(base + lines, tool).options
+    assert found | options == found and "packing" not in found
+    found.pop("trainer_args", None)
+    check_settings(Settings(**{"dataset": ["o/r"], "model": "m", **found}))
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])

@@ -33,6 +33,7 @@ from unsloth_ddp.sizing.graphs import (
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, MicroBatchDecision
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
 from unsloth_ddp.training.step import cuda_graphs
+from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -69,7 +70,9 @@ def test_an_evaluation_that_does_not_fit_without_graphs_fails() -> None:
 
 def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
     device = torch.device("cpu")
-    meter = Meter(lambda own: own[None], 1, device, OwnWorkTimer(device), Totals())
+    meter = Meter(
+        lambda own: own[None], 1, device, OwnWorkTimer(device), Totals(), TextTask(None, divides=True, fused_head=False)
+    )
     assert meter.peak_bytes() == peak_memory_bytes("cpu")
     meter.replayed_bytes = 10 * peak_memory_bytes("cpu")
     assert meter.collect(level=0)["peak_memory_bytes"] == meter.replayed_bytes

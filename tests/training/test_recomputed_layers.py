@@ -41,6 +41,7 @@ from unsloth_ddp.training.step.capture_check import draws_random_numbers
 from unsloth_ddp.training.step.captured_step import CapturedStep
 from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
+from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -360,7 +361,9 @@ def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing
     runtime: Any = SimpleNamespace(backend="transformers", sharding="none")
     settings = Settings(model="m", dataset=["d"], gradient_checkpointing="auto")
     cpu = torch.device("cpu")
-    meter = Meter(lambda sums: sums[None], 1, cpu, OwnWorkTimer(cpu), Totals())
+    meter = Meter(
+        lambda sums: sums[None], 1, cpu, OwnWorkTimer(cpu), Totals(), TextTask(None, divides=True, fused_head=False)
+    )
     checkpointing = GradientCheckpointing(model, runtime, settings)
     task: Any = SimpleNamespace(units=lambda batch: one)
     step = OptimizerStep(task, checkpointing, graphs, None, meter, cpu, 1)

@@ -72,12 +72,30 @@ CHECKS: Mapping[str, Check] = {
         isinstance(value, dict) and all(_is_state(one) or _list_of(_is_state)(one) for one in value.values())
     ),
 }
+
+
+def _is_totals(value: Any) -> bool:
+    """Return whether these are sums by name; those of losses can be NaN, and numbers of tokens are whole."""
+    return (
+        isinstance(value, dict)
+        and all(map(_is_number, value.values()))
+        and all(_is_count(item) and item == round(item) for name, item in value.items() if "tokens" in name)
+    )
+
+
+def _is_pending(value: Any) -> bool:
+    """Return whether these are as many sums of each rank, the number of tokens last."""
+    return (
+        _list_of(_list_of(_is_number))(value)
+        and len({len(sums) for sums in value}) <= 1
+        and all(len(sums) >= 3 and _is_count(sums[-1]) for sums in value)
+    )
+
+
 # What the kit itself keeps there (training/callbacks.py, SavedTotals).
 TOTALS = _fields(
-    totals=_fields(loss_sum=_is_number, supervised_tokens=_is_whole, tokens=_is_whole),
-    pending=_or_none(
-        _list_of(lambda sums: _list_of(_is_number)(sums) and len(sums) == 3 and all(map(_is_count, sums[1:])))
-    ),
+    totals=_is_totals,
+    pending=_or_none(_is_pending),
     stream=_or_none(_fields(epoch=_is_whole, row=_is_whole, seen=_or_none(_is_whole), used=_is_whole)),
 )
 

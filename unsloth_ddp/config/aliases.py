@@ -68,6 +68,9 @@ RENAMED = {
     "optim": "optimizer/A",
     "eval_strategy": "evaluation_strategy/T",
     "loss_on": "train_on/G",
+    "beta": "rl_beta/A pref_beta/L orpo_alpha/A",
+    "label_smoothing": "dpo_label_smoothing/AL",
+    "sft_weight": "pref_ftx/L rpo_alpha/AS cpo_alpha/A",
     "seed": "random_state/G",
     "push_to_hub": "push_model/G",
     "hub_model_id": "hub_path/G",
@@ -152,7 +155,24 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "saves_per_epoch/A": ({"1": {"save_strategy": "epoch"}, "0": {"save_strategy": "no"}}, "give save_steps"),
     "do_train/LT plot_loss/L save_safetensors/A strict/A": ({"true": _NOTHING, "false": _NOTHING}, "leave it out"),
     "do_eval/T": ({"true": _NOTHING, "false": {"eval_strategy": "no"}}, "give eval_strategy"),
-    "stage/L": ({"sft": _NOTHING}, "the kit does supervised fine-tuning only; for pt give rows with a text column and loss_on all"),
+    "stage/L": (
+        {"sft": _NOTHING, "dpo": {"task": "dpo"}},
+        "the kit trains on text (task sft) and pairs of answers (task dpo, orpo, simpo, cpo); for pt give rows with a text column "
+        "and loss_on all",
+    ),
+    "rl/A rlhf_type/S": (
+        {"dpo": {"task": "dpo"}, "ipo": {"task": "dpo", "preference_loss": "ipo"}, "orpo": {"task": "orpo"},
+         "simpo": {"task": "simpo"}, "cpo": {"task": "cpo"}},
+        "the kit trains on text (task sft) and pairs of answers (task dpo, orpo, simpo, cpo)",
+    ),
+    "pref_loss/L": (
+        {"sigmoid": _NOTHING, "hinge": {"preference_loss": "hinge"}, "ipo": {"preference_loss": "ipo"},
+         "orpo": {"task": "orpo"}, "simpo": {"task": "simpo"}},
+        "the losses of pairs are sigmoid, sigmoid_norm, hinge, ipo and robust (preference_loss), and the tasks orpo, simpo and cpo",
+    ),
+    "precompute_ref_log_probs/AT": (
+        {"true": {"reference": "precomputed"}, "false": _NOTHING}, "give reference precomputed",
+    ),
     "use_tensorboard/A": ({"true": {"report_to": ["tensorboard"]}, "false": _NOTHING}, "give report_to tensorboard"),
     "use_wandb/A": ({"true": {"report_to": ["wandb"]}, "false": _NOTHING}, "give report_to wandb"),
     "use_mlflow/A": ({"true": {"report_to": ["mlflow"]}, "false": _NOTHING}, "give report_to mlflow"),
@@ -173,7 +193,7 @@ _BY_CONFIG = "read from the model's own files"
 _TOKENIZER = "change the tokenizer's files instead"
 _WANDB = "give report_to wandb, and WANDB_PROJECT, WANDB_ENTITY and WANDB_NAME in the environment"
 _PREPARED = "rows are read and tokenized at every start"
-_OTHER_TASK = "the kit does supervised fine-tuning only"
+_OTHER_TASK = "the kit trains on text and on pairs of answers only"
 _OTHER_LORA = "variants of LoRA other than use_rslora are not offered"
 _OTHER_OPTIMIZER = "the optimizers are those of Transformers; give optim"
 _VISION = "the kit trains language models on text"
@@ -220,7 +240,7 @@ WITHOUT = {
     "plugins/A liger_rope/A liger_rms_norm/A liger_glu_activation/A liger_layer_norm/A liger_fused_linear_cross_entropy/A enable_liger_kernel/L "
     "cut_cross_entropy/A lora_mlp_kernel/A lora_qkv_kernel/A lora_o_kernel/A use_kernels/A chunked_cross_entropy/A use_unsloth_gc/L "
     "use_reentrant_gc/L activation_offloading/A": _KERNELS,
-    "rl/A trl/A reward_model/A ref_model/L pref_beta/L pref_loss/L rlhf_type/S task_type/S num_labels/A process_reward_model/A "
+    "trl/A reward_model/A ref_model/L task_type/S num_labels/A process_reward_model/A "
     "do_predict/L predict_with_generate/LS": _OTHER_TASK,
     "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/AG loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S relora/A "
     "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import OPTIONS, DataSettings, Settings, TrainingSettings
+from unsloth_ddp.config.task_checks import check_task
 from unsloth_ddp.config.trainer_args import check_trainer_args
 from unsloth_ddp.config.upstream_names import check_name, choose_trackers, known_names
 from unsloth_ddp.utils.errors import UserError
@@ -36,6 +37,7 @@ def check_settings(settings: Settings) -> None:
         )
     if settings.merge and settings.method == "full":
         raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
+    check_task(settings)
     _check_evaluation(settings)
     _check_names(settings)
     check_trainer_args(settings)

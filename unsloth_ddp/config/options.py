@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.config.declare import Option, option
+from unsloth_ddp.config.task_options import TaskSettings
 from unsloth_ddp.utils.files.safe import write_new_file
 
 
@@ -461,12 +462,28 @@ class UnslothSettings:
     clear_compiled_cache: bool = option(False, "Empty that folder first.", on_resume="allow", summary=False)
 
 
-TOPICS = (ModelSettings, LoraSettings, DataSettings, BatchSettings, TrainingSettings, OutputSettings, UnslothSettings)
+TOPICS = (
+    ModelSettings,
+    LoraSettings,
+    TaskSettings,
+    DataSettings,
+    BatchSettings,
+    TrainingSettings,
+    OutputSettings,
+    UnslothSettings,
+)
 
 
 @dataclass(frozen=True)
 class Settings(
-    UnslothSettings, OutputSettings, TrainingSettings, BatchSettings, DataSettings, LoraSettings, ModelSettings
+    UnslothSettings,
+    OutputSettings,
+    TrainingSettings,
+    BatchSettings,
+    DataSettings,
+    TaskSettings,
+    LoraSettings,
+    ModelSettings,
 ):
     """All options of one run, flat, as they stand in a YAML file."""
 

@@ -40,18 +40,26 @@ class ListColumn:
 
 
 class ArrowRows:
-    """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk."""
+    """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
-    def __init__(self, tokenized: datasets.Dataset) -> None:
+    Pairs have `parts` too: the tokens of their two rows.
+
+    Args:
+        added: further values of each row by name, each (rows, ...).
+    """
+
+    def __init__(self, tokenized: datasets.Dataset, added: dict[str, np.ndarray] | None = None) -> None:
         assert tokenized._indices is None, "the rows are a selection, and the table holds more"
-        self.input_ids = ListColumn(tokenized.data.column("input_ids"))
-        self.labels = ListColumn(tokenized.data.column("labels"))
+        names = ("input_ids", "labels", *(["parts"] if "parts" in tokenized.column_names else []))
+        self.columns = {name: ListColumn(tokenized.data.column(name)) for name in names}
+        self.added = {} if added is None else added
 
     def __len__(self) -> int:
-        return len(self.input_ids)
+        return len(self.columns["input_ids"])
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        return {"input_ids": self.input_ids[row], "labels": self.labels[row]}
+        found = {name: column[row] for name, column in self.columns.items()}
+        return found | {name: values[row] for name, values in self.added.items()}
 
 
 @dataclass

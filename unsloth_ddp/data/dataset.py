@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ TOKEN_FEATURES = datasets.Features(
         "supervised": datasets.Value("int32"),
     }
 )
+PAIR_FEATURES = datasets.Features({**TOKEN_FEATURES, "parts": datasets.List(datasets.Value("int32"))})
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class TokenizedRows:
     `packing` maps rows to packs, or is None if rows are not packed. If the set is `streamed`, it holds only the first
     rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
     frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if it
-    prints none.
+    prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...).
     """
 
     dataset: datasets.Dataset
@@ -89,6 +90,7 @@ class TokenizedRows:
     streamed: bool = False
     stop_tokens: tuple[int, ...] = ()
     template_date: str | None = None
+    added: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def units(self) -> int:
@@ -98,11 +100,15 @@ class TokenizedRows:
     @property
     def examples(self) -> ArrowRows | PackedRows:
         """Return the units, followed by the filler."""
-        rows = ArrowRows(self.dataset)
+        rows = ArrowRows(self.dataset, self.added)
         return rows if self.packing is None else PackedRows(rows, self.packing)
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each unit and of the filler, int64 (units + 1,)."""
+        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a pair, with its shorter row padded."""
+        if "parts" in self.dataset.column_names:
+            return 2 * pc.list_flatten(_column(self.dataset, "parts")).to_numpy().reshape(-1, 2).max(axis=1).astype(
+                np.int64
+            )
         rows = row_lengths(self.dataset)
         return rows if self.packing is None else np.append(self.packing.tokens, rows[-1])
 
@@ -146,14 +152,16 @@ def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
 
 def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     """Return the tokens of the rows, with a report on each; a row that cannot be rendered is in the column `problem`."""
+    features = datasets.Features({**_token_features(settings), **REPORT_FEATURES})
 
     def encode(row: str, location: str) -> dict[str, Any]:
         try:
-            encoded, problem = encode_row(encoder, Example(**json.loads(row)), settings.max_length), ""
+            encoded, problem = encode_row(encoder, Example.from_json(row), settings.max_length), ""
         except UserError as error:
             encoded, problem = EncodedRow([], []), f"{location}: {error}"
         supervised = sum(label != IGNORED for label in encoded.labels[1:])
-        return {**dataclasses.asdict(encoded), "supervised": supervised, "problem": problem}
+        columns = {**dataclasses.asdict(encoded), "supervised": supervised, "problem": problem}
+        return {name: columns[name] for name in features}
 
     def encode_all(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         encoded = [encode(row, location) for row, location in zip(batch["example"], batch["location"], strict=True)]
@@ -170,10 +178,14 @@ def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, pu
         batch_size=ROWS_AT_A_TIME,
         remove_columns=examples.column_names,
         num_proc=processes if processes > 1 else None,
-        features=datasets.Features({**TOKEN_FEATURES, **REPORT_FEATURES}),
+        features=features,
     )
     datasets.disable_progress_bars()
     return encoded
+
+
+def _token_features(settings: Settings) -> datasets.Features:
+    return PAIR_FEATURES if settings.trains_pairs else TOKEN_FEATURES
 
 
 def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
@@ -202,14 +214,16 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
             f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; check that the rows have assistant turns "
             f"within max_length {settings.max_length}, or use --loss_on all."
         )
+    parts = {"parts": [[1, 1]]} if settings.trains_pairs else {}
     filler = {
-        "input_ids": [tokenized[0]["input_ids"][:1]],
-        "labels": [[IGNORED]],
+        "input_ids": [tokenized[0]["input_ids"][:1] * (2 if parts else 1)],
+        "labels": [[IGNORED] * (2 if parts else 1)],
         "overlong": [False],
         "supervised": [0],
+        **parts,
     }
     with_filler = datasets.concatenate_datasets(
-        [tokenized, datasets.Dataset.from_dict(filler, features=TOKEN_FEATURES)]
+        [tokenized, datasets.Dataset.from_dict(filler, features=_token_features(settings))]
     )
     found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}
     with_filler.info.description = json.dumps(found)
@@ -237,6 +251,8 @@ def _most_frequent(lists: pa.ChunkedArray) -> dict[Any, int]:
 
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
     lengths = row_lengths(tokenized)
+    # Of a pair, the longer of its rows.
+    longest = pc.max(pc.list_flatten(_column(tokenized, "parts"))).as_py() if "parts" in tokenized.column_names else 0
     unsupervised = pc.equal(_column(tokenized, "supervised"), 0)
     return Counts(
         rows=len(tokenized),
@@ -246,7 +262,7 @@ def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
         cut_answers=pc.sum(pc.and_(unsupervised, _column(tokenized, "overlong"))).as_py(),
         truncated=pc.sum(_column(tokenized, "overlong")).as_py(),
         dropped=dropped,
-        longest=int(lengths.max()),
+        longest=longest or int(lengths.max()),
     )
 
 

@@ -212,6 +212,9 @@ def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offl
     """Return which of these settings Unsloth cannot train, or None; with `--backend auto` Transformers trains them."""
     if settings.fp8:
         return "fp8"
+    if settings.trains_pairs:
+        # Its fused loss returns no log-probabilities.
+        return f"task {settings.task}"
     if offload == "parameters":
         return "parameters in host memory"
     # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
@@ -228,6 +231,10 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """
     if sharding == "none":
         return
+    if sharding in ("zero2", "zero3") and settings.trains_pairs:
+        raise UserError(
+            f"task {settings.task} was not tried with sharding {sharding}; use accelerate_configs/fsdp2.yaml, or ddp.yaml."
+        )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.sizing.rows import RowLengths
 
@@ -25,7 +23,6 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     with node_folder(runtime) as folder:
         read_examples(settings, runtime, folder)
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
-        columns = rows.dataset.with_format("numpy", columns=["input_ids"])["input_ids"]
-        # Rows after these only fill up the last step; see batch_plan.RowOrder.
-        lengths = np.array([len(ids) for ids in columns][: rows.counts.rows])
+        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
+        lengths = rows.lengths()[:-1]
     return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed)

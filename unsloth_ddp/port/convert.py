@@ -12,9 +12,10 @@ from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.config.trainer_args import OWNED_ARGS, RefusedField, check_trainer_args
-from unsloth_ddp.config.upstream_names import known_names, other_trl_configs, sft_config_fields
+from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.port.rows import plain_path, port_mappings, port_names
+from unsloth_ddp.port.trl_task import losses_of, task_of_trl
 from unsloth_ddp.utils.errors import UserError
 
 AXOLOTL, LLAMA_FACTORY, TRL = TOOLS["A"], TOOLS["L"], TOOLS["T"]
@@ -36,9 +37,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_train_epochs": 3.0, "learning_rate": 2e-5, "lora_alpha": 32, "lora_dropout": 0.05,
     },
 }  # fmt: skip
-# The losses of TRL's supervised fine-tuning; its other trainers have others.
-SFT_LOSSES = ("nll", "chunked_nll", "dft")
 # A file with one of these asks for something else than supervised fine-tuning of all weights, LoRA or QLoRA.
+TASK_KEYS = ("task", "stage", "rl")
 REFUSED = ("stage", "rl", "adapter", "finetuning_type", "reward_model", "pretraining_dataset", "relora")
 
 
@@ -70,9 +70,11 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         if value is not None and value != "" and value != [] and value != {}
     }
     if tool == TRL:
-        _refuse_other_trainers(given)
-        ported.left_out["the trainer"] = "TRL's files do not name it; this is the run of trl sft"
-    for key, value in given.items():
+        task = task_of_trl(given)
+        ported.add({"task": task}, "the trainer")
+        ported.left_out["the trainer"] = f"TRL's files do not name it; this is the run of trl {task}"
+    # The task first, since how rows and other keys are read depends on it.
+    for key, value in sorted(given.items(), key=lambda item: item[0] not in TASK_KEYS):
         rule = RULES.get(key)
         if rule:
             rule(ported, key, value, given)
@@ -90,28 +92,6 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
     _complete(ported, given)
     _leave_out_refused(ported)
     return ported
-
-
-def _refuse_other_trainers(given: Mapping[str, Any]) -> None:
-    """Refuse a file of TRL that has keys or a loss of another trainer than SFTTrainer.
-
-    Raises:
-        UserError: naming the keys and the trainers' configs that have the most of them.
-    """
-    own = {name: [key for key in given if key in fields] for name, fields in other_trl_configs().items()}
-    most = max(map(len, own.values()), default=0)
-    if most:
-        keys = next(keys for keys in own.values() if len(keys) == most)
-        configs = [name for name, found in own.items() if len(found) == most]
-        raise UserError(
-            f"{', '.join(keys)} {'is' if most == 1 else 'are'} for TRL's {', '.join(configs)}, and the kit does supervised "
-            "fine-tuning only; port a file for SFTConfig."
-        )
-    if (loss := given.get("loss_type", SFT_LOSSES[0])) not in SFT_LOSSES:
-        raise UserError(
-            f"loss_type {str(loss)[:100]} is for another trainer of TRL, and the kit does supervised fine-tuning only; port a "
-            "file for SFTConfig."
-        )
 
 
 def _leave_out_refused(ported: Ported) -> None:
@@ -251,6 +231,22 @@ def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> N
         ported.add({"warmup_steps": value}, key)
 
 
+def _pair_loss(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """TRL's loss of a pair, with sft beside it for the cross entropy of the chosen answers."""
+    losses, weights = losses_of(given), given.get("loss_weights") or [1.0] * len(losses_of(given))
+    found = dict(zip(losses, weights if isinstance(weights, list) else [weights], strict=False))
+    if ported.options.get("task") != "dpo":
+        ported.options.setdefault("trainer_args", {})[key] = value
+        return
+    if len([loss for loss in losses if loss != "sft"]) != 1 or found.get(losses[0], 1.0) != 1.0:
+        raise UserError(
+            f"loss_type {losses} with loss_weights {weights}: one loss of weight 1 is offered, and sft beside it."
+        )
+    ported.add({"preference_loss": next(loss for loss in losses if loss != "sft")}, key)
+    if "sft" in found:
+        ported.add({"sft_weight": found["sft"]}, key)
+
+
 def _leave_out(why: str) -> Rule:
     def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
         ported.left_out[key] = why
@@ -291,6 +287,9 @@ RULES: dict[str, Rule] = {
     "lr_scheduler": _upstream_name("lr_scheduler_type"),
     "lr_scheduler_type": _upstream_name("lr_scheduler_type"),
     "warmup_ratio": _warmup,
+    "loss_type": _pair_loss,
+    "loss_weights": lambda ported, key, value, given: None,
+    "disable_dropout": lambda ported, key, value, given: None,
     "env": _leave_out("set these variables in the environment"),
 }
 
@@ -298,8 +297,11 @@ RULES: dict[str, Rule] = {
 def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     """Add the tool's own defaults, and take out what contradicts the rest."""
     options = ported.options
-    for option, value in DEFAULTS[ported.tool].items():
+    of_task = {"learning_rate": 1e-6} if ported.tool == TRL and options["task"] == "dpo" else {}
+    for option, value in {**DEFAULTS[ported.tool], **of_task}.items():
         options.setdefault(option, value)
+    if options.get("task", "sft") != "sft":
+        _fit_task(ported)
     if ported.tool == LLAMA_FACTORY:
         options.setdefault("lora_alpha", 2 * options["lora_r"])
         options.setdefault("method", "lora")
@@ -308,7 +310,7 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     if options["method"] == "full":
         for option in ADAPTER:
             options.pop(option, None)
-    if ported.tool == TRL and "loss_on" not in options:
+    if ported.tool == TRL and "loss_on" not in options and options["task"] == "sft":
         ported.left_out["loss_on"] = (
             "TRL trains on every token of chats unless assistant_only_loss is set, the kit on the assistant's; give loss_on "
             "all for TRL's way"
@@ -325,6 +327,20 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     for option in ("model", "dataset"):
         if not options.get(option):
             ported.to_do.append(f"The file names no {option}; give --{option}.")
+
+
+def _fit_task(ported: Ported) -> None:
+    """Take out what the kit refuses with pairs of answers, so that the result runs."""
+    refused = {"packing": ("on",), "loss_on": ("all",), "backend": ("unsloth",)}
+    for option, values in refused.items():
+        if ported.options.get(option) in values:
+            del ported.options[option]
+            ported.left_out[option] = "it does not work with pairs of answers"
+    if ported.launch_config in ("zero2", "zero3"):
+        ported.launch_config = "fsdp2"
+        ported.left_out["deepspeed"] = (
+            "start with accelerate_configs/fsdp2.yaml, since ZeRO was not tried with pairs of answers"
+        )
 
 
 def _fit_sharding(ported: Ported) -> None:

@@ -163,7 +163,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         decision,
         trainer.model,
         run.folder,
-        head_chooses=trainer.step.task.head_chooses,
+        task=trainer.step.task,
         step=trainer.step.graphs.choice,
     )
     print(described, flush=True)

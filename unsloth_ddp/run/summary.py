@@ -30,6 +30,7 @@ from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
+    from unsloth_ddp.training.tasks.task import Task
     from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -41,7 +42,7 @@ def describe_run(
     model: torch.nn.Module,
     run_folder: Path,
     *,
-    head_chooses: bool,
+    task: Task,
     step: StepChoice,
 ) -> str:
     """Return the table that the main process prints before step 1."""
@@ -62,7 +63,8 @@ def describe_run(
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             **({"beside the text": beside_text} if beside_text else {}),
             **({"experts": experts} if experts else {}),
-            **describe_rows(settings, data, head_chooses=head_chooses),
+            **({"loss": task.described} if task.described else {}),
+            **describe_rows(settings, data, head_chooses=task.head_chooses),
             "optimizer": describe_optimizer(settings, runtime),
             "activations": f"gradient checkpointing {decision.kind}: {decision.reason}",
             **({"CUDA graphs": f"{'on' if step.uses_graphs else 'off'}: {step.reason}"} if cuda else {}),
@@ -174,7 +176,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "steps": trainer.state.global_step,
         "tokens": totals.tokens,
         "supervised_tokens": totals.supervised_tokens,
-        "train_loss": totals.train_loss,
+        "train_loss": trainer.meter.train_loss,
         "peak_memory_bytes": peak,
         "peak_memory_bytes_loading": loading,
         "settings": {name: getattr(settings, name) for name in options_with(summary=True)},

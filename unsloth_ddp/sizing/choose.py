@@ -8,7 +8,13 @@ from typing import Literal, cast
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
-from unsloth_ddp.data.order.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
+from unsloth_ddp.data.order.packing import (
+    PAIRS_ARE_PADDED,
+    PackingDecision,
+    decide_packing,
+    describe_backend,
+    describe_older_gpu,
+)
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
@@ -180,6 +186,8 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
 
 def planned_packing(settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE) -> PackingDecision:
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
+    if settings.trains_pairs and settings.packing != "off":
+        return PackingDecision(False, PAIRS_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

@@ -236,7 +236,10 @@ def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, n
     longest, examples = np.argsort(-rows.lengths()[:-1], kind="stable")[:size], rows.examples
     if not rows.streamed:
         return [examples[int(index)] for index in longest]
-    row = {name: np.resize(examples[int(longest[0])][name], max_length) for name in ("input_ids", "labels")}
+    first = examples[int(longest[0])]
+    parts = {"parts": np.full_like(first["parts"], max_length)} if "parts" in first else {}
+    tokens = max_length * (len(first["parts"]) if parts else 1)
+    row = {**{name: np.resize(first[name], tokens) for name in ("input_ids", "labels")}, **parts}
     return [row if rows.packing is None else join_rows([row])] * size
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
 import torch
@@ -28,11 +27,11 @@ class SavedTotals(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        totals: dict[str, Any] | None = None,
+        totals: dict[str, float] | None = None,
         pending: list[list[float]] | None = None,
         stream: dict[str, Any] | None = None,
     ) -> None:
-        self.totals = Totals(**(totals or {}))
+        self.totals = Totals(dict(totals or {}))
         self.pending = pending
         self.stream = stream
 
@@ -42,7 +41,7 @@ class SavedTotals(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state that Transformers writes to trainer_state.json and passes to __init__ on a resume."""
-        saved = {"totals": dataclasses.asdict(self.totals), "pending": self.pending, "stream": self.stream}
+        saved = {"totals": dict(self.totals.sums), "pending": self.pending, "stream": self.stream}
         return {"args": saved, "attributes": {}}
 
 

@@ -35,6 +35,7 @@ from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.sharded_saving import ShardedSaving
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer
 from unsloth_ddp.training.step.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
+from unsloth_ddp.training.tasks.task import Task
 from unsloth_ddp.utils.redaction import printable
 
 
@@ -60,11 +61,15 @@ class ResumableTrainer(SFTTrainer):
         self._trained_parts: list[list[torch.Tensor]] | None = None
         self._fp32_weights: dict[str, torch.Tensor] = {}
         self._best_until_now: tuple[float | None, int | None] = (None, None)
-        saved = SavedTotals()
-        super().__init__(**{**options, "callbacks": [saved, *options.get("callbacks", [])]})
-        device, processes = self.args.device, runtime.ranks.world_size
-        timed = processes > 1 and runtime.sharding in REPLICATED
-        self.meter = Meter(self._gather_sums, processes, device, OwnWorkTimer(device, enabled=timed), saved.totals)
+        self.meter: Meter
+        super().__init__(**{**options, "callbacks": [SavedTotals(), *options.get("callbacks", [])]})
+
+    def make_meter(self, task: Task) -> Meter:
+        """Return the meter of this run's losses."""
+        device, processes = self.args.device, self.runtime.ranks.world_size
+        timed = processes > 1 and self.runtime.sharding in REPLICATED
+        timer = OwnWorkTimer(device, enabled=timed)
+        return Meter(self._gather_sums, processes, device, timer, self._saved.totals, task)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; with FSDP2 on the CPU too, where accelerate would not enable it."""
@@ -153,6 +158,8 @@ class ResumableTrainer(SFTTrainer):
                 self._aside = None
                 # Upstream has set it to the temporary folder.
                 self.state.best_model_checkpoint = best_before
+            if self.args.should_save:
+                self.checkpoints.attempt(lambda: self.meter.task.save(aside / f"checkpoint-{step}"))
             self._name_best_checkpoint(written=step)
             if self.args.should_save and self.state.best_model_checkpoint:
                 self.state.save_to_json(str(aside / f"checkpoint-{step}" / "trainer_state.json"))

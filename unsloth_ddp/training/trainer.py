@@ -6,6 +6,7 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -35,7 +36,6 @@ from unsloth_ddp.model.files.stored_weights import complete_result
 from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.forward.supervised_head import fits_fused_head
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
@@ -59,8 +59,8 @@ from unsloth_ddp.training.step.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.step.gradient_exchange import make_exchange
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.step.zero3_release import release_after_each_block
+from unsloth_ddp.training.tasks.choose import make_task
 from unsloth_ddp.training.tasks.task import Task
-from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
@@ -118,11 +118,10 @@ class DDPTrainer(ResumableTrainer):
         self._set_gradient_precision()
         self.view = choose_view(lines=bool(config.disable_tqdm))
         self._set_callbacks()
-        task = TextTask(
-            super().compute_loss if runtime.backend == "unsloth" else None,
-            divides=bool(self.model_accepts_loss_kwargs),
-            fused_head=runtime.device_type == "cuda" and fits_fused_head(model),
-        )
+        divides = bool(self.model_accepts_loss_kwargs)
+        task = make_task(settings, runtime, model, data, super().compute_loss, divides=divides)
+        self.collate.find_supervised(task.head_chooses)
+        self.meter = self.make_meter(task)
         # Upstream would divide a second time for models that do not take the divisor.
         self.model_accepts_loss_kwargs = True
         exchange = make_exchange(self.model, settings, runtime, self.args, self.accelerator.ddp_handler)
@@ -182,7 +181,7 @@ class DDPTrainer(ResumableTrainer):
         plan = with_micro_batch(self.data.plan, decision.per_device)
         self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
-        self.step.task = self._tuned_task(plan)
+        self.step.task = self.meter.task = self._tuned_task(plan)
         self.step.prepare(decision, plan, self._runner())
         self.checkpoints.update_identity(
             **batch_identity(plan),
@@ -256,9 +255,9 @@ class DDPTrainer(ResumableTrainer):
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the micro-batch's loss, measured."""
-        loss = self.step.task.loss(model, inputs, num_items_in_batch)
+        loss, sums = self.step.task.measure(model, inputs, num_items_in_batch)
         self.meter.own_work.forward_done()
-        self.meter.add(loss * num_items_in_batch, self.step.task.units(inputs), real_tokens(inputs))
+        self.meter.add(sums, real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
     # These two call Transformers directly: Unsloth's versions drop evaluation rows without supervised tokens, among them
@@ -287,26 +286,28 @@ class DDPTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the token mean over the whole set with each row counted once, independent of the layout."""
+        """Return means over the whole set with each row counted once, independent of the layout."""
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        task = self.step.task
         one = torch.ones((), device=self.args.device)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        sums = torch.zeros(len(task.columns), dtype=torch.float64, device=self.args.device)
         self.callback_handler.eval_dataloader = dataloader
         with self.meter.paused(), evaluation_mode(model), torch.no_grad():
             with self.runtime.progress.doing("evaluating"):
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
-                    loss_sum = self._evaluate_batch(model, inputs, one)
-                    sums += torch.stack([loss_sum.double(), self.step.task.units(inputs).double()])
+                    sums += self._evaluate_batch(model, inputs, one)
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            loss, count = self._gather_sums(sums).sum(dim=0).tolist()
-        metrics = {f"{metric_key_prefix}_loss": loss / count}
+            of_all = self._gather_sums(sums).sum(dim=0).tolist()
+        found = task.metrics(dict(zip(task.columns, of_all, strict=True)))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
     def _evaluate_batch(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        """Return the sums of a batch."""
         try:
             with self.compute_loss_context_manager():
-                return self.step.task.loss(model, inputs, divisor)
+                return self.step.task.measure(model, inputs, divisor)[1]
         except RuntimeError as error:
             # Captured graphs hold the memory of a step. A batch has no collectives, so each rank can free it alone.
             if not is_out_of_memory(error) or not self.step.graphs.release():
@@ -316,7 +317,7 @@ class DDPTrainer(ResumableTrainer):
     # ---- reports: upstream logs the mean of step means ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log exact token means; every rank calls this at the same steps."""
+        """Log exact means; every rank calls this at the same steps."""
         if "loss" in logs:
             logs.update(self.logged.of_interval(self.state.global_step))
         if "train_loss" in logs:
@@ -346,6 +347,9 @@ class DDPTrainer(ResumableTrainer):
             self.step.exchange.broadcast()
         if self.runtime.sharding == "zero3" and self.step.checkpointing.recomputes_reentrantly:
             release_after_each_block(self.model_wrapped)
+        model = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        runner = dataclasses.replace(self._runner(), model=model)
+        self.step.task.begin(runner, self.runtime, self.data, self.resume_point.folder if self.resume_point else None)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()

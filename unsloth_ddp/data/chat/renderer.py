@@ -34,6 +34,7 @@ Note = Literal[
     "empty",
     "unprompted",
     "python",
+    "identical",
 ]
 NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
@@ -52,6 +53,7 @@ NOTES: dict[str, str] = {
     "text supervised": "the chat template leaves out the text of turns that call tools",
     "unprompted": "the generation prompt opens a block of reasoning, which these answers do not have, so generation never "
     "begins as they do; give the answers their reasoning, or a template that does not open the block with --chat_template",
+    "identical": "chosen and rejected are the same tokens, so there is nothing to prefer; remove such rows",
     "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as JSON; give "
     "a template that uses tojson with --chat_template, or write these values as text",
 }

@@ -31,6 +31,7 @@ class EncodedRow:
         overlong: whether the row was cut.
         notes: keys of chat.renderer.NOTES.
         unread_keys: keys of messages that the chat template does not read.
+        parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
     """
 
     input_ids: list[int]
@@ -39,6 +40,7 @@ class EncodedRow:
     overlong: bool = False
     notes: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
+    parts: list[int] = field(default_factory=list)
 
 
 class Encoder:
@@ -232,8 +234,35 @@ def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRo
     Raises:
         UserError: see Encoder.encode.
     """
+    if example.rejected is None:
+        return _encode_and_cut(encoder, example, max_length)
+    return _join_pair(*(_encode_and_cut(encoder, one, max_length) for one in (example, example.rejected)))
+
+
+def _encode_and_cut(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:
     row = encoder.encode(example)
     if len(row.input_ids) > max_length:
         row.input_ids, row.labels = row.input_ids[:max_length], row.labels[:max_length]
         row.overlong, row.stop_tokens = True, []
     return row
+
+
+def _join_pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
+    """Return both rows of a pair, one after the other.
+
+    Both are cut at the same token, so their prompt stays the same. A pair that loses an answer has nothing to compare, so
+    none of its tokens is supervised.
+    """
+    labels = [IGNORED, *chosen.labels[1:], IGNORED, *rejected.labels[1:]]
+    if any(all(label == IGNORED for label in row.labels[1:]) for row in (chosen, rejected)):
+        labels = [IGNORED] * len(labels)
+    notes = [*chosen.notes, *rejected.notes, *(["identical"] if chosen.input_ids == rejected.input_ids else [])]
+    return EncodedRow(
+        chosen.input_ids + rejected.input_ids,
+        labels,
+        chosen.stop_tokens,
+        chosen.overlong or rejected.overlong,
+        tuple(dict.fromkeys(notes)),
+        tuple(dict.fromkeys(chosen.unread_keys + rejected.unread_keys)),
+        [len(chosen.input_ids), len(rejected.input_ids)],
+    )

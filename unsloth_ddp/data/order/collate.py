@@ -11,14 +11,22 @@ import torch
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 
+# What an example holds of its rows.
+ROW_KEYS = {"input_ids", "labels", "parts"}
+
 
 @dataclass
 class PadRight:
-    """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64."""
+    """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64.
+
+    A pair is two rows, the chosen one first. Further values of each example are stacked.
+    """
 
     pad_token_id: int
 
-    def __call__(self, rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        rows = [row for example in examples for row in split_parts(example)]
+        added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in ROW_KEYS}
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -28,8 +36,17 @@ class PadRight:
             ids[index, :length] = row["input_ids"]
             labels[index, :length] = row["labels"]
             mask[index, :length] = 1
-        named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        named = {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}
         return {name: torch.from_numpy(values) for name, values in named.items()}
+
+
+def split_parts(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Return the rows of an example: the two of a pair, or itself."""
+    if "parts" not in example:
+        return [example]
+    borders = np.cumsum(example["parts"])[:-1]
+    ids, labels = (np.split(example[name], borders) for name in ("input_ids", "labels"))
+    return [{"input_ids": of_row, "labels": kept} for of_row, kept in zip(ids, labels, strict=True)]
 
 
 @dataclass

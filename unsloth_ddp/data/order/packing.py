@@ -167,6 +167,10 @@ class PackingObstacles:
     no_kernel: str | None = None
 
 
+# Why the packs of a kernel that keeps rows apart are not used for pairs of answers.
+PAIRS_ARE_PADDED = "pairs of answers are padded"
+
+
 def decide_packing(
     wanted: str, missing: str, kernel: str | None, wrong: str | None, doubtful: str | None
 ) -> PackingDecision:

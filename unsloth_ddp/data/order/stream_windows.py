@@ -27,6 +27,7 @@ from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
 from unsloth_ddp.data.order.packing import Packing
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows
 from unsloth_ddp.data.sources.formats import to_example
+from unsloth_ddp.data.sources.preference import to_pair
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
 from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
@@ -95,8 +96,9 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
             except UserError as error:
                 return dataclasses.replace(window, problem=f"{row.location}: {error}")
             if not (self.drop and encoded.overlong):
-                ids, labels = (np.array(values, dtype=np.int32) for values in (encoded.input_ids, encoded.labels))
-                window.rows.append({"input_ids": ids, "labels": labels})
+                columns = {"input_ids": encoded.input_ids, "labels": encoded.labels}
+                columns |= {"parts": encoded.parts} if encoded.parts else {}
+                window.rows.append({name: np.array(values, dtype=np.int32) for name, values in columns.items()})
         return window
 
 
@@ -153,7 +155,8 @@ def streamed_windows(
             yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
     def encode(row: SourceRow) -> EncodedRow:
-        return encode_row(encoder, to_example(row.columns), settings.max_length)
+        example = to_pair(row.columns) if settings.trains_pairs else to_example(row.columns)
+        return encode_row(encoder, example, settings.max_length)
 
     return StreamedWindows(
         read,

@@ -47,11 +47,17 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
             settings.dataset_config,
             revisions,
             folder,
+            pairs=settings.trains_pairs,
             streaming=settings.streaming,
         )
         if settings.eval_dataset:
             evaluation = _examples(
-                settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, revisions, folder
+                settings.eval_dataset,
+                settings.eval_dataset_split,
+                settings.dataset_config,
+                revisions,
+                folder,
+                pairs=settings.trains_pairs,
             )
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
@@ -68,7 +74,7 @@ def held_out_examples(folder: Path, limit: int) -> list[Example]:
     if not limit or not path.exists():
         return []
     rows = datasets.load_from_disk(path)
-    return [Example(**json.loads(row["example"])) for row in rows.select(range(min(limit, len(rows))))]
+    return [Example.from_json(row["example"]) for row in rows.select(range(min(limit, len(rows))))]
 
 
 def trains_on_text(folder: Path) -> bool:
@@ -95,6 +101,7 @@ def _examples(
     revisions: dict[str, str],
     folder: Path,
     *,
+    pairs: bool,
     streaming: bool = False,
 ) -> datasets.Dataset:
     files = checked_files(sources, streaming=streaming)
@@ -115,7 +122,13 @@ def _examples(
             # A folder may hold empty shards, but a file that the user names should hold rows.
             may_be_empty = source not in sources
             for location, example in checked_rows(
-                source, split, config, revisions.get(source), streaming=streaming, may_be_empty=may_be_empty
+                source,
+                split,
+                config,
+                revisions.get(source),
+                pairs=pairs,
+                streaming=streaming,
+                may_be_empty=may_be_empty,
             ):
                 unread.update(example.unread)
                 if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:

@@ -53,7 +53,8 @@ class Example:
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
     supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
     parts of the messages that have several, by the message's index. `unread` names
-    the columns and keys of the row that were not read.
+    the columns and keys of the row that were not read. Of a pair (preference.py) this is the chosen answer after its prompt,
+    and `rejected` the other one.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -64,6 +65,14 @@ class Example:
     left_out: list[int] = field(default_factory=list)
     parts: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
     unread: list[str] = field(default_factory=list, compare=False, repr=False)
+    rejected: Example | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> Example:
+        """Return the example that was written as JSON."""
+        values = json.loads(text)
+        rejected = values.pop("rejected", None)
+        return cls(**values, rejected=Example(**rejected) if rejected else None)
 
 
 def to_example(row: Any) -> Example:
@@ -81,7 +90,7 @@ def to_example(row: Any) -> Example:
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text only.")
     columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
-    if columns is None:
+    if columns is None or ("chosen" in row and "rejected" in row):
         raise UserError(_refusal(given, row))
     _refuse_undesired(row, columns)
     unread: list[str] = []
@@ -91,7 +100,7 @@ def to_example(row: Any) -> Example:
         turns = as_list(row["conversations"], "conversations")
         example = _chat(row, [], [read_sharegpt_turn(turn, unread) for turn in turns])
     elif columns == ("instruction", "output"):
-        example = _chat(row, [], _alpaca(row))
+        example = _chat(row, [], alpaca_turns(row))
     elif columns == ("prompt", "completion"):
         example = _prompt_and_completion(row, unread)
     else:
@@ -116,13 +125,13 @@ def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
 
 def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
     """Return why a row has none of the formats; `row` is `given` without nulls."""
-    if null := _null_column(given):
-        return f"{null} is null; give it a value or remove the row."
     if "chosen" in row and "rejected" in row:
         return (
-            "the row is a preference pair (chosen, rejected), which is not trained here; to train on the chosen answer, "
-            "rename chosen to messages (a list) or completion (text), and drop rejected."
+            "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, rename chosen to "
+            "messages (a list) or completion (text), and drop rejected."
         )
+    if null := _null_column(given):
+        return f"{null} is null; give it a value or remove the row."
     names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
     more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
     return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{_renaming(row)}."
@@ -148,7 +157,8 @@ def _null_column(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _alpaca(row: dict[str, Any]) -> list[Message]:
+def alpaca_turns(row: dict[str, Any]) -> list[Message]:
+    """Return the turns of an Alpaca row, its answer last."""
     context = as_text(row.get("input", ""), "input")
     instruction = as_text(row["instruction"], "instruction")
     question = "\n\n".join(text for text in (instruction, context) if text.strip()) or instruction
@@ -171,7 +181,7 @@ def _history(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
-    read = {name: _messages_or_text(row[name], name) for name in ("prompt", "completion")}
+    read = {name: messages_or_text(row[name], name) for name in ("prompt", "completion")}
     lists = [name for name, value in read.items() if isinstance(value, list)]
     texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
     if lists and texts:
@@ -188,7 +198,7 @@ def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
     return Example(text=prompt_text + as_text(row["completion"], "completion"), prompt_chars=len(prompt_text))
 
 
-def _messages_or_text(value: Any, what: str) -> Any:
+def messages_or_text(value: Any, what: str) -> Any:
     """Return `value`, or the list of messages that it holds as JSON text.
 
     Raises:

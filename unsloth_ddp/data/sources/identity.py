@@ -50,7 +50,7 @@ def same_everywhere(rows: TokenizedRows, runtime: Runtime, purpose: str) -> str:
     Raises:
         UserError: the nodes read different rows from their own disks.
     """
-    checksums = runtime.gather(runtime.broadcast_from_node_main(lambda: _checksum(rows)))
+    checksums = runtime.gather(runtime.broadcast_from_node_main(lambda: checksum_of_rows(rows)))
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
             raise UserError(
@@ -60,9 +60,10 @@ def same_everywhere(rows: TokenizedRows, runtime: Runtime, purpose: str) -> str:
     return checksums[0]
 
 
-def _checksum(rows: TokenizedRows) -> str:
+def checksum_of_rows(rows: TokenizedRows) -> str:
+    """Return a checksum of every token id and label of the set, and of the borders in pairs."""
     digests = []
-    for name in ("input_ids", "labels"):
+    for name in ("input_ids", "labels", *(["parts"] if "parts" in rows.dataset.column_names else [])):
         values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
         for chunk in rows.dataset.data.column(name).chunks:
             values.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False).data)

@@ -89,6 +89,7 @@ def curves(run: RunRecord) -> list[Chart]:
     ]
     charts = [
         loss_chart(run),
+        *pair_charts(run),
         line_chart("Learning rate", [Line("learning rate", run.series("learning_rate"))], from_zero=True),
         line_chart("Tokens per second, all ranks", [Line("tokens/s", run.series("tokens_per_second"))], from_zero=True),
         line_chart(
@@ -97,6 +98,19 @@ def curves(run: RunRecord) -> list[Chart]:
         line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"))], from_zero=True),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+def pair_charts(run: RunRecord) -> list[Chart | None]:
+    """Return the charts of a run on pairs of answers; None for what was not logged."""
+    rewards = [Line(name, run.series(f"rewards/{name}", gaps=True)) for name in ("chosen", "rejected")]
+    accuracy = [
+        Line(name, run.series(key, gaps=True))
+        for name, key in (("training", "rewards/accuracies"), ("evaluation", "eval_rewards/accuracies"))
+    ]
+    return [
+        line_chart("Rewards", rewards),
+        line_chart("Pairs whose chosen answer has the higher reward", accuracy, from_zero=True, shown="{:.0%}".format),
+    ]
 
 
 def loss_chart(run: RunRecord) -> Chart | None:

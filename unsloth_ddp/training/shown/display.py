@@ -108,8 +108,9 @@ class LogLines:
         assert status.evaluation is not None
         _, loss, seconds = status.evaluation
         took = "" if seconds is None else f", {shown_seconds(seconds)}"
+        accuracy = "" if status.eval_accuracy is None else f", accuracy {status.eval_accuracy:.1%}"
         place = GAP.join(f"{text:>{width}}" for width, text in place_cells(status).values())
-        print(f"{place}{GAP}evaluation: loss {shown_number(loss)}{took}", flush=True)
+        print(f"{place}{GAP}evaluation: loss {shown_number(loss)}{accuracy}{took}", flush=True)
 
     def end(self) -> None:
         """Print nothing more."""
@@ -124,12 +125,14 @@ def place_cells(status: Status) -> dict[str, tuple[int, str]]:
 
 
 def training_cells(status: Status) -> dict[str, tuple[int, str]]:
-    """Return width and text of every column of a log step's line; MFU only where it is known."""
+    """Return width and text of every column of a log step's line; MFU, accuracy and margin only where they are known."""
     rate = status.tokens_per_second
     memory = status.memory_bytes
     return {
         **place_cells(status),
         "loss": (8, shown_number(status.losses[-1])),
+        **({} if status.accuracy is None else {"accuracy": (8, f"{status.accuracy:.1%}")}),
+        **({} if status.margin is None else {"margin": (8, shown_number(status.margin, 3))}),
         "grad norm": (9, shown_number(status.grad_norm, 3)),
         "learning rate": (13, "-" if status.learning_rate is None else f"{status.learning_rate:.2e}"),
         "tokens/s": (9, "-" if rate is None else f"{rate:,.0f}"),
@@ -185,6 +188,7 @@ class ShowTraining(TrainerCallback):
             self.view.logged(self.status)
         elif "eval_loss" in logs:
             self.status.evaluation = state.global_step, logs["eval_loss"], logs.get("eval_runtime")
+            self.status.eval_accuracy = logs.get("eval_rewards/accuracies")
             self.view.evaluated(self.status)
 
     def on_prediction_step(

@@ -18,7 +18,7 @@ logger = logging.getLogger("unsloth_ddp")
 class LogMetrics:
     """Return what the kit adds to upstream's log lines; every rank calls its methods at the same steps.
 
-    Upstream logs the mean of step means. The losses here are means over the tokens of all ranks.
+    Upstream logs the mean of step means. The losses here are means over the units of all ranks.
     """
 
     def __init__(self, model: Any, runtime: Runtime, meter: Meter, step: OptimizerStep) -> None:
@@ -37,7 +37,7 @@ class LogMetrics:
     def of_run(self, step: int) -> dict[str, float]:
         """Return the training loss of the whole run, including the interval since the last log line."""
         self._collect(step)
-        return {"train_loss": self.meter.totals.train_loss or 0.0}
+        return {"train_loss": self.meter.train_loss or 0.0}
 
     def _collect(self, step: int) -> dict[str, float]:
         checkpointing = self.step.checkpointing

@@ -15,24 +15,34 @@ import psutil
 import torch
 from torch import Tensor
 
-# Columns of the sums that a rank keeps between two log lines.
-LOSS, SUPERVISED, TOKENS = range(3)
-# Columns that are gathered with the sums.
-OWN_SECONDS, STEPS, LEVEL, MEMORY, PEAK = 3, 4, 5, 6, 7
+from unsloth_ddp.training.tasks.task import Task
+
+# The column after the task's own sums: tokens without padding.
+TOKENS = "tokens"
+# Columns that are gathered after the sums.
+OWN_SECONDS, STEPS, LEVEL, MEMORY, PEAK = range(5)
 
 
 @dataclass
 class Totals:
-    """Exact sums over all ranks since the run began, earlier parts of a resumed run included."""
+    """Exact sums over all ranks since the run began, by name, earlier parts of a resumed run included."""
 
-    loss_sum: float = 0.0
-    supervised_tokens: int = 0
-    tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        """Add the sums of an interval."""
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
 
     @property
-    def train_loss(self) -> float | None:
-        """Token mean of the training loss over the whole run; None before the first step."""
-        return self.loss_sum / self.supervised_tokens if self.supervised_tokens else None
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return round(self.sums.get(TOKENS, 0.0))
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Supervised tokens."""
+        return round(self.sums.get("supervised_tokens", 0.0))
 
 
 class OwnWorkTimer:
@@ -105,6 +115,7 @@ class Meter:
     Args:
         gather: this rank's float64 sums (n,) -> those of all ranks (world size, n); called on every rank alike.
         totals: the run's sums, which `collect` adds to.
+        task: names the sums, and computes the metrics of a line from them.
     """
 
     gather: Callable[[Tensor], Tensor]
@@ -112,6 +123,7 @@ class Meter:
     device: torch.device
     own_work: OwnWorkTimer
     totals: Totals
+    task: Task
     # Own seconds per step and tokens per step of each rank, and seconds per step, in the last collected interval.
     pace: tuple[list[float], list[float], float] | None = None
     # Level of gradient checkpointing of each rank in the last collected interval (see oom_retry).
@@ -122,17 +134,23 @@ class Meter:
     replayed_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.columns = (*self.task.columns, TOKENS)
         self.reset()
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean of the training loss over the whole run; None before the first step."""
+        return self.task.metrics(self.totals.sums).get("loss") if self.totals.sums else None
 
     def reset(self) -> None:
         """Start a new interval."""
         # float64, so that token counts stay exact; MPS has none, but the kit does not run there.
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(len(self.columns), dtype=torch.float64, device=self.device)
         self.began = time.perf_counter()
 
-    def add(self, loss_sum: Tensor, supervised: Tensor, tokens: Tensor) -> None:
-        """Add one micro-batch: its summed token losses, supervised tokens and tokens without padding (0-dim tensors)."""
-        self.sums += torch.stack([loss_sum.detach().double(), supervised.double(), tokens.double()])
+    def add(self, sums: Tensor, tokens: Tensor) -> None:
+        """Add one micro-batch: the sums that its task measured, and its tokens without padding (0-dim)."""
+        self.sums += torch.cat([sums, tokens.double()[None]])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -151,12 +169,12 @@ class Meter:
             pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes them all.
         """
         self.totals = totals
-        sums = torch.tensor(pending or [[0.0] * 3], dtype=torch.float64, device=self.device)
+        sums = torch.tensor(pending or [[0.0] * len(self.columns)], dtype=torch.float64, device=self.device)
         if rank < len(sums) == self.world_size:
             self.sums += sums[rank]
         elif rank == 0:
             self.sums += sums.sum(dim=0)
-        return totals.tokens + round(sums[:, TOKENS].sum().item())
+        return totals.tokens + round(sums[:, -1].sum().item())
 
     def pending(self) -> list[list[float]]:
         """Return each rank's sums since the last log line; every rank has to call this at the same step."""
@@ -190,29 +208,29 @@ class Meter:
         memory = memory_bytes(self.device.type), self.peak_bytes()
         own = torch.tensor((*self.own_work.take(), level, *memory), dtype=torch.float64, device=self.device)
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
-        loss, supervised, tokens, _, steps, *_ = per_rank.sum(dim=0).tolist()
-        self.levels = per_rank[:, LEVEL].int().tolist()
-        self.memory = per_rank[:, MEMORY].long().tolist()
+        measured, others = per_rank.tensor_split([len(self.columns)], dim=1)
+        sums = dict(zip(self.columns, measured.sum(dim=0).tolist(), strict=True))
+        tokens, steps = sums[TOKENS], others[:, STEPS].sum().item()
+        self.levels = others[:, LEVEL].int().tolist()
+        self.memory = others[:, MEMORY].long().tolist()
         self.pace = None
-        self.totals.loss_sum += loss
-        self.totals.supervised_tokens += round(supervised)
-        self.totals.tokens += round(tokens)
+        self.totals.add(sums)
         self.reset()
         metrics = {
             "tokens_per_second": tokens / seconds if seconds else 0.0,
             "num_tokens": float(self.totals.tokens),
             # Maximum over ranks since training began.
-            "peak_memory_bytes": per_rank[:, PEAK].max().item(),
+            "peak_memory_bytes": others[:, PEAK].max().item(),
+            **self.task.metrics(sums),
         }
-        if supervised:
-            metrics["loss"] = loss / supervised
-            with_tokens = per_rank[per_rank[:, SUPERVISED] > 0]
-            means = with_tokens[:, LOSS] / with_tokens[:, SUPERVISED]
-            metrics["rank_loss_spread"] = (means.max() - means.min()).item()
-        if steps and per_rank[:, STEPS].min() > 0:
-            a_step = (per_rank[:, OWN_SECONDS] / per_rank[:, STEPS]).tolist()
-            taken = steps / len(per_rank)
-            self.pace = a_step, (per_rank[:, TOKENS] / per_rank[:, STEPS]).tolist(), seconds / taken
+        of_ranks = [self.task.metrics(dict(zip(self.columns, row, strict=True))) for row in measured.tolist()]
+        means = [found["loss"] for found in of_ranks if "loss" in found]
+        if means:
+            metrics["rank_loss_spread"] = max(means) - min(means)
+        if steps and others[:, STEPS].min() > 0:
+            a_step = (others[:, OWN_SECONDS] / others[:, STEPS]).tolist()
+            taken = steps / len(others)
+            self.pace = a_step, (measured[:, -1] / others[:, STEPS]).tolist(), seconds / taken
             metrics |= {"rank_step_seconds": median(a_step), "rank_step_seconds_max": max(a_step)}
         return metrics
 

@@ -50,7 +50,10 @@ class Status:
         memory_bytes: peak memory of the rank that uses most.
         capacity_bytes: memory of the GPU.
         mfu: model FLOPs utilization (see mfu.py).
+        accuracy: fraction of pairs whose chosen answer has the higher reward; None in runs on other rows.
+        margin: mean difference of the rewards of a pair, likewise.
         evaluation: step, loss and seconds of the last evaluation.
+        eval_accuracy: as accuracy, of the last evaluation.
         checkpoint: name of the last complete checkpoint, and time.monotonic() when it was written.
         evaluated: finished batches of the running evaluation, and their total number.
         phase: returns the current phase (see progress.Phase).
@@ -66,6 +69,9 @@ class Status:
     learning_rate: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    accuracy: float | None = None
+    margin: float | None = None
+    eval_accuracy: float | None = None
     memory_bytes: float | None = None
     capacity_bytes: float | None = None
     evaluation: tuple[int, float, float | None] | None = None
@@ -79,6 +85,7 @@ class Status:
         self.losses.append(logs["loss"])
         self.grad_norm, self.learning_rate = logs.get("grad_norm"), logs.get("learning_rate")
         self.tokens_per_second, self.mfu = logs.get("tokens_per_second"), logs.get("mfu")
+        self.accuracy, self.margin = logs.get("rewards/accuracies"), logs.get("rewards/margins")
         self.memory_bytes = logs.get("peak_memory_bytes")
 
     @property

@@ -4,7 +4,8 @@ The gradient of an optimizer step is that of
 
     (sum of the losses of all units over all ranks and accumulation steps) / (number of those units)
 
-where a unit is what the task counts: a supervised token, for text. DistributedDataParallel, and gradient_exchange.py,
+where a unit is what the task counts: a supervised token, for text. A loss that is a sum of several means, over pairs and over
+tokens, has a divisor for each of them. DistributedDataParallel, and gradient_exchange.py,
 average gradients over ranks, so each rank has to contribute
 
     (sum of its own losses) / (global count / world size)
@@ -26,11 +27,11 @@ def step_divisor(units: Sequence[Tensor], world_size: int, sum_over_ranks: Calla
     """Return the divisor of each rank's summed losses, for the micro-batches of one optimizer step.
 
     Args:
-        units: of each of this rank's micro-batches of the step, 0-dim.
+        units: of each of this rank's micro-batches of the step, 0-dim or (kinds of units,).
         world_size: number of ranks that average their gradients.
-        sum_over_ranks: all-reduce of a 0-dim tensor; called exactly once on every rank.
+        sum_over_ranks: all-reduce; called exactly once on every rank.
 
-    Returns a 0-dim float32 tensor, global count / world size. A step without any unit counts as one, so that its loss is
+    Returns global count / world size, float32, in the shape of `units`. A step without any unit counts as one, so that its loss is
     0 and not 0 / 0.
     """
-    return sum_over_ranks(torch.stack(list(units)).sum()).clamp(min=1).to(torch.float32) / world_size
+    return sum_over_ranks(torch.stack(list(units)).sum(dim=0)).clamp(min=1).to(torch.float32) / world_size

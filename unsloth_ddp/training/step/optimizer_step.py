@@ -132,7 +132,7 @@ class OptimizerStep:
 
         Args:
             reading: seconds that it took to read the micro-batches.
-            sum_over_ranks: all-reduce of a 0-dim tensor.
+            sum_over_ranks: all-reduce.
         """
         divisor = step_divisor([self.task.units(batch) for batch in batches], self.world_size, sum_over_ranks)
         self.meter.own_work.start(reading, len(batches))
@@ -149,7 +149,7 @@ class OptimizerStep:
             return self._compute(compute, model, batch, divisor, last)
         loss, parts = replayed
         self.meter.own_work.forward_done()
-        self.meter.add(loss * divisor, parts.supervised, parts.tokens)
+        self.meter.add(torch.stack([(loss.detach() * divisor).double(), parts.supervised.double()]), parts.tokens)
         self.meter.replayed_bytes = self.graphs.peak_bytes
         self._count()
         if last and self.exchange is not None:

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 
 
 class Task(Protocol):
     """Compute the losses of a kind of training data.
 
-    The loss of an optimizer step is a mean over units, such as supervised tokens, of all ranks and micro-batches.
+    The loss of an optimizer step is a mean over units, such as supervised tokens, of all ranks and micro-batches; or a sum of
+    such means over different units.
     """
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the sums that `measure` returns; `supervised_tokens` is one of them."""
+
     def units(self, batch: dict[str, Any]) -> Tensor:
-        """Return the number of units in a micro-batch: 0-dim int64, on its device, without waiting for the device."""
+        """Return the number of units in a micro-batch, on its device, without waiting for the device.
+
+        int64, 0-dim, or (kinds of units,) if the loss is a sum of several means.
+        """
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
-        """Return the summed losses of the units in a micro-batch divided by `divisor`, 0-dim."""
+        """Return the summed losses of the units in a micro-batch divided by `divisor` (shaped as units), 0-dim."""
+
+    def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the sums of the micro-batch, float64 (columns,), which do not depend on the divisor."""
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return what a log line shows of the sums of several micro-batches, ranks and steps: `loss`, if any unit was seen."""
+
+    @property
+    def described(self) -> str:
+        """Return the line of the table on the loss; empty for the usual one."""
 
     @property
     def head_chooses(self) -> bool:
@@ -33,3 +55,17 @@ class Task(Protocol):
             examples: training rows (packs), by index.
             rows: number of rows in a micro-batch.
         """
+
+    def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Prepare the first step with the untrained weights, or restore what `save` wrote; every rank calls this.
+
+        Args:
+            runner: computes micro-batches with the model as it is trained (wrapped, sharded).
+            checkpoint: folder that the run resumes from, if any.
+
+        Raises:
+            UserError: the weights or the checkpoint do not fit the task.
+        """
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint what `begin` needs to resume from it; the main process calls this."""

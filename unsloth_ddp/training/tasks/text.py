@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.supervised_head import SupervisedHead, head_with_equal_loss
 
@@ -39,6 +42,32 @@ class TextTask:
     def units(self, batch: dict[str, Any]) -> Tensor:
         """Return the number of supervised tokens."""
         return supervised_tokens(batch["labels"])
+
+    @property
+    def described(self) -> str:
+        """Return nothing: the loss is the usual one."""
+        return ""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the sums that `measure` returns."""
+        return ("loss_sum", "supervised_tokens")
+
+    def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the summed token losses and supervised tokens, float64 (2,)."""
+        loss = self.loss(model, batch, divisor)
+        return loss, torch.stack([(loss.detach() * divisor).double(), self.units(batch).double()])
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the token mean of the loss."""
+        tokens = sums["supervised_tokens"]
+        return {"loss": sums["loss_sum"] / tokens} if tokens else {}
+
+    def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Do nothing."""
+
+    def save(self, folder: Path) -> None:
+        """Write nothing."""
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
         """Return the summed token losses / divisor, 0-dim."""

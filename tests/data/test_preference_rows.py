@@ -1,0 +1,141 @@
+"""Rows with a chosen and a rejected answer become pairs with the same prompt; other rows are told the right option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import DEMO_MODEL
+from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
+from unsloth_ddp.data.sources.formats import Example, to_example
+from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.utils.errors import UserError
+
+ASK, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "good"), ("assistant", "bad"))
+)
+PAIR = Example([ASK, GOOD], prompt_messages=1, rejected=Example([ASK, BAD], prompt_messages=1))
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"chosen": [ASK, GOOD], "rejected": [ASK, BAD], "prompt": None},
+        {"chosen": '[{"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}]', "rejected": [ASK, BAD]},
+        # UltraFeedback's: the question as text, and the chosen conversation once more.
+        {"prompt": "Q", "messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [ASK], "chosen": "good", "rejected": "bad"},
+        {"messages": [ASK], "chosen": GOOD, "rejected": BAD},
+        {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "good"}, "rejected": {"from": "gpt", "value": "bad"}},
+        {"chosen": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}], "rejected": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}]},
+        {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
+        {"question": "Q", "chosen": "good", "rejected": "bad"},
+        {"instruction": "Q", "chosen_response": "good", "rejected_response": "bad"},
+    ],
+)  # fmt: skip
+def test_every_form_of_a_pair_is_read(row: dict[str, Any]) -> None:
+    assert to_pair(row) == PAIR
+
+
+def test_systems_tools_and_long_conversations_are_read_as_in_other_rows() -> None:
+    found = to_pair(
+        {"system": "S", "instruction": "Q", "history": [["a", "b"]], "chosen": "good", "rejected": "bad", "x": 1}
+    )
+    assert [m["content"] for m in found.messages] == ["S", "a", "b", "Q", "good"] and found.prompt_messages == 4
+    assert found.unread == ["x"]
+    talk = [SYSTEM, ASK, GOOD, ASK]
+    found = to_pair({"chosen": [*talk, GOOD], "rejected": [*talk, BAD, ASK, BAD], "tools": [{"type": "function"}]})
+    assert found.prompt_messages == 4 and found.rejected is not None and len(found.rejected.messages) == 7
+    assert found.tools == found.rejected.tools == [{"type": "function"}]
+    # Nothing but the last message may differ.
+    same = to_pair({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]})
+    assert same.prompt_messages == 1 and same.rejected == Example([ASK, GOOD], prompt_messages=1)
+
+
+def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
+    found = to_pair({"prompt": "Q: ", "chosen": "good", "rejected": "bad"})
+    assert (found.text, found.prompt_chars) == ("Q: good", 3)
+    begin = "Human: Hi\n\nAssistant:"
+    found = to_pair({"chosen": f"{begin} Hello there", "rejected": f"{begin} Hello them"})
+    assert found.text is not None and found.text[: found.prompt_chars] == f"{begin} Hello"
+    found = to_pair({"chosen": f"{begin} Yes", "rejected": f"{begin} Yes."})
+    assert found.text is not None and found.text[: found.prompt_chars] == begin
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [ASK, GOOD]}, "the row has one answer, which --task sft learns; a pair has chosen and rejected"),
+        ({"chosen": [ASK, GOOD]}, "the row has no rejected answer beside the other"),
+        ({"a": 1}, "the row is no pair of answers; it needs chosen and rejected"),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "the rejected answer: the conversation has no assistant turn"),
+        ({"prompt": "a", "chosen": "b", "rejected": 5}, "the rejected answer: a message is a number"),
+        ([1], "the row is a list"),
+    ],
+)
+def test_other_rows_are_told_what_fits(row: Any, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        to_pair(row)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "row", [{"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, {"messages": [ASK, GOOD], "chosen": [], "rejected": []}]
+)
+def test_pairs_are_not_trained_as_text(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="the row is a preference pair"):
+        to_example(row)
+
+
+def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_prompt() -> None:
+    encoder = Encoder(AutoTokenizer.from_pretrained(DEMO_MODEL), supervise_all=False)
+    row = {"prompt": [ASK], "chosen": [GOOD], "rejected": [{"role": "assistant", "content": "bad " * 9}]}
+    pair = encode_row(encoder, to_pair(row), 64)
+    halves = [encode_row(encoder, to_example({"messages": [ASK, row[name][0]]}), 64) for name in ("chosen", "rejected")]
+    assert pair.parts == [len(half.input_ids) for half in halves]
+    assert (
+        pair.input_ids == halves[0].input_ids + halves[1].input_ids
+        and pair.labels == halves[0].labels + halves[1].labels
+    )
+    prompt = halves[0].labels.count(IGNORED)
+    cut = encode_row(encoder, to_pair(row), prompt + 2)
+    assert cut.overlong and cut.parts[1] == prompt + 2
+    first, second = cut.input_ids[: cut.parts[0]], cut.input_ids[cut.parts[0] :]
+    assert first[:prompt] == second[:prompt]
+    # Without room for an answer there is nothing to compare.
+    assert set(encode_row(encoder, to_pair(row), prompt).labels) == {IGNORED}
+    assert encode_row(encoder, to_pair({**row, "rejected": [GOOD]}), 64).notes == ("identical",)
+    assert encode_row(encoder, to_pair({**row, "rejected": [{**BAD, "content": " "}]}), 64).notes == ("empty",)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--task sft --beta 0.2", "beta 0.2 is for --task dpo or orpo or simpo or cpo, and task is sft; leave it out."),
+        ("--task orpo --reference precomputed", "reference precomputed is for --task dpo"),
+        (
+            "--task dpo --preference_loss ipo --label_smoothing 0.1",
+            "label_smoothing 0.1 has no effect on preference_loss ipo",
+        ),
+        ("--task dpo --packing on", "packing on does not work with task dpo: pairs are padded"),
+        ("--task dpo --method full --reference adapter_off", "reference adapter_off does not work with task dpo"),
+        (
+            "--task dpo --method full --streaming --max_steps 3",
+            "method full does not work with task dpo: its reference",
+        ),
+        ("--task dpo --loss_on all", "loss_on all does not work with task dpo"),
+        ("--task grpo", "grpo"),
+    ],
+)
+def test_options_that_do_not_fit_the_task_are_refused(options: str, said: str) -> None:
+    with pytest.raises((UserError, SystemExit)) as refused:
+        parse_settings(f"--model m --dataset rows.jsonl {options}".split())
+    assert isinstance(refused.value, SystemExit) or said in str(refused.value)

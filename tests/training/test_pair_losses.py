@@ -1,0 +1,232 @@
+"""The losses of pairs are those of TRL's DPO on one process with equal batches, and of the formulas of the papers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.conftest import demo_rows, save_llama
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.training.tasks.pair_losses import PairLoss, log1mexp
+from unsloth_ddp.training.tasks.pairs import COLUMNS, PairTask
+from unsloth_ddp.training.tasks.reference import without_adapter
+from unsloth_ddp.utils.errors import UserError
+
+BETA = 0.3
+ROWS = [
+    {"prompt": one[:1], "chosen": one[1:2], "rejected": [{"role": "assistant", "content": "Oslo " * number + "no"}]}
+    for number, one in enumerate(row["messages"] for row in demo_rows()[:4])
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Any:
+    """A tiny model with an adapter that changes its answers, and its tokenizer."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = save_llama(tmp_path_factory.mktemp("pairs") / "model", initializer_range=0.05, attention_dropout=0.5)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = get_peft_model(
+        base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
+    )
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def batch_of(rows: list[dict], tokenizer: Any, max_length: int = 64) -> dict[str, Any]:
+    encoder = Encoder(tokenizer, supervise_all=False)
+    encoded = [encode_row(encoder, to_pair(json.loads(json.dumps(row))), max_length) for row in rows]
+    columns = [{"input_ids": one.input_ids, "labels": one.labels, "parts": one.parts} for one in encoded]
+    collate = Collate(PadRight(tokenizer.pad_token_id), Flatten("positions"), head_chooses=True)
+    return collate([{name: np.array(values) for name, values in row.items()} for row in columns])
+
+
+def task_of(model: Any, **settings: Any) -> PairTask:
+    data: Any = None
+    return PairTask.of(Settings(**{"task": "dpo", "beta": BETA, **settings}), model, data)
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings"),
+    [
+        (["sigmoid"], {}),
+        (["robust"], {"label_smoothing": 0.1}),
+        (["hinge"], {}),
+        (["ipo"], {}),
+        (["sigmoid_norm"], {}),
+        (["sigmoid", "sft"], {"sft_weight": 1.0}),
+    ],
+)
+def test_losses_and_gradients_are_those_of_trl(trl_dpo, trained, losses, settings):
+    model, tokenizer = trained
+    trainer, batch = trl_dpo
+    trainer.loss_types, trainer.loss_weights = losses, [1.0] * len(losses)
+    trainer.label_smoothing = settings.get("label_smoothing", 0.0)
+    expected = trainer.compute_loss(model, batch)
+    expected_gradient = gradient(model, expected)
+    task = task_of(model, **settings, **({} if "sft" in losses else {"preference_loss": losses[0]}))
+    batch = batch_of(ROWS, tokenizer)
+    loss, sums = task.measure(model, batch, task.units(batch).float())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(gradient(model, loss), expected_gradient, rtol=1e-4, atol=1e-7)
+    # Without dropout in the reference also where the policy has it.
+    assert task.metrics(dict(zip(COLUMNS, sums.tolist(), strict=True)))["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+class PlainLogProbabilities:
+    """TRL's chunked log-probabilities in plain torch."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, *_):
+        scores = torch.log_softmax(hidden @ weight.t(), dim=-1)
+        found = scores.gather(1, targets[:, None])[:, 0]
+        return found, found.detach(), None, found.detach(), (scores.argmax(-1) == targets)
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def trl_dpo(trained, tmp_path_factory, monkeypatch_module) -> Any:
+    """TRL's trainer on the same model, and its batch of all rows."""
+    import datasets
+    import trl.trainer.utils
+    from trl import DPOConfig, DPOTrainer
+
+    # TRL's kernel for log-probabilities needs a GPU.
+    monkeypatch_module.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", PlainLogProbabilities)
+    model, tokenizer = trained
+    config = DPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("trl")), beta=BETA, report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, disable_dropout=False, max_length=64,
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list(ROWS)
+    # TRL's reference is a copy of the adapter that it is given, so it gets one that changes nothing.
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_B" in name}
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(name not in weights)
+    trainer = DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights.get(name, parameter))
+    model.eval()
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(len(ROWS))])
+    return trainer, batch
+
+
+def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.cat([one.flatten() for one in torch.autograd.grad(loss, parameters)])
+
+
+def test_the_other_losses_are_the_formulas_of_their_papers():
+    policy = torch.tensor([-4.0, -9.0]), torch.tensor([-6.0, -2.0])
+    tokens = torch.tensor([2.0, 3.0]), torch.tensor([4.0, 1.0])
+    means = [(policy[side] / tokens[side]).double() for side in (0, 1)]
+    found, rewards = PairLoss("simpo", "sigmoid", 2.0, gamma=0.7)(policy, None, tokens)
+    assert torch.allclose(found.double(), -logsigmoid(2.0 * (means[0] - means[1]) - 0.7))
+    assert torch.allclose(rewards[0].double(), 2.0 * means[0])
+    margin = 0.1 * (policy[0] - policy[1])
+    found, _ = PairLoss("dpo", "sigmoid", 0.1, label_smoothing=0.2)(policy, None, tokens)
+    assert torch.allclose(found, -0.8 * logsigmoid(margin) - 0.2 * logsigmoid(-margin))
+    found, _ = PairLoss("cpo", "sigmoid", 0.1)(policy, None, tokens)
+    assert torch.allclose(found, -logsigmoid(0.1 * (policy[0] - policy[1])))
+    found, _ = PairLoss("orpo", "sigmoid", 0.1)(policy, None, tokens)
+    odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+    assert torch.allclose(found.double(), -0.1 * logsigmoid((odds[0] / odds[1]).log()))
+    # A certain answer and an impossible one have finite odds and gradients.
+    value = torch.tensor([-1e-12, -1e-3, -0.6931472, -80.0], requires_grad=True)
+    log1mexp(value).sum().backward()
+    assert value.grad is not None and value.grad.isfinite().all()
+    assert log1mexp(value)[1].item() == pytest.approx(math.log(-math.expm1(-1e-3)), rel=1e-5)
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo", "simpo", "cpo"])
+def test_pairs_without_answers_and_padding_change_nothing(trained, task):
+    model, tokenizer = trained
+    cut = {
+        "prompt": [{"role": "user", "content": "Who are you? " * 30}],
+        "chosen": ROWS[0]["chosen"],
+        "rejected": ROWS[0]["rejected"],
+    }
+    chosen = task_of(model, task=task)
+    found = {}
+    for name, rows in {"alone": ROWS[:2], "beside": [ROWS[0], cut, ROWS[1]]}.items():
+        batch = batch_of(rows, tokenizer)
+        units = chosen.units(batch)
+        loss, sums = chosen.measure(model, batch, units.float())
+        found[name] = units.tolist(), loss.item(), sums, gradient(model, loss)
+    assert found["alone"][0][0] == 2 and found["alone"][0] == found["beside"][0]
+    assert found["alone"][1] == pytest.approx(found["beside"][1], rel=1e-5)
+    assert torch.allclose(found["alone"][2], found["beside"][2], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found["alone"][3], found["beside"][3], rtol=1e-4, atol=1e-6)
+
+
+def test_logits_of_all_tokens_give_the_same_as_those_of_the_supervised_ones(trained):
+    model, tokenizer = trained
+    task, batch = task_of(model), batch_of(ROWS * 12, tokenizer)
+    whole = {name: value for name, value in batch.items() if name not in ("supervised_positions", "shift_labels")}
+    assert len(whole) < len(batch)
+    expected, found = (task.log_probabilities(model, one) for one in (whole, batch))
+    assert torch.allclose(found, expected, rtol=1e-6)
+
+
+def test_the_reference_has_no_adapter_and_no_dropout_and_leaves_the_model_as_it_was(trained):
+    model, tokenizer = trained
+    task, batch = task_of(model), batch_of(ROWS, tokenizer)
+    base = model.get_base_model()
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    policy = task.log_probabilities(model, batch)
+    model.train()
+    try:
+        found = task.reference.of(model, batch)
+        assert model.training and torch.equal(found, task.reference.of(model, batch))
+    finally:
+        model.eval()
+    with model.disable_adapter():
+        assert torch.equal(found, task.log_probabilities(model, batch))
+    assert (policy - found).abs().min() > 1e-3
+    assert before == {name: p.requires_grad for name, p in model.named_parameters()}
+    with pytest.raises(AssertionError, match="no adapter"), without_adapter(torch.nn.Linear(1, 1)):
+        pass
+    assert base is model.get_base_model()
+
+
+def test_a_model_that_differs_from_its_reference_before_step_1_is_refused(trained, runtime):
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+
+    model, tokenizer = trained
+    task = task_of(model)
+    runner = MicroBatchRunner(model, torch.device("cpu"), task.loss, lambda _: batch_of(ROWS, tokenizer), nullcontext)
+    data: Any = SimpleNamespace(train=SimpleNamespace(examples=[0, 1], units=2))
+    with pytest.raises(UserError, match="the model differs from its reference before step 1, by"):
+        task.begin(runner, runtime, data, None)
+    with without_adapter(model):
+        base = task.log_probabilities(model, batch_of(ROWS, tokenizer))
+    same = dataclasses.replace(task, log_probabilities=lambda *_: base)
+    same.begin(runner, runtime, data, None)
+
+
+def test_pairs_are_never_packed_on_a_gpu_either(trained, runtime):
+    from unsloth_ddp.model.forward.attention import choose_packing
+    from unsloth_ddp.sizing.choose import planned_packing
+
+    # Neither asks for the model's attention or shape.
+    shape: Any = None
+    for found in (choose_packing(Settings(task="dpo"), runtime, None), planned_packing(Settings(task="dpo"), shape)):
+        assert (found.packed, found.reason) == (False, "pairs of answers are padded")

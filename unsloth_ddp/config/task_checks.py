@@ -1,0 +1,55 @@
+"""Refuse options that do nothing, or do not work, with the task."""
+
+from __future__ import annotations
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.task_options import PAIR_TASKS, REFERENCE_TASKS, TaskSettings
+from unsloth_ddp.utils.errors import UserError
+
+
+def check_task(settings: Settings) -> None:
+    """Refuse options that do nothing, or do not work, with the task.
+
+    Raises:
+        UserError: naming the option and its fix.
+    """
+    standard, task = TaskSettings(), settings.task
+    of_pairs = {
+        "beta": PAIR_TASKS,
+        "preference_loss": ("dpo", "cpo"),
+        "label_smoothing": ("dpo", "cpo"),
+        "simpo_gamma": ("simpo",),
+        "sft_weight": PAIR_TASKS,
+        "reference": REFERENCE_TASKS,
+    }
+    for name, tasks in of_pairs.items():
+        value = getattr(settings, name)
+        if value != getattr(standard, name) and task not in tasks:
+            raise UserError(f"{name} {value} is for --task {' or '.join(tasks)}, and task is {task}; leave it out.")
+    if not settings.trains_pairs:
+        return
+    if settings.label_smoothing and settings.preference_loss in ("hinge", "ipo"):
+        raise UserError(
+            f"label_smoothing {settings.label_smoothing} has no effect on preference_loss {settings.preference_loss}; leave "
+            "it out, or give --preference_loss sigmoid."
+        )
+    refused = {
+        "packing on": settings.packing == "on" and "pairs are padded; give --packing auto",
+        "global_batch_tokens": settings.global_batch_tokens is not None
+        and "it counts packs and pairs are padded; give --global_batch_size",
+        "cuda_graphs on": settings.cuda_graphs == "on" and "they need packed rows; give --cuda_graphs auto",
+        "loss_on all": settings.loss_on == "all" and "only answers are compared; leave it out",
+        "reference adapter_off": settings.reference == "adapter_off"
+        and settings.method == "full"
+        and "method full has no adapter; give --reference precomputed",
+        "reference precomputed": settings.reference == "precomputed"
+        and settings.streaming
+        and "streamed rows are not known before they are trained; leave --streaming out",
+        "method full": settings.method == "full"
+        and settings.streaming
+        and task in REFERENCE_TASKS
+        and "its reference is computed before step 1 and streamed rows are not known then; leave --streaming out",
+    }
+    for what, reason in refused.items():
+        if reason:
+            raise UserError(f"{what} does not work with task {task}: {reason}.")

@@ -1,0 +1,82 @@
+"""Declare the options that say what is trained: text, or preferences between answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from unsloth_ddp.config.declare import option
+
+# Tasks whose rows are pairs of a chosen and a rejected answer, and of them those that compare with a reference model.
+PAIR_TASKS = ("dpo", "orpo", "simpo", "cpo")
+REFERENCE_TASKS = ("dpo",)
+# Values that differ between tasks, where the user gives none: those of TRL's trainers and of the SimPO paper.
+BETA = {"simpo": 2.0}
+SFT_WEIGHT = {"orpo": 1.0, "cpo": 1.0}
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Task"""
+
+    task: Literal["sft", "dpo", "orpo", "simpo", "cpo"] = option(
+        "sft",
+        "sft: learn the answers of the rows; dpo, orpo, simpo, cpo: prefer the chosen answer of a row to the rejected one.",
+        on_resume="refuse",
+        summary=True,
+    )
+    beta: float | None = option(
+        None,
+        "Strength of the preference term: of the stay near the reference (dpo), of the odds ratio (orpo), of the margin (simpo, "
+        "cpo). Default: 0.1; with simpo 2.",
+        above=0,
+        on_resume="refuse",
+        summary=True,
+    )
+    preference_loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"] = option(
+        "sigmoid",
+        "Loss of a pair with dpo and cpo. sigmoid_norm and ipo divide log-probabilities by the tokens of the answer.",
+        on_resume="refuse",
+        summary=True,
+    )
+    label_smoothing: float = option(
+        0.0,
+        "Probability that a pair is in the wrong order, with sigmoid, sigmoid_norm and robust.",
+        at_least=0,
+        below=0.5,
+        on_resume="refuse",
+        summary=True,
+    )
+    simpo_gamma: float = option(
+        0.5, "Margin that simpo asks for between the rewards of a pair.", at_least=0, on_resume="refuse", summary=True
+    )
+    sft_weight: float | None = option(
+        None,
+        "Weight of the cross entropy of the chosen answers, a token mean, beside the preference term. Default: 1 with orpo and "
+        "cpo, otherwise 0.",
+        at_least=0,
+        on_resume="refuse",
+        summary=True,
+    )
+    reference: Literal["auto", "adapter_off", "precomputed"] = option(
+        "auto",
+        "Reference of dpo. adapter_off: the model without its adapter, in each step; precomputed: computed once before step 1 and "
+        "kept in the checkpoints; auto: adapter_off with an adapter, precomputed with --method full.",
+        on_resume="refuse",
+        summary=True,
+    )
+
+    @property
+    def trains_pairs(self) -> bool:
+        """Return whether a row is a pair of answers."""
+        return self.task in PAIR_TASKS
+
+    @property
+    def resolved_beta(self) -> float:
+        """Return --beta, or the task's default."""
+        return BETA.get(self.task, 0.1) if self.beta is None else self.beta
+
+    @property
+    def resolved_sft_weight(self) -> float:
+        """Return --sft_weight, or the task's default."""
+        return SFT_WEIGHT.get(self.task, 0.0) if self.sft_weight is None else self.sft_weight

@@ -1,0 +1,153 @@
+"""The reference of a preference task: log-probabilities of answers under the weights that the run began with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.sources.identity import checksum_of_rows
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.utils.errors import UserError
+
+FILE_NAME = "reference_log_probabilities.safetensors"
+COLUMN = "reference"
+ROWS_AT_ONCE = 8
+
+# (model, batch) -> log-probability of each row's answer, (rows,).
+LogProbabilities = Callable[[Any, dict[str, Any]], Tensor]
+
+
+class Reference(Protocol):
+    """Return the reference's log-probabilities of the rows of a micro-batch."""
+
+    described: str
+
+    def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Prepare the first step; every rank calls this."""
+
+    def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """Return the log-probability of each row's answer, (rows,), without gradient."""
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint what `prepare` needs to resume from it."""
+
+
+class AdapterOff:
+    """Compute the reference with the trained model without its adapter and without dropout, in each step."""
+
+    described = "the model without its adapter"
+
+    def __init__(self, compute: LogProbabilities) -> None:
+        self.compute = compute
+
+    def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Do nothing: the base model's weights do not change."""
+
+    def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """Return the log-probability of each row's answer, (rows,), without gradient."""
+        with torch.no_grad(), evaluation_mode(model), without_adapter(model):
+            return self.compute(model, batch)
+
+    def save(self, folder: Path) -> None:
+        """Write nothing."""
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Switch PEFT's layers, and modules trained in full beside them, to the base model's weights inside the block.
+
+    PEFT's disable_adapter also stops the gradients of the adapter, and sharding libraries and the gradient exchange do not
+    expect weights that are trained at times only.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    assert layers, "the model has no adapter"
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+class Precomputed:
+    """Compute the reference of every row once, before step 1, and keep it in the checkpoints.
+
+    The values are added to the rows (TokenizedRows.added), so that a micro-batch holds those of its own rows.
+    """
+
+    described = "computed once before step 1"
+
+    def __init__(self, compute: LogProbabilities, data: TrainingData) -> None:
+        self.compute = compute
+        self.sets = {"train": data.train} | ({"eval": data.evaluation} if data.evaluation else {})
+        for rows in self.sets.values():
+            # Trials of the memory need the column before it is known.
+            rows.added[COLUMN] = np.zeros((rows.counts.rows + 1, 2), dtype=np.float32)
+
+    def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Compute the values of all rows, spread over the ranks, or read those of a checkpoint."""
+        if checkpoint is not None:
+            self._read(checkpoint)
+            return
+        print("Computing the reference's log-probabilities ...", flush=True)
+        for rows in self.sets.values():
+            self._compute(rows, runner, runtime)
+
+    def _compute(self, rows: TokenizedRows, runner: MicroBatchRunner, runtime: Runtime) -> None:
+        ranks, filler, examples = runtime.ranks, rows.counts.rows, rows.examples
+        # The longest first, so that memory runs out at once or never. Each rank takes as many batches.
+        order = np.argsort(-rows.lengths()[:-1], kind="stable")
+        at_once = ROWS_AT_ONCE * ranks.world_size
+        order = np.append(order, np.full(-len(order) % at_once, filler))
+        values = torch.zeros((filler + 1, 2), dtype=torch.float32, device=runner.device)
+        with torch.no_grad(), evaluation_mode(runner.model), runner.autocast():
+            for start in range(ranks.rank * ROWS_AT_ONCE, len(order), at_once):
+                taken = order[start : start + ROWS_AT_ONCE]
+                batch = runner.batch_of([examples[int(index)] for index in taken])
+                found = self.compute(runner.model, batch).view(-1, 2)
+                values[torch.as_tensor(taken, device=runner.device)] = found.float()
+        values[filler] = 0
+        if ranks.world_size > 1:
+            # Every row is one rank's, and 0 elsewhere.
+            torch.distributed.all_reduce(values)
+        rows.added[COLUMN][:] = values.cpu().numpy()
+
+    def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """Return the log-probability of each row's answer, (rows,), without gradient."""
+        found: Tensor = batch[COLUMN].flatten()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write the values of all rows, and checksums of the rows that they belong to."""
+        checksums = {name: checksum_of_rows(rows) for name, rows in self.sets.items()}
+        save_file({name: rows.added[COLUMN] for name, rows in self.sets.items()}, folder / FILE_NAME, checksums)
+
+    def _read(self, folder: Path) -> None:
+        if not (folder / FILE_NAME).is_file():
+            raise UserError(
+                f"{folder} has no {FILE_NAME}, and the reference cannot be computed with trained weights; resume from a checkpoint "
+                "that has it, or start anew with --resume no."
+            )
+        with safe_open(folder / FILE_NAME, framework="numpy") as file:
+            known = file.metadata() or {}
+            for name, rows in self.sets.items():
+                if known.get(name) != checksum_of_rows(rows):
+                    what = "training" if name == "train" else "evaluation"
+                    raise UserError(
+                        f"the {what} rows are not those whose reference {folder / FILE_NAME} holds; give the rows that the run began "
+                        "with, or start anew with --resume no."
+                    )
+                rows.added[COLUMN][:] = file.get_tensor(name)

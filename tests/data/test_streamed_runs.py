@@ -39,7 +39,10 @@ def train_in_small_windows(argv: list[str], cwd: str) -> None:
     """train_ddp.py that plans from the first rows only and tokenizes few rows at a time."""
     from unsloth_ddp.data.order import stream_windows
     from unsloth_ddp.data.sources import examples
+    from unsloth_ddp.run import file_checks
 
+    # Only these are checked before the run.
+    file_checks.FIRST_ROWS = 6
     examples.STREAM_HEAD, stream_windows.ROWS_AT_A_TIME, stream_windows.PACKED_WINDOW = 6, 3, 5
     train(argv, cwd)
 

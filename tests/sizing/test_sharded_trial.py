@@ -411,7 +411,7 @@ def estimating_train(argv: list[str], folder: str, room: int) -> None:
     def choose(self: ShardedMemorySearch, before: dict[str, Any]) -> Any:
         gc.freeze()
         # On the CPU accelerate forgets FSDP2 when it is asked for a context before training begins.
-        self.run = dataclasses.replace(self.run, autocast=contextlib.nullcontext)
+        self.runner = dataclasses.replace(self.runner, autocast=contextlib.nullcontext)
         with LiveBytes(room) as self.memory:
             sizes = [before["per_device_train_batch_size"]] if before else sizes_of(self.settings, self.data.plan)
             kinds = [before["gradient_checkpointing"]] if before else self.checkpointing.kinds

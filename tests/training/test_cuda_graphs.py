@@ -42,17 +42,19 @@ class Evaluation:
 
     def __init__(self, graphs: int) -> None:
         self.graphs = graphs
-        self.step = SimpleNamespace(graphs=SimpleNamespace(release=self.release), task=SimpleNamespace(loss=self.loss))
+        self.step = SimpleNamespace(
+            graphs=SimpleNamespace(release=self.release), task=SimpleNamespace(measure=self.measure)
+        )
         self.compute_loss_context_manager = nullcontext
 
     def release(self) -> bool:
         had, self.graphs = self.graphs, 0
         return had > 0
 
-    def loss(self, model: Any, inputs: Any, divisor: Any) -> torch.Tensor:
+    def measure(self, model: Any, inputs: Any, divisor: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self.graphs or inputs["size"] > 1:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-        return torch.tensor(3.0)
+        return torch.tensor(1.0), torch.tensor(3.0)
 
     _evaluate_batch = DDPTrainer._evaluate_batch
 

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return what a manifest says of a file."""
     return {"bytes": path.stat().st_size, "xxh3_128": manifest.checksum(path)}
 
 
@@ -187,7 +187,7 @@ def test_looking_at_a_checkpoint_unpickles_nothing(folder: Path, tmp_path: Path)
 
 
 def manifest_entries(folder: Path) -> dict[str, Any]:
-    """What a manifest says of every file of a folder."""
+    """Return what a manifest says of every file of a folder."""
     return {
         name: {"bytes": size, "xxh3_128": digest} for name, (size, digest) in manifest.describe_files(folder).items()
     }

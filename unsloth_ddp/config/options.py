@@ -462,18 +462,6 @@ class UnslothSettings:
     clear_compiled_cache: bool = option(False, "Empty that folder first.", on_resume="allow", summary=False)
 
 
-TOPICS = (
-    ModelSettings,
-    LoraSettings,
-    TaskSettings,
-    DataSettings,
-    BatchSettings,
-    TrainingSettings,
-    OutputSettings,
-    UnslothSettings,
-)
-
-
 @dataclass(frozen=True)
 class Settings(
     UnslothSettings,
@@ -492,7 +480,8 @@ class Settings(
         write_new_file(path, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
 
 
-# Every option in the order of --help: its declaration, and its type.
+# In the order of --help, which is that of the fields: the topics, and every option with its declaration and its type.
+TOPICS: tuple[type, ...] = Settings.__bases__[::-1]
 OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in dataclasses.fields(Settings)}
 TYPES: dict[str, Any] = typing.get_type_hints(Settings)
 

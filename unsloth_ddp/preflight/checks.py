@@ -36,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found on one node: the value shown, the verdict and the remedy."""
+    """Hold what a check found on one node: the value shown, the verdict and the remedy."""
 
     shown: str
     verdict: Verdict = "ok"

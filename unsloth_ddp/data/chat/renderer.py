@@ -83,7 +83,7 @@ class RenderedChat:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a template does with all rows of one stand-in.
+    """Hold what a template does with all rows of one stand-in.
 
     Args:
         scaffold: the places of the parts.

@@ -154,7 +154,7 @@ class PackingDecision:
 
 @dataclass(frozen=True)
 class PackingObstacles:
-    """What in a model is against packed rows.
+    """Name what in a model is against packed rows.
 
     Args:
         wrong: the reason why packed rows would influence each other, if there is one.

@@ -220,7 +220,7 @@ class OptimizerStep:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What a manifest keeps of the way in which steps are computed."""
+        """Return what a manifest keeps of the way in which steps are computed."""
         return {"gradient_checkpointing": self.checkpointing.kind}
 
     def follow(self, levels: list[int]) -> list[int]:

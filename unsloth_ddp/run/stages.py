@@ -20,7 +20,8 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
 from unsloth_ddp.data.chat.preview import preview_first_row
-from unsloth_ddp.data.order.packing import BatchRequest
+from unsloth_ddp.data.order.packing import BatchRequest, PackingDecision
+from unsloth_ddp.data.images.processing import load_processing
 from unsloth_ddp.data.sources import examples
 from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
@@ -83,6 +84,8 @@ def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before any model is loaded."""
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     examples.read_examples(run.settings, run.runtime, run.node_folder)
+    if examples.have_images(run.node_folder):
+        run.runtime.on_main(lambda: load_processing(run.settings), per_node=True)
 
 
 def find_resume_point(run: Run) -> ResumePoint | None:
@@ -121,7 +124,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             "adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
-    plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
+    plan, train, packing = dataset.fill_steps(_request(run), train, _packing(run, model, train))
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if evaluation:
         same_everywhere(evaluation, runtime, "evaluation")
@@ -262,6 +265,10 @@ def _merge(run: Run, trainer: DDPTrainer, folder: Path) -> None:
     merge.save_merged(run.settings, run.folder, folder, rows.stop_tokens)
     first = [rows.examples[index]["input_ids"].tolist() for index in range(min(merge_check.ROWS, len(rows.examples)))]
     merge_check.check_merged(run.settings, run.folder, folder, first)
+
+
+def _packing(run: Run, model: Any, rows: dataset.TokenizedRows) -> PackingDecision:
+    return choose_packing(run.settings, run.runtime, model, images=rows.processing is not None)
 
 
 def _request(run: Run) -> BatchRequest:

@@ -9,23 +9,28 @@ import numpy as np
 import torch
 
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
+from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 
 # What an example holds of its rows.
-ROW_KEYS = {"input_ids", "labels", "parts"}
+ROW_KEYS = {"input_ids", "labels", "parts", "images", "rendered"}
 
 
 @dataclass
 class PadRight:
     """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64.
 
-    A pair is two rows, the chosen one first. Further values of each example are stacked.
+    A pair is two rows, the chosen one first. Further values of each example are stacked, and with `processing` those of its
+    images are added.
     """
 
     pad_token_id: int
+    processing: ImageProcessing | None = None
 
-    def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [row for example in examples for row in split_parts(example)]
+        if self.processing and (row := self.processing.row_for_towers()) and not any(len(one["images"]) for one in rows):
+            rows.append({**row, "labels": np.full(len(row["input_ids"]), IGNORED)})
         added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in ROW_KEYS}
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
@@ -37,7 +42,8 @@ class PadRight:
             labels[index, :length] = row["labels"]
             mask[index, :length] = 1
         named = {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}
-        return {name: torch.from_numpy(values) for name, values in named.items()}
+        batch = {name: torch.from_numpy(values) for name, values in named.items()}
+        return batch | self.processing.collate(rows, shape[1]) if self.processing else batch
 
 
 def split_parts(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:

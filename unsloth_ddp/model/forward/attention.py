@@ -14,6 +14,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.packing import (
+    IMAGES_ARE_PADDED,
     PAIRS_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
@@ -26,6 +27,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.packing_obstacles import lost_boundaries_reason, mixing_reason, untested_reason
 from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.utils.errors import UserError
 
 LARGEST_HEAD = 256
 TORCH_KERNEL = "torch's varlen_attn"
@@ -80,16 +82,23 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     return torch_kernel or ("xformers" if setup.xformers else None)
 
 
-def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingDecision:
+def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: bool = False) -> PackingDecision:
     """Decide whether this run packs its rows; every rank gets the same decision.
 
     If torch's kernel is selected for Transformers' attention, the model is switched to it.
+
+    Args:
+        images: whether rows have images.
 
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
     if settings.trains_pairs and settings.packing != "off":
         return PackingDecision(False, PAIRS_ARE_PADDED)
+    if images and settings.packing == "on":
+        raise UserError(f"packing on does not work with rows of images: {IMAGES_ARE_PADDED}; give --packing auto.")
+    if images and settings.packing == "auto":
+        return PackingDecision(False, IMAGES_ARE_PADDED)
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
     kernel = select_varlen_kernel(setup) if setup else None
     everywhere = kernel if None not in runtime.gather(kernel) else None

@@ -31,7 +31,12 @@ LISTS = (
 )
 # model_type -> class of the checkpoint, class of the processor, class of its image processor with arguments, arguments of the
 # processor, special tokens by the attribute of the tokenizer, chat template, fields of the config.
-PATCHES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
+PATCHES = {
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84},
+}
 QWEN_TOKENS = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>",
 }  # fmt: skip
@@ -106,7 +111,9 @@ def save_vision(kind: str, folder: Path) -> Any:
     parts = {"image_processor": getattr(transformers, images)(**given), "tokenizer": tokenizer}
     parts |= {"video_processor": getattr(transformers, spec["videos"])()} if "videos" in spec else {}
     parts |= {"feature_extractor": getattr(transformers, spec["audio"])()} if "audio" in spec else {}
-    processor = getattr(transformers, spec["processor"])(**parts, chat_template=spec["template"], **spec.get("arguments", {}))
+    processor = getattr(transformers, spec["processor"])(
+        **parts, chat_template=spec["template"], **spec.get("arguments", {})
+    )
     tokenizer.chat_template = spec["template"]
     processor.save_pretrained(folder)
     return model
@@ -139,7 +146,9 @@ def image_rows(folder: Path, numbers: tuple[int, ...] = (1, 0, 3, 2, 1, 0, 1, 3)
     for row, number in enumerate(numbers):
         color, shape = list(COLORS)[row % 4], SHAPES[row % 3]
         paths = [
-            draw(folder / f"{row}_{place}.png", color, shape, (28 + 28 * ((row + place) % 3), 28 + 28 * (place % 2))).name
+            draw(
+                folder / f"{row}_{place}.png", color, shape, (56 + 28 * ((row + place) % 3), 56 + 28 * (place % 2))
+            ).name
             for place in range(number)
         ]
         parts: list[Any] = [{"type": "text", "text": "What is "}]
@@ -148,6 +157,9 @@ def image_rows(folder: Path, numbers: tuple[int, ...] = (1, 0, 3, 2, 1, 0, 1, 3)
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": f"a {color} {shape}"}]
         if number > 2:
             more = [{"type": "image", "path": paths[2]}, {"type": "text", "text": "And the pet?"}]
-            messages += [{"role": "user", "content": more}, {"role": "assistant", "content": f"one more {shape} of {color}"}]
+            messages += [
+                {"role": "user", "content": more},
+                {"role": "assistant", "content": f"one more {shape} of {color}"},
+            ]
         rows.append({"messages": messages})
     return rows

@@ -20,8 +20,8 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
 from unsloth_ddp.data.chat.preview import preview_first_row
-from unsloth_ddp.data.order.packing import BatchRequest, PackingDecision
 from unsloth_ddp.data.images.processing import load_processing
+from unsloth_ddp.data.order.packing import BatchRequest, PackingDecision
 from unsloth_ddp.data.sources import examples
 from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
@@ -189,7 +189,12 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
     count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     answers.say_too_long(trainer.processing_class, questions)
-    return AnsweredQuestions(questions, answers.answer(trainer.model, trainer.processing_class, questions, run.runtime))
+    return AnsweredQuestions(questions, _answer(run, trainer, questions))
+
+
+def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str]:
+    processing = trainer.data.train.processing
+    return answers.answer(trainer.model, trainer.processing_class, questions, run.runtime, processing)
 
 
 def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dict[str, Any]:
@@ -218,7 +223,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     """
     settings, checkpoints = run.settings, trainer.checkpoints
     removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
-    after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
+    after = _answer(run, trainer, answered.questions)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
     if settings.merge:

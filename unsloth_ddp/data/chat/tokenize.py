@@ -118,7 +118,9 @@ class Encoder:
     def _encode_text(self, example: Example) -> EncodedRow:
         text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
         if self.processing and self.processing.image_token in text:
-            raise UserError(f"the text has the model's image token ({self.processing.image_token}) and no image; take it out.")
+            raise UserError(
+                f"the text has the model's image token ({self.processing.image_token}) and no image; take it out."
+            )
         bos = self.tokenizer.bos_token
         # Text that was rendered with a chat template already begins with BOS.
         ids, offsets = self._tokenize(text, special=not (bos and text.startswith(bos)))

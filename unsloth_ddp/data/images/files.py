@@ -64,10 +64,14 @@ class ImageFiles:
                 # An absolute path stays as it is.
                 if (folder / path).is_file():
                     return (folder / path).resolve()
-        except (OSError, ValueError) as error:
-            raise UserError(f"image {value[:200]} cannot be looked up: {os_reason(error)}.") from None
+        except OSError as error:
+            raise UserError(f"image {value[:200]} cannot be looked up: {os_reason(error)}; check the path.") from None
+        except ValueError:
+            raise UserError(f"image {value[:200]!r} is not a path; check it.") from None
         looked = f" in {' or '.join(str(one) for one in self.folders)}" if not path.is_absolute() else ""
-        raise UserError(f"image {value[:200]}: there is no such file{looked}; check the path, or give --image_folder.")
+        raise UserError(
+            f"image {value[:200]}: there is no such file{looked}; check the path, or give the folder as --image_folder."
+        )
 
 
 def open_image(value: str, most_pixels: int | None = None) -> Any:

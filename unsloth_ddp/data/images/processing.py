@@ -73,11 +73,14 @@ class ImageProcessing:
         self.of_tokens = [
             name
             for name in self.for_towers
-            if name not in OF_TEXT and all(one[name].shape == one["input_ids"].shape for one in (self.for_towers, longer))
+            if name not in OF_TEXT
+            and all(one[name].shape == one["input_ids"].shape for one in (self.for_towers, longer))
         ]
         text = self.processor(text=["Hi"], return_tensors="pt")
         if any(bool(text[name].any()) for name in self.of_tokens if name in text):
-            raise UserError(f"{type(self.processor).__name__} marks text in {', '.join(self.of_tokens)}, which is not supported.")
+            raise UserError(
+                f"{type(self.processor).__name__} marks text in {', '.join(self.of_tokens)}, which is not supported."
+            )
 
     @property
     def image_token(self) -> str:

@@ -154,7 +154,9 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     numbers = [image for image in inline if not isinstance(image, str)]
     places, given = len(numbers), column or []
     if inline and not places and given:
-        raise UserError("the content parts name their images, and the row has a column of images too; keep one of them.")
+        raise UserError(
+            "the content parts name their images, and the row has a column of images too; keep one of them."
+        )
     if not inline:
         marked = sum(str(message["content"]).count(MARKER) for message in messages) if column is not None else 0
         if given and not marked:
@@ -171,7 +173,9 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     images = [image for message in messages for image in _images_in(message)]
     order: list[Any] = list(range(len(given))) if None in numbers or not inline else numbers
     if sorted(order) != list(range(len(given))):
-        raise UserError(f"the image parts have the index {order[:20]} for {_number(len(given), 'image')}; number them from 0.")
+        raise UserError(
+            f"the image parts have the index {order[:20]} for {_number(len(given), 'image')}; number them from 0."
+        )
     following = iter(order)
     return [image if isinstance(image, str) else given[next(following)] for image in images]
 

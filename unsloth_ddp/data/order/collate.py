@@ -29,7 +29,11 @@ class PadRight:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [row for example in examples for row in split_parts(example)]
-        if self.processing and (row := self.processing.row_for_towers()) and not any(len(one["images"]) for one in rows):
+        if (
+            self.processing
+            and (row := self.processing.row_for_towers())
+            and not any(len(one["images"]) for one in rows)
+        ):
             rows.append({**row, "labels": np.full(len(row["input_ids"]), IGNORED)})
         added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in ROW_KEYS}
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))

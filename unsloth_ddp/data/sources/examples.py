@@ -128,7 +128,7 @@ def _examples(
     unread: Counter[str] = Counter()
     numbers = itertools.count(1)
 
-    def rows() -> Iterator[dict[str, str]]:
+    def rows() -> Iterator[dict[str, Any]]:
         for source in files:
             location = ""
             # A folder may hold empty shards, but a file that the user names should hold rows.

@@ -111,7 +111,9 @@ def to_example(row: Any) -> Example:
         example = Example(text=as_text(row["text"], "text"))
     if example.text is not None and images_of_row(row):
         raise UserError("the row has images beside plain text, which has no place for them; write it as messages.")
-    read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS} - ({"tools", "functions"} if example.text is not None else set())
+    read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS} - (
+        {"tools", "functions"} if example.text is not None else set()
+    )
     example.unread += sorted(set(unread))
     example.unread += [str(name)[:100] for name, value in row.items() if name not in read and not is_empty(value)]
     return example
@@ -259,9 +261,7 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
     parts = {
         i: text.parts for i, text in contents if isinstance(text, JoinedText) and (len(text.parts) > 1 or text.images)
     }
-    return Example(
-        messages, _tools(row), len(prompt), left_out=left_out, parts=parts, unread=unread, images=images
-    )
+    return Example(messages, _tools(row), len(prompt), left_out=left_out, parts=parts, unread=unread, images=images)
 
 
 def _tools(row: dict[str, Any]) -> list[Any] | None:

@@ -67,7 +67,9 @@ def _checksum_of_images(rows: TokenizedRows) -> str:
     for chunk in rows.dataset.data.column("images").chunks:
         for image in chunk.flatten().to_pylist():
             if image not in known:
-                known[image] = xxhash.xxh3_128(image if image.startswith(DATA) else Path(image).read_bytes()).hexdigest()
+                known[image] = xxhash.xxh3_128(
+                    image if image.startswith(DATA) else Path(image).read_bytes()
+                ).hexdigest()
             digest.update(known[image].encode())
         digest.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
     return str(digest.hexdigest())

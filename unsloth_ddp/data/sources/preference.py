@@ -65,7 +65,9 @@ def _read(name: str, half: dict[str, Any]) -> Example:
     except UserError as error:
         raise UserError(f"the {name} answer: {error}") from None
     if example.images:
-        raise UserError("the pair has images, which preference training does not take; give --task sft, or remove them.")
+        raise UserError(
+            "the pair has images, which preference training does not take; give --task sft, or remove them."
+        )
     return example
 
 

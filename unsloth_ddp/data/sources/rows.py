@@ -303,9 +303,11 @@ def _hub_rows(
 
     try:
         table = datasets.load_dataset(source, config, split=split, revision=revision, streaming=streaming)
-        if table.features is not None:
+        known = getattr(table, "features", None) or {}
+        features = datasets.Features({name: _undecoded(kind) for name, kind in known.items()})
+        if features != known:
             # Images are checked before they are decoded.
-            table = table.cast(datasets.Features({n: _undecoded(kind) for n, kind in table.features.items()}))
+            table = table.cast(features)
     except Exception as error:
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")

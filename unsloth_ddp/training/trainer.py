@@ -49,7 +49,7 @@ from unsloth_ddp.training.callbacks import (
     ReportProgress,
     StopTogether,
 )
-from unsloth_ddp.training.row_feed import RowFeed
+from unsloth_ddp.training.row_feed import RowFeed, image_workers
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sft_config import check_precision
 from unsloth_ddp.training.shown.display import ShowTraining, choose_view, shown_callbacks
@@ -95,6 +95,7 @@ class DDPTrainer(ResumableTrainer):
         self.peak_before_steps = 0
         if data.train.processing is not None:
             data.train.processing.always = shards_weights(runtime.sharding) or trains_beside_text(model)
+            config.dataloader_num_workers = image_workers(config.dataloader_num_workers, runtime, data.train)
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
         padded = PadRight(tokenizer.pad_token_id, data.train.processing)

@@ -18,7 +18,7 @@ from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
 MOST_BYTES, MOST_PIXELS = 100_000_000, 64_000_000
 # Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
 
 @dataclass
@@ -132,8 +132,12 @@ def _refusing_broken(name: str) -> Iterator[None]:
     except MemoryError:
         raise UserError(f"image {name} does not fit into memory; scale it down.") from None
     except Exception as error:
-        from PIL import UnidentifiedImageError
+        from PIL import Image, UnidentifiedImageError
 
+        if isinstance(error, Image.DecompressionBombError):
+            raise UserError(
+                f"image {name} has far more pixels than the limit of {MOST_PIXELS:,}; scale it down."
+            ) from None
         if isinstance(error, UnidentifiedImageError):
             raise UserError(
                 f"image {name} is not an image in a known format ({', '.join(FORMATS)}); write it as PNG or JPEG."

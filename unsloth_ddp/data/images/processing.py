@@ -111,7 +111,9 @@ class ImageProcessing:
             start, stop = one["span"]
             expanded += text[end:start] + one["replacement"]
             end = stop
-        ids, offsets = list(found["input_ids"][0]), [tuple(span) for span in found["offset_mapping"][0]]
+        # Some processors return tensors all the same (Pixtral).
+        ids = [int(token) for token in found["input_ids"][0]]
+        offsets = [(int(start), int(stop)) for start, stop in found["offset_mapping"][0]]
         places = [(tuple(one["span"]), tuple(one["new_span"])) for one in replaced]
         return Expanded(expanded + text[end:], ids, offsets, places)
 

@@ -12,14 +12,19 @@ from safetensors.torch import load_file
 
 from tests.conftest import write_jsonl
 from tests.ranks import run_ranks, train
-from tests.tiny_vision import image_rows, save_vision
+from tests.tiny_vision import KINDS, image_rows, save_vision
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.tokenize import Encoder
+from unsloth_ddp.data.images.processing import load_processing
+from unsloth_ddp.data.order.collate import PadRight
+from unsloth_ddp.data.sources.checked_rows import checked_rows
 
 GLOBAL_BATCH, STEPS, SEED, RATE, FULL_RATE, RANK = 8, 3, 5, 0.5, 0.2, 8
 # 13 rows: the second step of an epoch holds 5, and one rank of two has micro-batches without an image.
 NUMBERS = (1, 0, 3, 2, 1, 0, 1, 3, 0, 0, 1, 0, 0)
 TOLERANCE = 5e-6
-# Of the random tower of Gemma 4, whose gradients in fp32 differ that much from those in double precision.
-TOLERANCES = {"gemma4": 5e-5}
+# Gradients of this tiny Gemma 4 in fp32 differ that much from those in double precision, in which its rows are compared too.
+TOLERANCES = {"gemma4": 2e-3}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,14 @@ def job(tmp_path_factory, model_of, rows):
         return cwd / "outputs" / name
 
     return run
+
+
+def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a model by their names in its class, which those of its files may differ from."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def history(folder: Path, key: str = "loss") -> list[dict]:
@@ -142,11 +155,11 @@ class PlainLoop:
 
     def assert_equal(self, folder: Path, tolerance: float = TOLERANCE) -> None:
         """Compare the losses of the steps, the evaluation, and the update of all weights at once."""
-        assert [line["loss"] for line in history(folder)] == pytest.approx(self.losses, rel=1e-5)
+        assert [line["loss"] for line in history(folder)] == pytest.approx(self.losses, rel=max(1e-5, tolerance / 50))
         for line in history(folder, "eval_loss")[-1:]:
-            assert line["eval_loss"] == pytest.approx(self.evaluated, rel=1e-5)
+            assert line["eval_loss"] == pytest.approx(self.evaluated, rel=max(1e-5, tolerance / 50))
         path = folder / "adapter_model.safetensors"
-        weights = load_file(path if path.exists() else folder / "model.safetensors")
+        weights = load_file(path) if path.exists() else whole_weights(folder)
         now = dict(self.trained())
         names = {n.replace(".default", ""): n for n in now}
         shared = [key for key in weights if key in names]
@@ -172,6 +185,44 @@ def loops(model_of, rows):
         return made[key]
 
     return loop
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_loss_of_a_plain_loop_alone_and_beside_all_others(kind, model_of, rows, monkeypatch):
+    # Its processor needs that package for videos only.
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    folder, plain = model_of(kind), PlainLoop.__new__(PlainLoop)
+    plain.processor = AutoProcessor.from_pretrained(folder)
+    plain.model = AutoModelForImageTextToText.from_pretrained(folder).double().eval()
+    processing = load_processing(Settings(model=str(folder)))
+    encoder = Encoder(plain.processor.tokenizer, supervise_all=False, processing=processing)
+    plain.rows, units = [], []
+    for _, example in checked_rows(str(rows), "train", pairs=False):
+        row = encoder.encode(example)
+        units.append({**vars(row), "input_ids": np.array(row.input_ids), "labels": np.array(row.labels)})
+    for line in rows.read_text().splitlines():
+        plain.rows.append(plain.read(json.loads(line)["messages"], rows.parent))
+    collate = PadRight(0, processing)
+
+    def losses(batch):
+        labels = batch.pop("labels")
+        logits = plain.model(**{n: v.double() if v.is_floating_point() else v for n, v in batch.items()}).logits
+        each = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], ignore_index=-100, reduction="none")
+        return each.sum(dim=1)
+
+    units = [{name: unit[name] for name in ("input_ids", "labels", "images", "rendered")} for unit in units]
+    with torch.no_grad():
+        expected = torch.stack([plain.loss(row)[0] for row in range(len(units))])
+        alone = torch.cat([losses(collate([unit])) for unit in units])
+        torch.testing.assert_close(alone, expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(losses(collate(units)), expected, rtol=1e-9, atol=0)
+        # A row for the towers beside rows of text changes none of them.
+        processing.always = True
+        texts = [number for number, unit in enumerate(units) if not unit["images"]]
+        beside = losses(collate([units[number] for number in texts]))
+        torch.testing.assert_close(beside, torch.cat([expected[texts], torch.zeros(1)]), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize(

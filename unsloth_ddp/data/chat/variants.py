@@ -19,6 +19,7 @@ def variants(example: Example, prints_bare: Callable[[], bool], image_token: str
         image_token: what stands for an image in the text that the model's processor takes.
         prints_bare: whether the template prints a text in arguments without quotation marks, as it prints a number.
     """
+    given = example
     if example.parts:
         yield _with_parts(example, as_list_of_parts)
     if example.images:
@@ -37,7 +38,7 @@ def variants(example: Example, prints_bare: Callable[[], bool], image_token: str
         yield _changed(example, lambda message: {**with_calls_as_text(message), "content": message["content"]})
     if not example.images:
         # Templates of image-text models may take lists only.
-        yield _in_parts_only(example)
+        yield _in_parts_only(given)
 
 
 def with_calls_as_text(message: Message) -> Message:

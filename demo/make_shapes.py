@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import random
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
@@ -102,7 +103,7 @@ def write(found: list[dict], path: Path) -> None:
 def make_model(folder: Path) -> None:
     """Write a Qwen3-VL of some 400,000 random weights, with the demo's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(HERE / "model", extra_special_tokens=TOKENS, chat_template=TEMPLATE)
-    token = dict(zip(TOKENS, tokenizer.convert_tokens_to_ids(list(TOKENS.values())), strict=True))
+    ids: dict[str, Any] = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS.items()}
     config = Qwen3VLConfig(
         text_config={
             "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -115,7 +116,7 @@ def make_model(folder: Path) -> None:
             "spatial_merge_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
         },
         tie_word_embeddings=True,
-        **{f"{name}_id": token[name] for name in TOKENS},
+        **ids,
     )  # fmt: skip
     torch.manual_seed(SEED)
     Qwen3VLForConditionalGeneration(config).save_pretrained(folder)

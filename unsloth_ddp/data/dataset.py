@@ -35,6 +35,7 @@ from unsloth_ddp.utils.units import counted
 
 ROWS_AT_A_TIME = 100
 ROWS_WITH_PROGRESS_BAR = 10_000
+FIRST_ROWS = 8
 # Columns for messages about the rows, which are removed from the tokenized set.
 REPORT_FEATURES = datasets.Features(
     {
@@ -102,6 +103,10 @@ class TokenizedRows:
         """Return the units, followed by the filler."""
         rows = ArrowRows(self.dataset, self.added)
         return rows if self.packing is None else PackedRows(rows, self.packing)
+
+    def first_tokens(self) -> np.ndarray:
+        """Return the token ids of the first rows, int (n,)."""
+        return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.counts.rows))])
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, int64 (units + 1,); of a pair, with its shorter row padded."""

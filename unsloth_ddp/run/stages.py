@@ -29,7 +29,7 @@ from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
-from unsloth_ddp.model.forward.attention import choose_packing
+from unsloth_ddp.model.forward.attention import choose_packing, prove_rows_apart
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
@@ -128,7 +128,10 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             "adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
-    plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
+    with runtime.progress.timing("check of packs"):
+        choice = choose_packing(settings, runtime, model)
+        choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
+    plan, train, packing = dataset.fill_steps(_request(run), train, choice)
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if evaluation:
         same_everywhere(evaluation, runtime, "evaluation")

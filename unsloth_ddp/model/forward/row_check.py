@@ -117,7 +117,8 @@ def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
 
     def keep(_: Any, __: Any, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
+        # A copy, since some models scale it in place.
+        return embedded[-1].clone()
 
     for parameter in model.parameters():
         parameter.grad = None

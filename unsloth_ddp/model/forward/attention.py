@@ -37,9 +37,7 @@ TORCH_KERNEL = "torch's varlen_attn"
 
 
 # Attention of Transformers that computes what varlen.py does; Unsloth selects flex_attention for some models.
-REPLACED = ("sdpa", "flex_attention", varlen.NAME)
-# Attention of Transformers that keeps packed rows apart with a mask.
-MASKED = ("sdpa", "eager", "flex_attention")
+REPLACED = ("sdpa", varlen.FLEX, varlen.NAME)
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,9 @@ def prove_rows_apart(
     if all(runtime.gather(_can_compute(runtime, model))):
         prepare_for_packs(runtime, model)
         mixed = rows_mix(model, Flatten(keys_for_packs(runtime, model)), token_ids, runtime.precision)
-    elif _implementation(model) in MASKED and runtime.backend != "unsloth":
+    elif (
+        runtime.backend != "unsloth" and "flash" not in _implementation(model) and not varlen.in_use(base_model(model))
+    ):
         mixed = "its masks cannot be tried before training while its weights are sharded"
     mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
     if mixed is None:
@@ -205,14 +205,14 @@ def _place(settings: Settings, runtime: Runtime) -> str:
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
     """Return which keys a batch of packs needs besides position_ids (see data.collate.Flatten)."""
     implementation = _implementation(model)
-    if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
+    if varlen.in_use(base_model(model)) or (runtime.backend == "transformers" and "flash" in implementation):
         return "flash"
     return "unsloth" if runtime.backend == "unsloth" else "positions"
 
 
 def prepare_for_packs(runtime: Runtime, model: Any) -> None:
     """Enable Unsloth's packed attention for models that use Transformers' attention, as Unsloth's own trainer does."""
-    if runtime.backend == "unsloth" and _implementation(model) != varlen.NAME:
+    if runtime.backend == "unsloth" and not varlen.in_use(base_model(model)):
         from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
 
         enable_hf_packed_attention()

@@ -17,9 +17,11 @@ STATEFUL_LAYERS = re.compile(
     r"mamba|deltanet|rwkv|shortconv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor",
     re.IGNORECASE,
 )
-# Layers for which flash-linear-attention has kernels, and how it is installed.
-DELTA_LAYERS = re.compile("deltanet|linear_?attention", re.IGNORECASE)
-EXTRA = "flash-linear-attention (uv sync --extra hybrid)"
+# Packages with kernels that begin a new state with each row: the layers, the module, and the package.
+KERNELS = (
+    (re.compile("deltanet|linear_?attention", re.IGNORECASE), "fla", "flash-linear-attention (uv sync --extra hybrid)"),
+    (re.compile("shortconv", re.IGNORECASE), "causal_conv1d", "causal-conv1d"),
+)
 # Attention within fixed chunks of the sequence, regardless of row boundaries.
 CHUNKED_ATTENTION = ("chunked_attention",)
 
@@ -48,9 +50,13 @@ def state_reason(model: Any) -> str | None:
     stateful = stateful_layer(model)
     if stateful is None:
         return None
-    lacks_kernels = DELTA_LAYERS.search(stateful) and importlib.util.find_spec("fla") is None
-    missing = f" without {EXTRA}" if lacks_kernels else ""
-    return f"the model's {stateful} layers carry a state from one row into the next{missing}"
+    missing = [
+        package
+        for layers, module, package in KERNELS
+        if layers.search(stateful) and importlib.util.find_spec(module) is None
+    ]
+    without = f" without {missing[0]}" if missing else ""
+    return f"the model's {stateful} layers carry a state from one row into the next{without}"
 
 
 def stateful_layer(model: Any) -> str | None:

@@ -90,7 +90,7 @@ def plan(argv: list[str]) -> None:
     check_training_arguments(settings)
     shape = read_model_shape(settings)
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability))
+    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability, images=rows.images))
     rows = rows.packed(packing)
     made = make_plan(settings, shape, rows, batch, hardware)
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)

@@ -25,4 +25,4 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
         lengths = rows.lengths()[:-1]
-    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed)
+    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed, images=rows.processing is not None)

@@ -226,8 +226,10 @@ def test_lost_text_is_named() -> None:
     cells = [
         Cell(3, 'x = """a\n  b"""  # why\n', False),
         Cell(4, "get_ipython().system('pip install x')  # gone\n", False),
+        Cell(5, "if a:  # gone\n    get_ipython().run_line_magic('pip', 'install x')\n", False),
     ]
     assert judge.text_kept(cells, 'if main:\n    x = """a\n  b"""\n    # why\n') == []
+    assert judge.text_kept([Cell(6, 'os.chdir("/content")', False)], '# ddp: os.chdir("/content"): Colab\n') == []
     assert judge.text_kept(cells, 'x = """a\n b"""\n') == ['cell 3 loses \'"""a\\n  b"""\'', "cell 3 loses '# why'"]
 
 

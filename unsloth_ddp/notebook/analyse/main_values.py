@@ -263,7 +263,7 @@ def _operand(node: cst.CSTNode) -> cst.CSTNode:
 
 def mark_sent(graph: Graph) -> None:
     """Mark the statements on every process that need values of the main one; these run on all at the same time."""
-    timed = _timed_names(graph)
+    timed = timed_names(graph)
     settings = _reaches_settings(graph)
     for index, statement in enumerate(graph.statements):
         if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
@@ -285,7 +285,7 @@ def _reaches_settings(graph: Graph) -> set[int]:
     return found
 
 
-def _timed_names(graph: Graph) -> frozenset[str]:
+def timed_names(graph: Graph) -> frozenset[str]:
     """Return names that are only subtracted and compared, as the start of a measured time is."""
     counted = _Uses()
     for statement in graph.statements:
@@ -304,6 +304,9 @@ class _Uses(NamesRead):
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         return not isinstance(node.target, cst.Name)
+
+    def visit_Global(self, node: cst.Global) -> bool:
+        return False
 
     def visit_BinaryOperation(self, node: cst.BinaryOperation) -> None:
         if isinstance(node.operator, cst.Subtract):

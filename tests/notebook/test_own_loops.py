@@ -227,3 +227,9 @@ def test_a_progress_bar_around_the_loader_is_kept() -> None:
     )
     text = body(convert_cells("from tqdm import tqdm", *PLAIN[:2], bar))
     assert "bar = tqdm(share_rows(loader), desc='x')\n" in text and "in enumerate(bar):" in text
+
+
+def test_a_loop_that_generates_is_marked_without_the_advice_to_guard_it() -> None:
+    loop = PLAIN[2] + "        model.generate('x')\n"
+    done = convert_cells(*PLAIN[:2], loop)
+    assert kinds(done) == ["inference"] and "IS_MAIN" not in "".join(e.message for e in done.report.warnings)

@@ -112,7 +112,9 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
         yield "paid call", f"calls a service: {who}"
     if statement.reads_one_node:
         yield "read back", "only the main process saved this: several nodes need a shared disk"
-    if Effect.INFER in effects and statement.needed and not effects & SEEDS:
+    if Effect.INFER in effects and statement.needed and Effect.LOOP in effects:
+        yield "inference", "every process generates here, in code that also trains"
+    elif Effect.INFER in effects and statement.needed and not effects & SEEDS:
         yield (
             "inference",
             "every process generates here, since the training reads something that this makes or changes; "

@@ -34,15 +34,18 @@ from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.files.stored_weights import complete_result
 from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_packs
+from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.parts import trains_beside_text
+from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
+    CountCompilations,
     CountOverflows,
     LogSteps,
     NameUntrained,
@@ -163,6 +166,8 @@ class DDPTrainer(ResumableTrainer):
         self.drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         self.add_callback(CompareWeights(self.drift))
         self.add_callback(NameUntrained(self.model, self.runtime))
+        self.compilations = CountCompilations()
+        self.add_callback(self.compilations)
         if self.runtime.precision == "fp16":
             self.add_callback(CountOverflows(self.accelerator, speaks=self.runtime.ranks.is_main))
 
@@ -187,6 +192,8 @@ class DDPTrainer(ResumableTrainer):
         plan = with_micro_batch(self.data.plan, decision.per_device)
         self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
+        if self.runtime.backend == "unsloth" and too_short(self.settings, self.data.train, plan):
+            leave_layers_uncompiled()
         self.step.task = self.meter.task = self._tuned_task(plan)
         with self.runtime.progress.timing("capture"):
             self.step.prepare(decision, plan, self._runner())

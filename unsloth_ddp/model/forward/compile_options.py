@@ -43,3 +43,8 @@ def uncompiled_layers() -> Iterator[None]:
             del os.environ[BLOCK_COMPILE]
         else:
             os.environ[BLOCK_COMPILE] = before
+
+
+def leave_layers_uncompiled() -> None:
+    """Keep Unsloth from compiling whole layers in this process, unless the user has set its variable."""
+    os.environ.setdefault(BLOCK_COMPILE, "0")

@@ -361,7 +361,7 @@ class DDPTrainer(ResumableTrainer):
             make_cpu_checkpoints_readable()
         self.resume_point = resume
         if resume and resume.of_this_run:
-            self.checkpoints.resumed_from(resume.folder)
+            self.checkpoints.resumed_from(resume.folder, resume.manifest.step)
         self.stop.begin_training(
             self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
         )
@@ -371,6 +371,7 @@ class DDPTrainer(ResumableTrainer):
         except EvaluationInterrupted:
             self.evaluation_interrupted = True
             self.save_interrupted()
+            self.settle()
         else:
             self.check_weights()
         finally:

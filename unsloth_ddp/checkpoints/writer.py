@@ -27,6 +27,7 @@ from typing import Any
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, is_whole, step_folders
 from unsloth_ddp.distributed.exit_codes import note_saved_step
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.checksums import checksum
@@ -65,16 +66,23 @@ def is_shared(runtime: Runtime, folder: Path) -> bool:
 
 
 def check_shared(runtime: Runtime, run_folder: Path, shared: bool) -> None:
-    """Refuse sharded checkpoints on several nodes without a shared folder.
+    """Refuse checkpoints on several nodes without a shared folder where every rank writes a part, or nodes may be lost.
 
     Raises:
-        UserError: every rank would write a part of each checkpoint to a disk of its own.
+        UserError: saying why the folder has to be shared.
     """
-    if not shared and runtime.sharding != "none":
+    if shared:
+        return
+    what, nodes = f"{run_folder} is not the same folder everywhere", runtime.ranks.nodes
+    if runtime.sharding != "none":
         raise UserError(
-            f"sharding {runtime.sharding} over {runtime.ranks.nodes} nodes needs an output_dir that all of them share, "
-            f"because every node writes shards of each checkpoint, but {run_folder} is not the same folder everywhere; "
-            "put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+            f"sharding {runtime.sharding} over {nodes} nodes needs an output_dir that all of them share, because every node "
+            f"writes shards of each checkpoint, but {what}; put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+        )
+    if node_range():
+        raise UserError(
+            f"--min_nodes needs an output_dir that all {nodes} nodes share, because any of them may have to go on from the "
+            f"checkpoint, but {what}; put --output_dir on a shared disk, or leave --min_nodes out."
         )
 
 

@@ -65,6 +65,14 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
             )
 
 
+def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
+    """Remove the code that an earlier start of this node's ranks has noted: a launcher starts them again by itself."""
+    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
+    if path and environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).unlink(missing_ok=True)
+
+
 def note_saved_step(step: int, environ: Mapping[str, str] = os.environ) -> None:
     """Write the step of a complete checkpoint for the job's script, which counts only restarts without a new one.
 

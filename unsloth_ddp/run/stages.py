@@ -20,12 +20,14 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
 from unsloth_ddp.data.chat.preview import preview_first_row
+from unsloth_ddp.data.order.batch_plan import check_layouts
 from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources import examples
 from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.forward.attention import choose_packing
@@ -121,7 +123,16 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             "adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
-    plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
+    decision = choose_packing(settings, runtime, model)
+    plan, train, packing = dataset.fill_steps(_request(run), train, decision)
+    if nodes := node_range():
+        check_layouts(
+            plan,
+            nodes,
+            runtime.ranks.local_world_size,
+            lambda processes: dataset.fill_steps(BatchRequest.of(settings, processes), train, decision)[0],
+            f"{'--packing on ' if train.packing and settings.packing != 'on' else ''}--global_batch_size",
+        )
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if evaluation:
         same_everywhere(evaluation, runtime, "evaluation")

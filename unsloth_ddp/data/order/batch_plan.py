@@ -13,7 +13,7 @@ packed (packing.py), a "row" here is a pack.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +70,39 @@ def plan_batch(per_device: int, processes: int, global_batch: int | None, accumu
             f"{counted(per_device, 'row')} a device x {accumulation} x {counted(processes, 'process')} = {plan.global_batch}; give only one of the two."
         )
     return plan
+
+
+def check_layouts(
+    plan: BatchPlan, nodes: range, per_node: int, plan_of: Callable[[int], BatchPlan], option: str
+) -> None:
+    """Refuse a job that could lose nodes and go on with a number of processes that cannot take the same steps.
+
+    Args:
+        nodes: the numbers of nodes with which the job may go on.
+        per_node: processes on each node.
+        plan_of: returns the plan that a number of processes makes, or raises a UserError.
+        option: sets the global batch in the units of `plan`, rows or packs.
+
+    Raises:
+        UserError: naming the first number of nodes that cannot share a step.
+    """
+
+    def takes_the_same(count: int) -> bool:
+        try:
+            return plan_of(count * per_node).global_batch == plan.global_batch
+        except UserError:
+            return False
+
+    wrong = next((count for count in nodes if not takes_the_same(count)), None)
+    if wrong is None:
+        return
+    # Rows a device divide every layout if they divide the smallest.
+    slots = plan.per_device * math.lcm(*(count * per_node for count in nodes))
+    raise UserError(
+        f"min_nodes {nodes.start} allows this job to go on with {counted(wrong, 'node')}, but {counted(wrong * per_node, 'process')} "
+        f"cannot share the {plan.global_batch} of a step; give {option} {math.ceil(plan.global_batch / slots) * slots}, which "
+        f"{nodes.start} to {nodes.stop - 1} nodes can share, or another --min_nodes."
+    )
 
 
 def nearest_multiple(wanted: float, slots: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +21,8 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints import host_copy
 from unsloth_ddp.checkpoints.host_copy import HostCopies, tensor_bytes
 from unsloth_ddp.checkpoints.writer import Checkpoints
-from unsloth_ddp.training.callbacks import ReportProgress
+from unsloth_ddp.training import callbacks
+from unsloth_ddp.training.callbacks import ReportProgress, StopTogether
 from unsloth_ddp.training.sharded_saving import saved_weights, write_weights
 
 EVERY_FOURTH = f"{WHOLE_RUN} --save_steps 4"
@@ -88,6 +91,31 @@ def test_training_waits_where_host_memory_has_no_room_for_a_copy(job, whole_run,
     said = "Training waits while a checkpoint is written, because host memory has no room for a copy of 4"
     assert printed.count(said) == 1, printed
     assert_same(ends(place / "outputs" / "no-room", LAST), ends(whole_run(2), LAST))
+
+
+def train_by_the_clock(argv: list[str], cwd: str) -> None:
+    """train_ddp.py on a clock of its own, which passes ten seconds in each step of rank 0, and none on other ranks."""
+    seconds, ask = itertools.count(0, 10 if os.environ["RANK"] == "0" else 0), StopTogether.on_pre_optimizer_step
+    now = [0.0]
+
+    def pass_time(self: StopTogether, *args: Any, **kwargs: Any) -> None:
+        now[0] = float(next(seconds))
+        ask(self, *args, **kwargs)
+
+    with (
+        patch.object(StopTogether, "on_pre_optimizer_step", pass_time),
+        patch.object(callbacks, "time", SimpleNamespace(monotonic=lambda: now[0])),
+    ):
+        train(argv, cwd)
+
+
+def test_a_checkpoint_is_saved_after_a_time_on_every_rank(job, whole_run, place):
+    options = f"{WHOLE_RUN} --save_strategy no --save_seconds 25 --num_train_epochs 3"
+    job(options, "by-time", 2, target=train_by_the_clock)
+    # The steps 4 and 7 end 30 seconds after the beginning and after the save before them.
+    assert manifest_steps(place / "outputs" / "by-time") == [4, 7]
+    weights = load_file(place / "outputs" / "by-time" / "adapter_model.safetensors")
+    assert_same(weights, ends(whole_run(2), LAST)["weights"])
 
 
 def test_a_failure_that_is_no_failed_write_ends_the_run(tmp_path):

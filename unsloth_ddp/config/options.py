@@ -419,6 +419,13 @@ class OutputSettings:
         "steps", "When to write a checkpoint.", on_resume="allow", summary=False
     )
     save_steps: int = option(500, "Steps between two checkpoints.", above=0, on_resume="allow", summary=False)
+    save_seconds: int | None = option(
+        None,
+        "Also write a checkpoint when this many seconds have passed since the last one.",
+        above=0,
+        on_resume="allow",
+        summary=False,
+    )
     save_total_limit: int | None = option(
         2, "Checkpoints to keep.", above=0, new_run=False, on_resume="allow", summary=False
     )

@@ -89,6 +89,9 @@ class StopRequest:
         self._runtime: Runtime | None = None
         self._group: Any = None
         self._poll: tuple[Any, Any] | None = None
+        # Whether this rank asks for a checkpoint, and whether the last exchange asked for one.
+        self.save_is_due: Callable[[], bool] = lambda: False
+        self.save_agreed = False
         # Why this rank was asked to stop, and why all ranks have agreed to stop.
         self.local_cause: str | None = None
         self.agreed_cause: str | None = None
@@ -155,7 +158,7 @@ class StopRequest:
 
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.request_stop(f"max_time {self._max_time}")
-        flag = torch.tensor([int(self.local_cause is not None)])
+        flag = torch.tensor([int(self.local_cause is not None), int(self.save_is_due())])
         work = None
         if self._group is not None:
             import torch.distributed as dist
@@ -171,11 +174,12 @@ class StopRequest:
         self._poll = None
         if work is not None:
             work.wait()
-        if flag.item() and self.agreed_cause is None:
+        stop, self.save_agreed = map(bool, flag.tolist())
+        if stop and self.agreed_cause is None:
             assert self._runtime is not None
             causes = [cause for cause in self._runtime.gather(self.local_cause) if cause]
             self.agreed_cause = causes[0]
-        return bool(flag.item())
+        return stop
 
     def interrupt_evaluation(self) -> None:
         """Exchange the flags during an evaluation; every rank calls this after each batch.

@@ -112,7 +112,11 @@ class DDPTrainer(ResumableTrainer):
                 eval_dataset=data.evaluation.dataset if data.evaluation else None,
                 processing_class=tokenizer,
                 data_collator=self.collate,
-                callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
+                callbacks=[
+                    ReportProgress(runtime.progress),
+                    LogSteps(settings.logging_steps),
+                    StopTogether(stop, settings.save_seconds),
+                ],
             )
         self._undo_changes_of_the_backend()
         self._set_gradient_precision()

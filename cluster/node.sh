@@ -427,6 +427,13 @@ saved_step() {
   [[ $step =~ ^[0-9]{1,18}$ ]] && echo "$((10#$step))" || echo 0
 }
 
+# Print why the ranks of this node ended last, as they told it.
+cause() {
+  local why=""
+  [[ -s $code_file.why ]] && read -r why <"$code_file.why"
+  echo "${why:-they died without a word}"
+}
+
 # Check whether the options or the --config name the run.
 is_named() {
   local word
@@ -520,7 +527,7 @@ main() {
       say "node $NODE_RANK of $NNODES ($(hostname)): ended with exit code $code"
       ((begun == 0 || code == 2)) || [[ -n $stop ]] ||
         say "node $NODE_RANK: no start after the checkpoint of step $furthest got further, so the cause is not one that passes" \
-          "(--max_restarts $max_restarts)"
+          "(--max_restarts $max_restarts): $(cause)"
       ;;
   esac
   exit "$code"

@@ -236,6 +236,9 @@ def test_restarts(node):
     assert text.count("start 1 of at most 1 again") == 4 and text.count("--no_overwrite") == 0
     assert all(call.count("--no_overwrite") == 1 for call in node.calls()[1:])
     assert "node 0: no start after the checkpoint of step 40 got further" in text
+    named = 'echo "train_ddp.py: error: rank 1 died" >"$UNSLOTH_DDP_EXIT_CODE_FILE.why"; exit 1'
+    code, text = node("--cpu --no_preflight --max_restarts 1", SCRIPT=named)
+    assert "so the cause is not one that passes (--max_restarts 1): train_ddp.py: error: rank 1 died" in text
     once = "[[ -e again ]] || { touch again; exit 1; }"
     assert node("--cpu --no_preflight --max_restarts 2", SCRIPT=once)[0] == 0 and len(node.calls()) == 2
     for code in (2, 75):  # a mistake, and a stop that was asked for

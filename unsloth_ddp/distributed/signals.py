@@ -34,6 +34,8 @@ IGNORABLE = (signal.SIGINT, signal.SIGHUP)
 # launcher signals the ranks again.
 ONE_REQUEST_SECONDS = 3.0
 PR_SET_PDEATHSIG = 1
+# The cause of a stop that nobody asked for: a launcher that was killed.
+LAUNCHER_ENDED = "the end of its launcher"
 
 
 class SignalCounter:
@@ -46,14 +48,16 @@ class SignalCounter:
     def __init__(self, parent: int) -> None:
         self._parent = parent
         self._first: float | None = None
+        # Whether the last signal told of the launcher's death.
+        self.orphaned = False
 
     def classify(self, now: float, parent: int) -> Literal["first", "repeated", "second"]:
         """Return what a signal at `now` (seconds) is, while `parent` is the parent's process id."""
-        orphaned, self._parent = parent != self._parent, parent
+        self.orphaned, self._parent = parent != self._parent, parent
         if self._first is None:
             self._first = now
             return "first"
-        return "repeated" if orphaned or now - self._first < ONE_REQUEST_SECONDS else "second"
+        return "repeated" if self.orphaned or now - self._first < ONE_REQUEST_SECONDS else "second"
 
 
 def seconds_since_launch(environ: Mapping[str, str]) -> float:
@@ -206,7 +210,7 @@ class StopRequest:
         if kind == "repeated":
             return
         if kind == "first" and self._training:
-            self.request_stop(name)
+            self.request_stop(LAUNCHER_ENDED if self._signals.orphaned else name)
             action = "the run is finishing" if self._finishing else "saving a checkpoint after this step"
             self._print(f"{name}: {action}; a second signal ends it at once.")
             return

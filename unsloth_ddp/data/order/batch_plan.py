@@ -22,6 +22,8 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import counted
 
 DEFAULT_GLOBAL_BATCH = 16
+# A global batch that is so many times larger is not proposed.
+MOST_TIMES = 16
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,28 @@ def check_layouts(
     """
 
     def takes_the_same(count: int) -> bool:
+        if plan.global_batch % (count * per_node):
+            return False
         try:
             return plan_of(count * per_node).global_batch == plan.global_batch
         except UserError:
             return False
 
-    wrong = next((count for count in nodes if not takes_the_same(count)), None)
-    if wrong is None:
+    wrong = [count for count in nodes if not takes_the_same(count)]
+    if not wrong:
         return
-    # Rows a device divide every layout if they divide the smallest.
-    slots = plan.per_device * math.lcm(*(count * per_node for count in nodes))
+    remedies = []
+    slots = plan.per_device
+    for count in nodes:
+        slots = min(math.lcm(slots, plan.per_device * count * per_node), MOST_TIMES * plan.global_batch + 1)
+    larger = math.ceil((plan.global_batch + 1) / slots) * slots if plan.global_batch % slots else plan.global_batch
+    if larger <= MOST_TIMES * plan.global_batch:
+        remedies.append(f"{option} {larger}, which {nodes.start} to {nodes.stop - 1} nodes can share")
+    if wrong[-1] < nodes.stop - 1:
+        remedies.append(f"--min_nodes {wrong[-1] + 1}")
     raise UserError(
-        f"min_nodes {nodes.start} allows this job to go on with {counted(wrong, 'node')}, but {counted(wrong * per_node, 'process')} "
-        f"cannot share the {plan.global_batch} of a step; give {option} {math.ceil(plan.global_batch / slots) * slots}, which "
-        f"{nodes.start} to {nodes.stop - 1} nodes can share, or another --min_nodes."
+        f"min_nodes {nodes.start} allows this job to go on with {counted(wrong[0], 'node')}, but {counted(wrong[0] * per_node, 'process')} "
+        f"cannot share the {plan.global_batch} of a step; give {', or '.join(remedies) or 'another number of nodes'}."
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.model.forward.packing_obstacles import stateful_layer
 from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
@@ -38,6 +41,8 @@ from unsloth_ddp.training.step.capture_check import (
 )
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed, use_capture_stream
 from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
+
+logger = logging.getLogger("unsloth_ddp")
 
 
 class CudaGraphs:
@@ -69,6 +74,9 @@ class CudaGraphs:
         self._while_launching = tokens_while_launching(weights_of_first_layer(model))
         # The micro-batch is chosen for CUDA graphs or without them.
         against = obstacle(settings, runtime, data)
+        if against is None and (stateful := stateful_layer(model)):
+            # Their kernels read the boundaries on the host.
+            against = f"the kernels of {stateful} layers cannot be captured with rows of other lengths"
         against = reason_before(settings, against, data.train, data.plan, self._while_launching)
         refuse(settings, against)
         self.choice = StepChoice(against is None, against or "")
@@ -156,6 +164,7 @@ class CudaGraphs:
         try:
             return self.captured.run(batch, divisor)
         except CaptureFailed as failed:
+            logger.warning("the step is not captured: %s", failed, exc_info=True)
             self._stop(str(failed))
             return None
 
@@ -175,4 +184,5 @@ class CudaGraphs:
         self.captured = None
         self.collate.pad_to_shape(None)
         location = self.runtime.locations[self.runtime.ranks.rank]
-        print(f"Micro-batches are no longer replayed on {location}: {reason}", flush=True)
+        # Each rank decides alone, and only the main process has standard output.
+        print(f"Micro-batches are no longer replayed on {location}: {reason}", file=sys.stderr, flush=True)

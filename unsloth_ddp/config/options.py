@@ -39,37 +39,28 @@ class ModelSettings:
         "auto: Unsloth if an accelerator is found, otherwise Transformers + PEFT.",
         on_resume="refuse",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto",
         "Compute precision; auto: bf16 on a GPU that supports it, fp16 on others, fp32 on a CPU.",
         on_resume="refuse",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     full_weights: Literal["fp32", "bf16"] = option(
         "fp32",
         "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to rounding.",
         on_resume="refuse",
-        summary=False,
     )
     train_towers: bool = option(
         False,
         "Train the towers and projectors of an image-text model too; rows of text do not reach them.",
         on_resume="refuse",
-        summary=False,
     )
     attn_implementation: str | None = option(
-        None,
-        "Attention implementation of the transformers backend (sdpa, eager, ...).",
-        on_resume="report",
-        summary=False,
+        None, "Attention implementation of the transformers backend (sdpa, eager, ...).", on_resume="report"
     )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model.", on_resume="allow", summary=False
-    )
-    use_safetensors: bool = option(True, "Refuse weights in pickle files.", on_resume="allow", summary=False)
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", on_resume="allow")
+    use_safetensors: bool = option(True, "Refuse weights in pickle files.", on_resume="allow")
 
 
 @dataclass(frozen=True)
@@ -88,24 +79,17 @@ class LoraSettings:
         "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name (q_proj) "
         "reaches the same layers, a name with a dot any module whose path ends with it.",
         on_resume="refuse",
-        summary=False,
     )
     lora_target_parameters: list[str] = option(
         [],
         "Parameters outside linear layers that get an adapter: the experts of a mixture of experts "
         "(mlp.experts.down_proj, ...); all-experts: all of them.",
         on_resume="refuse",
-        summary=False,
     )
     lora_modules_to_save: list[str] = option(
-        [],
-        "Modules trained in full in addition to the adapter (embed_tokens, lm_head, ...).",
-        on_resume="refuse",
-        summary=False,
+        [], "Modules trained in full in addition to the adapter (embed_tokens, lm_head, ...).", on_resume="refuse"
     )
-    use_rslora: bool = option(
-        False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", on_resume="refuse", summary=False
-    )
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", on_resume="refuse")
 
 
 @dataclass(frozen=True)
@@ -120,20 +104,18 @@ class DataSettings:
         on_resume="allow",
         summary=True,
     )
-    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.", on_resume="allow", summary=False)
+    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.", on_resume="allow")
     dataset_revision: list[str] = option(
         [],
         "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name them.",
         on_resume="allow",  # compared for streamed rows only: the others are compared themselves
         summary=True,
     )
-    dataset_split: str = option("train", "Split of a Hub dataset to train on.", on_resume="allow", summary=False)
+    dataset_split: str = option("train", "Split of a Hub dataset to train on.", on_resume="allow")
     eval_dataset: list[str] = option(
         [], "Evaluation rows, given like --dataset.", path="read", on_resume="allow", summary=True
     )
-    eval_dataset_split: str = option(
-        "test", "Split of a Hub dataset given to --eval_dataset.", on_resume="allow", summary=False
-    )
+    eval_dataset_split: str = option("test", "Split of a Hub dataset given to --eval_dataset.", on_resume="allow")
     eval_fraction: float = option(
         0.0,
         "Fraction of --dataset set aside (seeded) for evaluation when no --eval_dataset is given.",
@@ -163,7 +145,6 @@ class DataSettings:
         bare="on",
         on_resume="refuse",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     loss_on: Literal["assistant", "all"] = option(
         "assistant", "Compute the loss on the assistant's tokens or on all tokens.", on_resume="refuse", summary=True
@@ -174,7 +155,6 @@ class DataSettings:
         above=0,
         at_most=1000,
         on_resume="allow",
-        summary=False,
     )
     streaming: bool = option(
         False,
@@ -206,7 +186,6 @@ class BatchSettings:
         at_most=100_000,
         on_resume="report",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     global_batch_size: int | None = option(
         None,
@@ -216,7 +195,6 @@ class BatchSettings:
         at_most=10_000_000,
         on_resume="refuse",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     global_batch_tokens: int | None = option(
         None,
@@ -224,7 +202,6 @@ class BatchSettings:
         above=0,
         at_most=1_000_000_000,
         on_resume="allow",  # global_batch_size is compared
-        summary=False,
     )
     gradient_accumulation_steps: int | None = option(
         None,
@@ -233,15 +210,9 @@ class BatchSettings:
         at_most=1_000_000,
         on_resume="report",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     per_device_eval_batch_size: int = option(
-        8,
-        "Rows in one forward pass of one process during evaluation.",
-        above=0,
-        at_most=100_000,
-        on_resume="allow",
-        summary=False,
+        8, "Rows in one forward pass of one process during evaluation.", above=0, at_most=100_000, on_resume="allow"
     )
 
     @property
@@ -299,7 +270,6 @@ class TrainingSettings:
         bare="on",
         on_resume="report",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     fp8: bool = option(
         False,
@@ -317,15 +287,10 @@ class TrainingSettings:
         summary=True,
     )
     ddp_find_unused_parameters: bool = option(
-        False, "For models that skip some trainable weights in a forward pass.", on_resume="allow", summary=False
+        False, "For models that skip some trainable weights in a forward pass.", on_resume="allow"
     )
     ddp_timeout: int = option(
-        1800,
-        "Seconds a collective may take before the run is stopped.",
-        above=0,
-        at_most=10_000_000,
-        on_resume="allow",
-        summary=False,
+        1800, "Seconds a collective may take before the run is stopped.", above=0, at_most=10_000_000, on_resume="allow"
     )
     watch_timeout: int = option(
         30,
@@ -333,18 +298,16 @@ class TrainingSettings:
         at_least=0,
         at_most=10_000_000,
         on_resume="allow",
-        summary=False,
     )
     drift_check_steps: int = option(
         100,
         "Optimizer steps between comparisons of the trainable weights of all ranks, beside those before saves; 0: never.",
         at_least=0,
         on_resume="allow",
-        summary=False,
     )
-    use_cpu: bool = option(False, "Train on the CPU even where a GPU is found.", on_resume="allow", summary=False)
+    use_cpu: bool = option(False, "Train on the CPU even where a GPU is found.", on_resume="allow")
     trainer_args: dict[str, Any] = option(
-        {}, "Any other SFTConfig field, as a mapping (JSON on the command line).", on_resume="refuse", summary=False
+        {}, "Any other SFTConfig field, as a mapping (JSON on the command line).", on_resume="refuse"
     )
 
 
@@ -358,14 +321,11 @@ class OutputSettings:
         path="written",
         new_run=False,
         on_resume="allow",
-        summary=False,
     )
     run_name: str | None = option(
-        None, "Name of the run; default: model, method and time.", new_run=False, on_resume="allow", summary=False
+        None, "Name of the run; default: model, method and time.", new_run=False, on_resume="allow"
     )
-    overwrite: bool = option(
-        False, "Replace an earlier run of the same name.", new_run=False, on_resume="allow", summary=False
-    )
+    overwrite: bool = option(False, "Replace an earlier run of the same name.", new_run=False, on_resume="allow")
     resume: str = option(
         "auto",
         "auto: continue from this run's newest complete checkpoint, if any; no: start from step 0 (replacing an earlier "
@@ -375,14 +335,9 @@ class OutputSettings:
         bare="auto",
         new_run=False,
         on_resume="allow",
-        summary=False,
     )
     resume_anyway: bool = option(
-        False,
-        "Continue although settings or data changed since the checkpoint.",
-        new_run=False,
-        on_resume="allow",
-        summary=False,
+        False, "Continue although settings or data changed since the checkpoint.", new_run=False, on_resume="allow"
     )
     trust_checkpoint: bool = option(
         False,
@@ -390,61 +345,46 @@ class OutputSettings:
         "of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
         new_run=False,
         on_resume="allow",
-        summary=False,
     )
     max_time: str | None = option(
         None,
         "Stop with a checkpoint (exit code 75) after this time: 3600 (seconds), 90m, 2h, or Slurm's D-HH:MM:SS.",
         new_run=False,
         on_resume="allow",
-        summary=False,
     )
     logging_steps: int | Literal["auto"] = option(
         "auto",
         "Steps between two log lines; auto: 10, less in runs of under 100 steps. The first and the last step are always logged.",
         above=0,
         on_resume="allow",
-        summary=False,
     )
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = option(
         "auto",
         "When to evaluate; auto: at the end of each epoch; no: only the trained model, at the end.",
         on_resume="allow",
-        summary=False,
     )
     eval_steps: int | None = option(
-        None, "Steps between two evaluations; sets eval_strategy to steps.", above=0, on_resume="allow", summary=False
+        None, "Steps between two evaluations; sets eval_strategy to steps.", above=0, on_resume="allow"
     )
-    save_strategy: Literal["no", "steps", "epoch"] = option(
-        "steps", "When to write a checkpoint.", on_resume="allow", summary=False
-    )
-    save_steps: int = option(500, "Steps between two checkpoints.", above=0, on_resume="allow", summary=False)
-    save_total_limit: int | None = option(
-        2, "Checkpoints to keep.", above=0, new_run=False, on_resume="allow", summary=False
-    )
+    save_strategy: Literal["no", "steps", "epoch"] = option("steps", "When to write a checkpoint.", on_resume="allow")
+    save_steps: int = option(500, "Steps between two checkpoints.", above=0, on_resume="allow")
+    save_total_limit: int | None = option(2, "Checkpoints to keep.", above=0, new_run=False, on_resume="allow")
     report_to: list[str] = option(
-        ["tensorboard"],
-        "Trackers by their Transformers names (tensorboard, wandb, ...), or none.",
-        on_resume="allow",
-        summary=False,
+        ["tensorboard"], "Trackers by their Transformers names (tensorboard, wandb, ...), or none.", on_resume="allow"
     )
     merge: bool = option(
-        False,
-        "With LoRA or QLoRA, also write the merged 16-bit model to <run>/merged/.",
-        on_resume="allow",
-        summary=False,
+        False, "With LoRA or QLoRA, also write the merged 16-bit model to <run>/merged/.", on_resume="allow"
     )
-    push_to_hub: bool = option(False, "Upload the finished adapter or model.", on_resume="allow", summary=False)
+    push_to_hub: bool = option(False, "Upload the finished adapter or model.", on_resume="allow")
     hub_model_id: str | None = option(
-        None, "Hub repository to upload to; default: your account and the run's name.", on_resume="allow", summary=False
+        None, "Hub repository to upload to; default: your account and the run's name.", on_resume="allow"
     )
-    hub_private_repo: bool = option(True, "Create the Hub repository as private.", on_resume="allow", summary=False)
+    hub_private_repo: bool = option(True, "Create the Hub repository as private.", on_resume="allow")
     compare_answers: int = option(
         0,
         "Number of evaluation rows to answer before and after training (up to 256 tokens each), counting exact matches.",
         at_least=0,
         on_resume="allow",
-        summary=False,
     )
 
 
@@ -457,9 +397,8 @@ class UnslothSettings:
         "Folder of Unsloth's compiled modules; default: a folder for this job on each node's local disk.",
         path="read",
         on_resume="allow",
-        summary=False,
     )
-    clear_compiled_cache: bool = option(False, "Empty that folder first.", on_resume="allow", summary=False)
+    clear_compiled_cache: bool = option(False, "Empty that folder first.", on_resume="allow")
 
 
 @dataclass(frozen=True)

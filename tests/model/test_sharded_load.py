@@ -341,7 +341,7 @@ def test_little_of_large_files_is_read_for_the_comparison(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering=2**20: open(path, mode, buffering))  # noqa: SIM115
     monkeypatch.setattr(same_files, "check_folder", lambda *_, **__: None)
     before = bytes_read()
-    assert len(same_files.describe_files(settings_for(str(tmp_path)))) == 21
+    assert len(same_files.describe_model(settings_for(str(tmp_path)))) == 21
     assert bytes_read() - before < 21 * 34 * 4096
 
 
@@ -354,7 +354,7 @@ def test_a_weight_file_that_was_not_downloaded_is_compared_too(tmp_path: Path) -
     shutil.copytree(DEMO_MODEL, tmp_path / "m")
     pointer = tmp_path / "m" / "consolidated.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\n")
-    found = same_files.describe_files(settings_for(str(tmp_path / "m")))
+    found = same_files.describe_model(settings_for(str(tmp_path / "m")))
     assert found[pointer.name].startswith("43 bytes, ")
 
 

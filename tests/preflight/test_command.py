@@ -19,7 +19,6 @@ from unsloth_ddp.preflight import checks, training_arguments
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.job import read_process_info
-from unsloth_ddp.preflight.node import machine
 from unsloth_ddp.preflight.node import run as node_checks
 from unsloth_ddp.utils.errors import UserError
 
@@ -210,7 +209,6 @@ def test_the_check_of_training_arguments_has_a_row(script, verdict, value, monke
 def test_a_sharding_that_training_would_refuse_is_a_failure(
     launcher, words, devices, verdict, remedy, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(machine, "read_driver_version", lambda: None)
     # Without DeepSpeed only: what is read of Transformers meanwhile is kept for other tests.
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))

@@ -12,7 +12,6 @@ from unsloth_ddp.preflight.checks import Check, Verdict, merge_checks, name_node
 from unsloth_ddp.preflight.node.disks import output_folder
 from unsloth_ddp.preflight.node.machine import list_gpus
 from unsloth_ddp.utils.errors import one_line
-from unsloth_ddp.utils.units import shown_bytes
 
 # Packages that only log or convert; every other one decides what a run computes or how ranks communicate.
 LOGGING_PACKAGES = ("tensorboard", "nbconvert")
@@ -104,48 +103,45 @@ def compare_files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any
     """Compare files by content: one row for all that agree, one for each that differs or is missing.
 
     Args:
-        by_node: for each node, label -> {"bytes", "digest"}, {"missing": path} or {"hub": commit or None}.
+        by_node: for each node, label -> {"content": text}, {"missing": path}, {"refused": reason} or {"hub": commit or None}.
         what: the word for these files in the remedy.
     """
-    labels = list(dict.fromkeys(label for found in by_node.values() for label in found))
     rows, alike = [], []
-    for label in labels:
+    for label in dict.fromkeys(label for found in by_node.values() for label in found):
         entries = {node: by_node[node].get(label, {"missing": label}) for node in sorted(by_node)}
         shown = {node: describe_file(entry) for node, entry in entries.items()}
         missing = [node for node, entry in entries.items() if "missing" in entry]
-        kinds = {json.dumps(e, sort_keys=True) for e in entries.values()}
-        if missing:
+        refused = [entry["refused"] for entry in entries.values() if "refused" in entry]
+        verdict: Verdict = "failure"
+        if refused:
+            remedy = refused[0]
+        elif missing:
             remedy = (
                 f"{label} is missing on {name_nodes(missing)}: copy it there, or keep it in a folder all nodes share."
             )
             if len(missing) == len(by_node):
                 remedy = f"{label} is missing: give a path that exists with --{what}."
-            rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
-        elif len(kinds) == 1:
-            alike.append(f"{label} {describe_file(next(iter(entries.values())))}")
-        elif all("hub" in entry for entry in entries.values()):
-            remedy = f"The nodes' caches hold different commits of this {what}: remove the older, or pin a revision."
-            verdict: Verdict = "warning" if any(e["hub"] is None for e in entries.values()) else "failure"
-            if verdict == "warning":
-                remedy = f"Some nodes still have to download this {what}: pin a revision, or download it on every node."
-            rows.append(Check(f"{name}: {label}", shown, verdict, remedy))
-        else:
+        elif len(set(shown.values())) == 1:
+            alike.append(f"{label} {shown[min(shown)]}")
+            continue
+        elif any("content" in entry for entry in entries.values()):
             remedy = f"The nodes would train on different {what}s: copy the same files to every node."
-            rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
+        elif any(entry["hub"] is None for entry in entries.values()):
+            verdict = "warning"
+            remedy = f"Some nodes still have to download this {what}: pin a revision, or download it on every node."
+        else:
+            remedy = f"The nodes' caches hold different commits of this {what}: remove the older, or pin a revision."
+        rows.append(Check(f"{name}: {label}", shown, verdict, remedy))
     if alike:
         rows.insert(0, Check(name, dict.fromkeys(sorted(by_node), ", ".join(alike))))
     return rows
 
 
 def describe_file(entry: Mapping[str, Any]) -> str:
-    """Return a file's size and the beginning of its checksum."""
-    if "missing" in entry:
-        return "missing"
+    """Return what a node has of a file or a Hub source."""
     if "hub" in entry:
         return f"from the Hub, commit {entry['hub'][:10]} in the cache" if entry["hub"] else "from the Hub, not cached"
-    sampled = " (sampled)" if entry.get("sampled") else ""
-    digest = f" {entry['digest'][:10]}" if entry.get("digest") else ""
-    return f"{shown_bytes(entry['bytes'])}{digest}{sampled}"
+    return str(entry.get("content") or ("missing" if "missing" in entry else "refused"))
 
 
 def compare_variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.run.documents.charts import Chart, Line, line_chart
+from unsloth_ddp.run.documents.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, Line, line_chart
 from unsloth_ddp.run.documents.described import (
     MACHINE,
     describe_data,
@@ -32,17 +31,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 OPEN_ANSWERS, MOST_ANSWERS, MOST_RANKS = 4, 50, 32
 
 
-@functools.cache
-def templates() -> jinja2.Environment:
-    """Return the templates; what they print is escaped for HTML and XML, whatever the file's name."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_printable,
-    )
-
-
 def write_report(run: RunRecord) -> Path:
     """Write the report of a run into its folder, whole or not at all, and return its path.
 
@@ -56,71 +44,65 @@ def write_report(run: RunRecord) -> Path:
 
 def render_report(run: RunRecord) -> str:
     """Return the report of a run as HTML."""
-    parts = run.parts
-    return (
-        templates()
-        .get_template("report.html.jinja")
-        .render(
-            name=run.name,
-            state=run.state,
-            sentence=_sentence(run),
-            problems=_problems(run),
-            tiles=_tiles(run),
-            charts=curves(run),
-            ranks=_ranks(run),
-            answers=_answers(run),
-            data=_data(run),
-            given=_given(run.settings),
-            settings=[(name, show(value)) for name, value in run.settings.items()],
-            hardware=_hardware(run),
-            versions=list((run.fact("versions") or {}).items()),
-            parts=[_part(part) for part in parts],
-            next_steps=next_steps(run),
-        )
+    # What the template prints is escaped, and made printable.
+    loader, undefined = jinja2.FileSystemLoader(TEMPLATES), jinja2.StrictUndefined
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=undefined, finalize=_printable)
+    default = dataclasses.asdict(Settings())
+    settings = [(name, show(value)) for name, value in run.settings.items()]
+    return environment.get_template("report.html.jinja").render(
+        name=run.name,
+        state=run.state,
+        sentence=_sentence(run),
+        problems=_problems(run),
+        tiles=_tiles(run),
+        charts=curves(run),
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=WIDTH - RIGHT,
+        bottom=HEIGHT - BOTTOM,
+        ranks=_ranks(run),
+        answers=_answers(run),
+        data=_data(run),
+        given=[(name, value) for name, value in settings if default.get(name) != run.settings[name]],
+        settings=settings,
+        hardware=_hardware(run),
+        versions=list((run.fact("versions") or {}).items()),
+        parts=[_part(part) for part in run.parts],
+        next_steps=next_steps(run),
     )
 
 
 def curves(run: RunRecord) -> list[Chart]:
     """Return the charts of what was logged, those without a value left out."""
-    memory = [
-        (float(entry["step"]), max(values) / GIB)
-        for entry in run.history
-        if (values := _per_rank(entry, "memory_bytes"))
-    ]
+
+    def lines(gaps: bool = False, **keys: str) -> list[Line]:
+        return [Line(name, run.series(key, gaps=gaps)) for name, key in keys.items()]
+
+    def plain(title: str, key: str) -> Chart | None:
+        return line_chart(title, [Line(title.lower(), run.series(key))], from_zero=True)
+
+    evaluated = run.series("eval_loss", gaps=True)
+    memory = [(float(e["step"]), max(values) / GIB) for e in run.history if (values := _per_rank(e, "memory_bytes"))]
     charts = [
-        loss_chart(run),
-        *pair_charts(run),
-        line_chart("Learning rate", [Line("learning rate", run.series("learning_rate"))], from_zero=True),
-        line_chart("Tokens per second, all ranks", [Line("tokens/s", run.series("tokens_per_second"))], from_zero=True),
         line_chart(
-            "Memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown=lambda gib: f"{gib:.3g} GiB"
+            "Loss",
+            lines(gaps=True, training="loss", evaluation="eval_loss"),
+            note="" if evaluated else "The run has no evaluation rows, or ended before the first evaluation.",
         ),
-        line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"))], from_zero=True),
+        line_chart("Rewards", lines(gaps=True, chosen="rewards/chosen", rejected="rewards/rejected")),
+        line_chart(
+            "Pairs whose chosen answer has the higher reward",
+            lines(gaps=True, training="rewards/accuracies", evaluation="eval_rewards/accuracies"),
+            from_zero=True,
+            shown="{:.0%}".format,
+        ),
+        plain("Learning rate", "learning_rate"),
+        plain("Tokens per second, all ranks", "tokens_per_second"),
+        line_chart("Memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown="{:.3g} GiB".format),
+        plain("Gradient norm", "grad_norm"),
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def pair_charts(run: RunRecord) -> list[Chart | None]:
-    """Return the charts of a run on pairs of answers; None for what was not logged."""
-    rewards = [Line(name, run.series(f"rewards/{name}", gaps=True)) for name in ("chosen", "rejected")]
-    accuracy = [
-        Line(name, run.series(key, gaps=True))
-        for name, key in (("training", "rewards/accuracies"), ("evaluation", "eval_rewards/accuracies"))
-    ]
-    return [
-        line_chart("Rewards", rewards),
-        line_chart("Pairs whose chosen answer has the higher reward", accuracy, from_zero=True, shown="{:.0%}".format),
-    ]
-
-
-def loss_chart(run: RunRecord) -> Chart | None:
-    """Return the chart of training and evaluation loss; None if nothing was logged."""
-    found = run.series("eval_loss", gaps=True)
-    return line_chart(
-        "Loss",
-        [Line("training", run.series("loss", gaps=True)), Line("evaluation", found)],
-        note="" if found else "The run has no evaluation rows, or ended before the first evaluation.",
-    )
 
 
 def _printable(value: Any) -> Any:
@@ -218,12 +200,6 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
     if run.settings.get("eval_dataset"):
         sources.append(("evaluated on", show(run.settings["eval_dataset"])))
     return [*sources, *describe_data(run)]
-
-
-def _given(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the settings that are not the defaults."""
-    default = dataclasses.asdict(Settings())
-    return [(name, show(value)) for name, value in settings.items() if default.get(name) != value]
 
 
 def _hardware(run: RunRecord) -> list[tuple[str, str]]:

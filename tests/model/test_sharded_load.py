@@ -401,7 +401,7 @@ def test_the_hub_is_asked_for_sizes_only_where_files_are_missing(
     [
         ("auto", "fsdp2", 3_500_000, "unsloth"),
         ("auto", "fsdp2", 3_000_000, "transformers"),
-        ("unsloth", "fsdp2", 3_000_000, "unsloth"),
+        ("unsloth", "fsdp2", 3_500_000, "unsloth"),
         ("auto", "none", 3_000_000, "unsloth"),
     ],
 )
@@ -417,6 +417,10 @@ def test_auto_leaves_unsloth_only_where_the_whole_model_does_not_fit(
     assert runtime.backend == taken
     said = capsys.readouterr().out
     assert ("Using backend transformers, which loads model" in said) == (taken == "transformers")
+    if sharding == "fsdp2" and taken == "transformers":
+        runtime.backend = "unsloth"
+        with pytest.raises(UserError, match="Unsloth would load it whole.*; give --backend transformers"):
+            whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend="unsloth"), runtime)
 
 
 def test_a_copy_is_split_over_its_own_processes_when_its_size_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,13 +60,9 @@ def shards_weights(sharding: Sharding) -> bool:
     return sharding in ("zero3", "fsdp2")
 
 
-def loads_in_shards(sharding: Sharding, backend: str, with_unsloth: bool = False) -> bool:
-    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself.
-
-    Args:
-        with_unsloth: whether Unsloth can train this model if it is loaded so.
-    """
-    return sharding == "fsdp2" and (backend == "transformers" or with_unsloth)
+def loads_in_shards(sharding: Sharding, backend: str) -> bool:
+    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself."""
+    return sharding == "fsdp2" and backend == "transformers"
 
 
 def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:

@@ -36,7 +36,7 @@ from unsloth_ddp.model.files.stored_weights import complete_result
 from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
+from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory
@@ -101,19 +101,18 @@ class DDPTrainer(ResumableTrainer):
         seed = config.seed if config.data_seed is None else config.data_seed
         # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        with trained_by_unsloth(model, runtime.backend):
-            super().__init__(
-                runtime,
-                checkpoints,
-                RowFeed(settings, runtime, data.train, tokenizer, seed),
-                model=model,
-                args=config,
-                train_dataset=data.train.dataset,
-                eval_dataset=data.evaluation.dataset if data.evaluation else None,
-                processing_class=tokenizer,
-                data_collator=self.collate,
-                callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
-            )
+        super().__init__(
+            runtime,
+            checkpoints,
+            RowFeed(settings, runtime, data.train, tokenizer, seed),
+            model=model,
+            args=config,
+            train_dataset=data.train.dataset,
+            eval_dataset=data.evaluation.dataset if data.evaluation else None,
+            processing_class=tokenizer,
+            data_collator=self.collate,
+            callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
+        )
         self._undo_changes_of_the_backend()
         self._set_gradient_precision()
         self.view = choose_view(lines=bool(config.disable_tqdm))

@@ -419,7 +419,7 @@ def test_auto_leaves_unsloth_only_where_the_whole_model_does_not_fit(
     assert ("Using backend transformers, which loads model" in said) == (taken == "transformers")
     if sharding == "fsdp2" and taken == "transformers":
         runtime.backend = "unsloth"
-        with pytest.raises(UserError, match="Unsloth would load it whole.*; give --backend transformers"):
+        with pytest.raises(UserError, match=r"Unsloth would load it whole.*; give --backend transformers"):
             whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend="unsloth"), runtime)
 
 

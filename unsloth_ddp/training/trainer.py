@@ -324,12 +324,9 @@ class DDPTrainer(ResumableTrainer):
             self._count_steps_taken(logs)
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
-        if "loss" in logs:
-            # Stored with the losses for the report but not logged, because trackers take one number per name.
-            self.state.log_history[-1]["ranks"] = self.meter.per_rank()  # type: ignore[assignment]
-            if not math.isfinite(logs["loss"]):
-                # Check the weights first: a step that overflowed in fp16 does not change them.
-                self.check_weights()
+        if "loss" in logs and not math.isfinite(logs["loss"]):
+            # Check the weights first: a step that overflowed in fp16 does not change them.
+            self.check_weights()
 
     def _count_steps_taken(self, logs: dict[str, float]) -> None:
         """Correct upstream's rates, which count all planned steps, even those before a resume and after a stop."""

@@ -28,7 +28,7 @@ from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What a page shows of long lists.
-OPEN_ANSWERS, MOST_ANSWERS, MOST_RANKS = 4, 50, 32
+OPEN_ANSWERS, MOST_ANSWERS = 4, 50
 
 
 def write_report(run: RunRecord) -> Path:
@@ -61,7 +61,6 @@ def render_report(run: RunRecord) -> str:
         left=LEFT,
         right=WIDTH - RIGHT,
         bottom=HEIGHT - BOTTOM,
-        ranks=_ranks(run),
         answers=_answers(run),
         data=_data(run),
         given=[(name, value) for name, value in settings if default.get(name) != run.settings[name]],
@@ -83,7 +82,7 @@ def curves(run: RunRecord) -> list[Chart]:
         return line_chart(title, [Line(title.lower(), run.series(key))], from_zero=True)
 
     evaluated = run.series("eval_loss", gaps=True)
-    memory = [(float(e["step"]), max(values) / GIB) for e in run.history if (values := _per_rank(e, "memory_bytes"))]
+    memory = [(step, peak / GIB) for step, peak in run.series("peak_memory_bytes")]
     charts = [
         line_chart(
             "Loss",
@@ -99,7 +98,9 @@ def curves(run: RunRecord) -> list[Chart]:
         ),
         plain("Learning rate", "learning_rate"),
         plain("Tokens per second, all ranks", "tokens_per_second"),
-        line_chart("Memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown="{:.3g} GiB".format),
+        line_chart(
+            "Peak memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown="{:.3g} GiB".format
+        ),
         plain("Gradient norm", "grad_norm"),
     ]
     return [chart for chart in charts if chart is not None]
@@ -145,39 +146,6 @@ def _tiles(run: RunRecord) -> list[dict[str, str]]:
         {"name": name, "value": show_result(name, value), "note": notes.get(name, "")}
         for name, value in results(run).items()
     ]
-
-
-def _per_rank(entry: dict[str, Any], name: str) -> list[float]:
-    """Return a log entry's value of each rank; empty if it has none."""
-    ranks = entry.get("ranks")
-    values = ranks.get(name) if isinstance(ranks, dict) else None
-    return values if isinstance(values, list) and all(map(is_number, values)) else []
-
-
-def _ranks(run: RunRecord) -> dict[str, Any] | None:
-    """Return the mean own seconds a step and the last memory of the slowest ranks; None for one process."""
-    entries = [entry for entry in run.history if _per_rank(entry, "memory_bytes")]
-    memory = _per_rank(entries[-1], "memory_bytes") if entries else []
-    if len(memory) < 2:
-        return None
-    timed = [s for entry in entries if len(s := _per_rank(entry, "seconds")) == len(memory)]
-    means = [sum(values) / len(timed) for values in zip(*timed, strict=True)]
-    order = sorted(range(len(memory)), key=lambda rank: -means[rank] if means else rank)
-    sentence = "Own seconds were not measured: with sharded weights every forward pass waits for other ranks."
-    if means:
-        sentence = (
-            "Own seconds are those of a step in which a rank waits for no other: reading its rows, and its forward and "
-            "backward passes without the last backward pass, in which gradients are exchanged. The slowest rank makes all "
-            "others wait."
-        )
-    if len(memory) > MOST_RANKS:
-        sentence += f" The table has the first {MOST_RANKS} of {len(memory)} ranks."
-    return {
-        "rows": [
-            (rank, f"{means[rank]:.4f}" if means else "-", shown_bytes(memory[rank])) for rank in order[:MOST_RANKS]
-        ],
-        "sentence": sentence,
-    }
 
 
 def _answers(run: RunRecord) -> dict[str, Any] | None:

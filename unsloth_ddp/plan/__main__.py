@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser, run_command
 from unsloth_ddp.config.options import Settings
@@ -27,6 +28,9 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
+
+if TYPE_CHECKING:
+    from unsloth_ddp.sizing.rows import RowLengths
 
 
 def make_parser() -> Parser:
@@ -77,7 +81,6 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
-    from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.sizing.choose import planned_packing
     from unsloth_ddp.sizing.count import read_model_shape
     from unsloth_ddp.training.early_checks import check_training_arguments
@@ -96,6 +99,29 @@ def plan(argv: list[str]) -> None:
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
         write_as_asked("--json", given.json, plan_as_json(made))
+
+
+def tokenize_rows(settings: Settings) -> RowLengths:
+    """Tokenize the training rows with the model's tokenizer, with the checks of train_ddp.py.
+
+    Raises:
+        UserError: as in a run, for a bad row, a missing tokenizer or data without supervised tokens.
+    """
+    from unsloth_ddp.data.dataset import tokenize_examples
+    from unsloth_ddp.data.node_folder import node_folder
+    from unsloth_ddp.data.sources.examples import read_examples
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
+    from unsloth_ddp.model.loading.load import load_tokenizer
+    from unsloth_ddp.sizing.rows import RowLengths
+
+    runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
+    with node_folder(runtime) as folder:
+        read_examples(settings, runtime, folder)
+        rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
+        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
+        lengths = rows.lengths()[:-1]
+    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed)
 
 
 def _check_options(given: argparse.Namespace) -> None:

@@ -45,15 +45,11 @@ def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
     return rows
 
 
-def compare_code(by_node: Mapping[int, Mapping[str, str]]) -> Check:
-    """Compare the kit itself: the `hash` of its files decides, the `commit` is shown beside it."""
-    shown = {node: f"{c['commit']} (files {c['hash'][:8]})" for node, c in sorted(by_node.items())}
-    if len({c["hash"] for c in by_node.values()}) > 1:
+def compare_code(by_node: Mapping[int, str]) -> Check:
+    """Compare the checksum of the kit's files."""
+    shown = {node: f"files {checksum[:10]}" for node, checksum in sorted(by_node.items())}
+    if len(set(shown.values())) > 1:
         return Check("kit", shown, "failure", "The nodes run different code: check out the same commit on every node.")
-    if len({c["commit"] for c in by_node.values()}) > 1:
-        return Check(
-            "kit", shown, "warning", "The kit's files are the same, but the commits differ; check out the same one."
-        )
     return Check("kit", shown)
 
 
@@ -244,11 +240,6 @@ def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: boo
 # ---- the reports of all nodes ----
 
 
-def decode_check(values: Mapping[str, Any]) -> Check:
-    """Return a Check that has been through JSON, where keys are text."""
-    return Check(**{**values, "values": {int(n): text for n, text in values["values"].items()}})
-
-
 def compare_reports(
     reports: Reports, gpus: Mapping[int, str], local_world_size: int, *, cpu: bool, settings: Settings, sharded: bool
 ) -> list[Check]:
@@ -259,7 +250,14 @@ def compare_reports(
         cpu: the run is on the CPU.
         sharded: every rank writes its part of a checkpoint.
     """
-    rows = merge_checks([decode_check(check) for report in reports.values() for check in report["checks"]])
+    # JSON has made text of the nodes' numbers.
+    rows = merge_checks(
+        [
+            Check(**{**check, "values": {int(node): text for node, text in check["values"].items()}})
+            for report in reports.values()
+            for check in report["checks"]
+        ]
+    )
     identities = {number: report["identity"] for number, report in reports.items()}
 
     def compare(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]], row: str = "") -> list[Check]:

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from unsloth_ddp.preflight.between.cross_node import SECRET
 from unsloth_ddp.preflight.checks import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.units import shown_bytes
-from unsloth_ddp.utils.versions import KIT, PACKAGES, kit_checksum, versions
+from unsloth_ddp.utils.versions import PACKAGES, kit_checksum, versions
 
 OTHER_PACKAGES = ("bitsandbytes", "deepspeed", "tensorboard", "nbconvert")
 FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_", "UNSLOTH_")
@@ -44,9 +43,9 @@ def collect_identity(
         seconds: time limit of all parts together.
     """
     deadline = time.monotonic() + seconds
-    parts = {
+    parts: dict[str, Callable[[], Any]] = {
         "versions": read_versions,
-        "code": hash_kit,
+        "code": kit_checksum,
         "settings": lambda: hide_secrets(settings),
         "data": lambda: describe_data(settings),
         "model": lambda: describe_model_files(settings),
@@ -82,26 +81,6 @@ def read_versions() -> dict[str, str]:
     with contextlib.suppress(Exception):
         found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return found
-
-
-def hash_kit(root: Path = KIT) -> dict[str, str]:
-    """`hash` of the kit's Python files and configs, and the git commit they are from (+dirty: with changes)."""
-    return {"hash": kit_checksum(root), "commit": git_commit(root.parent)}
-
-
-def git_commit(folder: Path) -> str:
-    """Return the commit, such as `1a2b3c4d5e`, with +dirty for changed files; `no git` outside a repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short=10", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return "no git"
-    return commit + ("+dirty" if changed else "")
 
 
 def read_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -231,14 +231,9 @@ def read_interfaces() -> list[Interface]:
     return found
 
 
-def read_addresses() -> set[str]:
-    """Return every address of this machine."""
-    return {address for interface in read_interfaces() for address in interface.addresses}
-
-
 def is_here(addresses: list[str]) -> bool:
     """Return whether one of these addresses belongs to this machine."""
-    own = read_addresses()
+    own = {address for interface in read_interfaces() for address in interface.addresses}
     return any(address in own or is_loopback(address) for address in addresses)
 
 

@@ -26,7 +26,7 @@ from unsloth_ddp.preflight.checks import CHECK_SECONDS, Check, Finding, failure,
 from unsloth_ddp.preflight.job import ProcessInfo, check_node_rank
 from unsloth_ddp.preflight.node import disks, machine, network
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.units import counted
+from unsloth_ddp.utils.units import MIB, counted
 
 # Rows of every file that are read; a .json file has to be read to its end for them.
 FIRST_ROWS = 100
@@ -122,7 +122,8 @@ class MachineChecks:
         return disks.check_folder(folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR")
 
     def _cache(self) -> Finding:
-        needed = disks.estimate_cache_bytes(sum(disks.read_data_sizes(self.settings)))
+        # Reading, formatting and tokenizing each keep their result to the end.
+        needed = 4 * sum(disks.read_data_sizes(self.settings)) + 256 * MIB
         folder = disks.probe(disks.find_datasets_cache(self.environ))
         return disks.check_folder(folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
 

@@ -53,7 +53,10 @@ def render_report(run: RunRecord) -> str:
         name=run.name,
         state=run.state,
         sentence=_sentence(run),
-        problems=_problems(run),
+        problems=[
+            *gaps(run),
+            *([] if run.record else ["The run has no record.json, so rows, parts and answers are not known."]),
+        ],
         tiles=_tiles(run),
         charts=curves(run),
         width=WIDTH,
@@ -124,13 +127,6 @@ def _sentence(run: RunRecord) -> str:
     elif run.state == "unfinished":
         end += "; the run was killed or failed, or still runs, and this is what its newest checkpoint holds"
     return f"{model}, {describe_method(run)}{on}: {end}."
-
-
-def _problems(run: RunRecord) -> list[str]:
-    found = gaps(run)
-    if not run.record:
-        found.append("The run has no record.json, so rows, parts and answers are not known.")
-    return found
 
 
 def _tiles(run: RunRecord) -> list[dict[str, str]]:

@@ -21,6 +21,7 @@ from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.sizing.choose import choose_step
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
 from unsloth_ddp.sizing.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.utils.errors import UserError
 
 # ---- rows ----
 
@@ -278,6 +279,13 @@ def test_the_widest_plan_fits_100_columns(measured_job):
 def test_mistakes_get_a_sentence(words, sentence, capsys):
     assert plan(*words) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_training_arguments_are_refused_as_a_run_refuses_them():
+    with pytest.raises(UserError, match="inducter"):
+        command.check_training_arguments(Settings(trainer_args={"torch_compile_backend": "inducter"}))
+    # A GPU may do what this process, on the CPU, cannot.
+    command.check_training_arguments(Settings(trainer_args={"tf32": True}, precision="bf16"))
 
 
 def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):

@@ -33,11 +33,8 @@ def as_nodes(per_node: int, ranks: int):
 
 def preflight(cwd: str, argv: list[str], changed: dict[int, list[Any]]) -> None:
     """`python -m unsloth_ddp.preflight`; rank N with the options `changed[N]`, or first changed by a function in it."""
-    from unsloth_ddp.preflight import __main__, training_arguments
-    from unsloth_ddp.preflight.checks import Finding
+    from unsloth_ddp.preflight import __main__
 
-    # The libraries that it imports take longer than everything else here.
-    training_arguments.check_in_process = lambda settings: Finding("accepted")
     os.chdir(cwd)
     for change in changed.get(int(os.environ["RANK"]), []):
         if callable(change):

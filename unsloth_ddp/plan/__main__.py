@@ -32,6 +32,9 @@ from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 if TYPE_CHECKING:
     from unsloth_ddp.sizing.rows import RowLengths
 
+# Transformers accepts these only on a GPU, and the check of the training arguments runs on the CPU.
+GPU_ONLY = ("tf32",)
+
 
 def make_parser() -> Parser:
     """Return the parser of the plan's own options; all others are those of train_ddp.py."""
@@ -83,7 +86,6 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.plan.report import plan_as_json, render_plan
     from unsloth_ddp.sizing.choose import planned_packing
     from unsloth_ddp.sizing.count import read_model_shape
-    from unsloth_ddp.training.early_checks import check_training_arguments
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
     _silence_transformers()
@@ -122,6 +124,23 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
         lengths = rows.lengths()[:-1]
     return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed)
+
+
+def check_training_arguments(settings: Settings) -> None:
+    """Build TRL's config, the optimizer and the schedule of a run on the CPU, with a model of one parameter.
+
+    Raises:
+        UserError: as in a run, for an unknown optimizer, schedule or trainer_args that the libraries refuse.
+    """
+    from unsloth_ddp.data.order.batch_plan import BatchPlan
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
+    from unsloth_ddp.training.sft_config import make_config
+
+    runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
+    anywhere = {name: value for name, value in settings.trainer_args.items() if name not in GPU_ONLY}
+    on_cpu = dataclasses.replace(settings, trainer_args=anywhere, use_cpu=True, precision="fp32")
+    make_config(on_cpu, runtime, BatchPlan(1, 1, 1), Path(settings.output_dir) / "plan")
 
 
 def _check_options(given: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
-from unsloth_ddp.preflight import job, training_arguments
+from unsloth_ddp.preflight import job
 from unsloth_ddp.preflight.between import bandwidth
 from unsloth_ddp.preflight.between.arrivals import missing_answers
 from unsloth_ddp.preflight.between.bandwidth import CollectiveBenchmark, CollectiveTiming
@@ -40,7 +40,7 @@ from unsloth_ddp.utils.units import counted
 
 # Hashing the data takes its time.
 IDENTITY_SECONDS = 200
-REPORT_SECONDS = 380
+REPORT_SECONDS = 220
 # The measurement has its own limits inside.
 MEASURE_SECONDS = 150
 SPARE_SECONDS = 20
@@ -131,16 +131,9 @@ class Preflight:
     def _report(self, checks: list[Check], shared: bool | None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
         identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
-        # It takes a while, for which the others need not wait at the meeting.
-        arguments = run_check(
-            "training arguments",
-            self.process.node_rank,
-            lambda: training_arguments.check_in_process(self.settings),
-            training_arguments.LIMIT_SECONDS + SPARE_SECONDS,
-        )
         return {
             "host": self.process.host,
-            "checks": [dataclasses.asdict(check) for check in (*checks, arguments)],
+            "checks": [dataclasses.asdict(check) for check in checks],
             "identity": identity,
             "fast_ports": any("ACTIVE" in port["state"] for port in read_infiniband_ports()),
             "shared": shared,

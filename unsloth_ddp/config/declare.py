@@ -21,11 +21,7 @@ class Bounds:
     below: float | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a number that is out of bounds.
-
-        Raises:
-            UserError: naming the bound.
-        """
+        """Refuse a number that is out of bounds."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         if self.above is not None and value <= self.above:

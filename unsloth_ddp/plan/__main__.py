@@ -64,11 +64,7 @@ def make_parser() -> Parser:
 
 
 def plan(argv: list[str]) -> None:
-    """Read the command line, compute the plan and print it.
-
-    Raises:
-        UserError: a mistake in the options.
-    """
+    """Read the command line, compute the plan and print it."""
     given, rest = make_parser().parse_known_args(argv)
     settings = parse_settings(rest, __doc__ or "", make_parser())
     _check_options(given)

@@ -42,11 +42,7 @@ def default_run_name(settings: Settings) -> str:
 
 
 def check_run_folder(settings: Settings) -> None:
-    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned.
-
-    Raises:
-        UserError: --resume names no checkpoint, or the folder holds a finished run or cannot be written.
-    """
+    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned."""
     folder = _folder_of(settings, settings.run_name or default_run_name(settings))
     named_folder(settings.resume)
     if os.path.lexists(folder / SUMMARY_FILE):

@@ -165,9 +165,6 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
     """Refuse a loaded model whose logits depend on later tokens, or that cannot be called with text alone.
 
     Two rows that differ in the last token are compared, in evaluation mode and without gradients.
-
-    Raises:
-        UserError: naming the class.
     """
     ids = torch.arange(CHECKED_TOKENS, device=model.device)[None] + 1
     ids = ids % model.get_input_embeddings().num_embeddings

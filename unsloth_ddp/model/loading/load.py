@@ -40,12 +40,7 @@ from unsloth_ddp.utils.panics import panics_raised
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:
-    """Refuse settings that this machine or backend cannot load, before anything is loaded.
-
-    Raises:
-        UserError: the model is an adapter, has no config.json or is quantized in a way that cannot be trained, or this
-            machine or backend does not support a method or option.
-    """
+    """Refuse settings that this machine or backend cannot load, before anything is loaded."""
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
     runtime.on_main(lambda: check_source(settings, runtime.backend, runtime.sharding))
     if settings.method == "qlora" and runtime.device_type == "cpu":
@@ -97,11 +92,7 @@ def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -
 
 
 def check_class(settings: Settings) -> None:
-    """Refuse a model that is no causal language model, by its config.json; before its weights are downloaded.
-
-    Raises:
-        UserError: see model_class.
-    """
+    """Refuse a model that is no causal language model, by its config.json; before its weights are downloaded."""
     try:
         config = read_config(settings)
     except Exception as error:
@@ -345,11 +336,7 @@ def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
 
 
 def check_positions(settings: Settings, model: Any, longest: int) -> None:
-    """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE).
-
-    Raises:
-        UserError: naming both lengths.
-    """
+    """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE)."""
     config = model.config.get_text_config()
     known = getattr(config, "max_position_embeddings", None)
     if not known or longest <= known:

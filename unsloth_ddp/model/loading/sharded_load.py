@@ -198,11 +198,7 @@ def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> N
 
 
 def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:
-    """Refuse a shard that does not fit on this process's device.
-
-    Raises:
-        UserError: naming the bytes of the shard and of the device.
-    """
+    """Refuse a shard that does not fit on this process's device."""
     if mesh.device_type != "cuda":
         return
     free, total = torch.cuda.mem_get_info()

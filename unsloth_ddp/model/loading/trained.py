@@ -25,9 +25,6 @@ def check_trust(settings: Settings, *, trusted: bool) -> None:
     """Refuse to run the Python code of a run's base model without a new --trust_remote_code.
 
     The run's folder, and so its settings, may come from someone else.
-
-    Raises:
-        UserError: the run was trained with --trust_remote_code, and `trusted` is not set.
     """
     if settings.trust_remote_code and not trusted:
         raise UserError(
@@ -37,11 +34,7 @@ def check_trust(settings: Settings, *, trusted: bool) -> None:
 
 
 def check_trained(settings: Settings, trained: Path) -> None:
-    """Refuse a base model, an adapter or a trained model with missing or damaged files; nothing is loaded.
-
-    Raises:
-        UserError: naming the file that is missing or broken.
-    """
+    """Refuse a base model, an adapter or a trained model with missing or damaged files; nothing is loaded."""
     if settings.method == "full":
         check_local_model(str(trained), safetensors_only=True)
         return

@@ -26,9 +26,6 @@ def check_files(settings: Settings, processes: int) -> None:
     """Refuse a run that its options, or this machine's files and packages, show to be impossible.
 
     Every rank calls this. Nothing slow is imported, so a mistake is reported within seconds.
-
-    Args:
-        processes: of the job.
     """
     if os.path.expanduser("~") == "~":
         raise UserError(

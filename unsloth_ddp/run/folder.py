@@ -90,11 +90,7 @@ def _look(settings: Settings, folder: Path) -> None:
 
 
 def offer_unfinished(settings: Settings, folder: Path) -> str | None:
-    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none.
-
-    Args:
-        folder: of the run that is about to begin.
-    """
+    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none."""
     try:
         others = [path for path in folder.parent.iterdir() if path != folder and (path / SETTINGS_FILE).is_file()]
         unfinished = [path for path in others if step_folders(path) and continues(settings, path)]

@@ -157,9 +157,6 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
     """Return the content of summary.json, the same on every rank; every rank calls this after training.
 
     Memory is that of the fullest GPU, in bytes: until the first step (loading, sharding), and from there on.
-
-    Args:
-        seconds: that training took.
     """
     packing, totals = trainer.data.train.packing, trainer.meter.totals
     loading, peak = (

@@ -42,10 +42,6 @@ def read_config(settings: Settings) -> Any:
 def model_class(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
     """Return the auto class of Transformers whose from_pretrained and from_config make the class that the config names.
 
-    Args:
-        name: of the model, for messages.
-        trust_remote_code: classes that come with the model may be used.
-
     Raises:
         UserError: the model is not a causal language model, with or without images.
     """

@@ -54,11 +54,7 @@ def compare_code(by_node: Mapping[int, str]) -> Check:
 
 
 def compare_settings(by_node: Mapping[int, Mapping[str, Any]], paths: Sequence[str]) -> Check:
-    """Compare every option of the run; only paths may differ, since the content of files is compared too.
-
-    Args:
-        paths: options that name files or folders.
-    """
+    """Compare every option of the run; only paths may differ, since the content of files is compared too."""
     flat = {node: flatten_options(options) for node, options in by_node.items()}
     names = sorted({name for options in flat.values() for name in options})
     differing = [name for name in names if len({options.get(name) for options in flat.values()}) > 1]
@@ -180,12 +176,7 @@ def compare_gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
 
 
 def check_one_gpu_per_rank(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
-    """Check that no two ranks use one GPU, which NCCL refuses.
-
-    Args:
-        uuids: the GPU of each rank that has one.
-        node_of: the node of each rank.
-    """
+    """Check that no two ranks use one GPU, which NCCL refuses."""
     by_gpu: dict[str, list[int]] = {}
     for rank, uuid in sorted(uuids.items()):
         by_gpu.setdefault(uuid, []).append(rank)

@@ -36,12 +36,7 @@ NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
 def collect_identity(
     settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = (), seconds: float = 200
 ) -> dict[str, Any]:
-    """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`.
-
-    Args:
-        gpus: the GPUs that machine.read_gpus returned.
-        seconds: time limit of all parts together.
-    """
+    """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`."""
     deadline = time.monotonic() + seconds
     parts: dict[str, Callable[[], Any]] = {
         "versions": read_versions,

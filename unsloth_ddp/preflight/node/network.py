@@ -135,12 +135,7 @@ def matches(wanted: str, name: str) -> bool:
 def check_network_interface(
     interfaces: Sequence[Interface], by_route: str | None, wanted: Mapping[str, str], nodes: int
 ) -> Finding:
-    """Check the network interface between the nodes.
-
-    Args:
-        by_route: the interface of the route to MASTER_ADDR.
-        wanted: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set.
-    """
+    """Check the network interface between the nodes."""
     if nodes == 1:
         return Finding("not needed for one node")
     shown: list[str] = []

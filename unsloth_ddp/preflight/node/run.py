@@ -70,11 +70,7 @@ def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Che
 
 @dataclass(frozen=True)
 class MachineChecks:
-    """The checks of this node's disks, rows, shared memory, GPUs, precision and sharding.
-
-    Args:
-        devices, reason: the result of machine.read_gpus.
-    """
+    """The checks of this node's disks, rows, shared memory, GPUs, precision and sharding."""
 
     process: ProcessInfo
     settings: Settings

@@ -51,12 +51,7 @@ def line_chart(
     shown: Callable[[float], str] | None = None,
     note: str = "",
 ) -> Chart | None:
-    """Return a line chart; None if no line has a point.
-
-    Args:
-        from_zero: begin the y axis at 0.
-        shown: text of a y value [4 digits].
-    """
+    """Return a line chart; None if no line has a point."""
     lines = [line for line in lines if any(math.isfinite(y) for _, y in line.points)]
     if not lines:
         return None

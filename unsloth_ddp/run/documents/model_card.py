@@ -45,11 +45,7 @@ def write_card(run: RunRecord) -> list[Path]:
 
 
 def render_card(run: RunRecord, *, adapter: bool) -> str:
-    """Return the card as Markdown with the Hub's metadata.
-
-    Args:
-        adapter: the folder holds an adapter, and not a whole model.
-    """
+    """Return the card as Markdown with the Hub's metadata."""
     # Escaping is that of Markdown here (see code), not of HTML.
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined)  # noqa: S701
     kind = "adapter" if adapter else "model"

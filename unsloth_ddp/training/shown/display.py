@@ -22,30 +22,18 @@ GAP = "  "
 
 
 def choose_view(*, lines: bool) -> View:
-    """Return the live display if standard output is a terminal that can show it, otherwise log lines.
-
-    Args:
-        lines: print lines on a terminal too.
-    """
+    """Return the live display if standard output is a terminal that can show it, otherwise log lines."""
     return LogLines() if lines or not can_draw(sys.stdout) else LiveDisplay(sys.stdout)  # type: ignore[arg-type]
 
 
 def shown_callbacks(callbacks: list[Any], trackers: tuple[type, ...]) -> list[Any]:
-    """Return a trainer's callbacks without those that print dictionaries and draw bars, and with trackers as BestEffort.
-
-    Args:
-        trackers: classes of the callbacks that report to a tracker.
-    """
+    """Return a trainer's callbacks without those that print dictionaries and draw bars, and with trackers as BestEffort."""
     kept = [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
     return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in kept]
 
 
 class BestEffort:
-    """Pass events to a tracker (TensorBoard and others) until one fails, without ending the training.
-
-    Args:
-        tracker: the callback that Transformers made for it.
-    """
+    """Pass events to a tracker (TensorBoard and others) until one fails, without ending the training."""
 
     def __init__(self, tracker: Any) -> None:
         self.tracker = tracker
@@ -119,11 +107,7 @@ def training_cells(status: Status) -> dict[str, tuple[int, str]]:
 
 
 class ShowTraining(TrainerCallback):
-    """Pass the events of a run to the view, in the main process only.
-
-    Args:
-        last_checkpoint: returns the newest complete checkpoint of the run.
-    """
+    """Pass the events of a run to the view, in the main process only."""
 
     def __init__(self, view: View, progress: Progress, last_checkpoint: Callable[[], Path | None]) -> None:
         self.view = view

@@ -45,11 +45,7 @@ def can_draw(stream: Any) -> bool:
 
 
 class LiveDisplay(View):
-    """Draw the state of one run until `end`; text that is printed meanwhile goes above it.
-
-    Args:
-        stream: the terminal (see can_draw).
-    """
+    """Draw the state of one run until `end`; text that is printed meanwhile goes above it."""
 
     def __init__(self, stream: ProtectedStream) -> None:
         self._stream = stream

@@ -16,9 +16,6 @@ class TimeLeft:
     """Estimate the seconds until the last step from the steps that this process has taken.
 
     The first step is left out, because it compiles and fills caches. Evaluations and checkpoints between the steps count.
-
-    Args:
-        clock: returns seconds; replaced in tests.
     """
 
     clock: Callable[[], float] = time.perf_counter

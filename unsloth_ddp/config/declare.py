@@ -65,13 +65,9 @@ class Option(Bounds):
     bare: str | None = None
 
 
-def option(default: Any, help: str, **declared: Any) -> Any:
-    """Return a dataclass field with its declaration; see Option for the keywords. A list or dict is copied for each use.
-
-    Raises:
-        TypeError: on_resume is left out.
-    """
-    metadata = {"option": Option(help=help, **declared)}
+def option(default: Any, help: str, on_resume: Literal["refuse", "keep", "report", "allow"], **declared: Any) -> Any:
+    """Return a dataclass field with its declaration; see Option for the keywords. A list or dict is copied for each use."""
+    metadata = {"option": Option(help=help, on_resume=on_resume, **declared)}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -84,7 +84,11 @@ class ReportProgress(TrainerCallback):
     def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress.advance()
 
-    on_substep_end = on_step_end = on_prediction_step = _move
+    on_substep_end = on_prediction_step = _move
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave a step."""
+        self.progress.end_step()
 
 
 class CountOverflows(TrainerCallback):

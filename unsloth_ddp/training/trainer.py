@@ -176,12 +176,14 @@ class DDPTrainer(ResumableTrainer):
         # The peak of loading, which the trials reset.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
         search = self.step.search(self.settings, self.runtime, self.data, self._runner())
-        decision = search.choose(resume.manifest.run if resume else {})
+        with self.runtime.progress.timing("search"):
+            decision = search.choose(resume.manifest.run if resume else {})
         plan = with_micro_batch(self.data.plan, decision.per_device)
         self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
         self.step.task = self.meter.task = self._tuned_task(plan)
-        self.step.prepare(decision, plan, self._runner())
+        with self.runtime.progress.timing("capture"):
+            self.step.prepare(decision, plan, self._runner())
         self.checkpoints.update_identity(
             **batch_identity(plan),
             cuda_graphs="on" if self.step.graphs.choice.uses_graphs else "off",

@@ -335,6 +335,9 @@ class OutputSettings:
     )
     save_strategy: Literal["no", "steps", "epoch"] = option("steps", "When to write a checkpoint.", "allow")
     save_steps: int = option(500, "Steps between two checkpoints.", "allow", above=0)
+    save_seconds: int | None = option(
+        None, "Also write a checkpoint when this many seconds have passed since the last one.", "allow", above=0
+    )
     save_total_limit: int | None = option(2, "Checkpoints to keep.", "allow", above=0, new_run=False)
     report_to: list[str] = option(
         ["tensorboard"], "Trackers by their Transformers names (tensorboard, wandb, ...), or none.", "allow"

@@ -20,6 +20,7 @@ from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run.documents.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
@@ -147,7 +148,10 @@ def _wait_for_another_job(folder: Path) -> None:
 
 
 def restarted() -> bool:
-    """Return whether a launcher or Slurm restarted this job after a failure or a stop."""
+    """Return whether a launcher or Slurm restarted this job after a failure or a stop, or may have."""
+    if node_range():
+        # torchrun counts no restart for a node that comes back.
+        return True
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
 

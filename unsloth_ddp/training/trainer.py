@@ -114,7 +114,11 @@ class DDPTrainer(ResumableTrainer):
             eval_dataset=data.evaluation.dataset if data.evaluation else None,
             processing_class=tokenizer,
             data_collator=self.collate,
-            callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
+            callbacks=[
+                ReportProgress(runtime.progress),
+                LogSteps(settings.logging_steps),
+                StopTogether(stop, settings.save_seconds),
+            ],
         )
         self._undo_changes_of_the_backend()
         self._set_gradient_precision()
@@ -366,7 +370,7 @@ class DDPTrainer(ResumableTrainer):
             make_cpu_checkpoints_readable()
         self.resume_point = resume
         if resume and resume.of_this_run:
-            self.checkpoints.resumed_from(resume.folder)
+            self.checkpoints.resumed_from(resume.folder, resume.manifest.step)
         self.stop.begin_training(
             self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
         )
@@ -376,6 +380,7 @@ class DDPTrainer(ResumableTrainer):
         except EvaluationInterrupted:
             self.evaluation_interrupted = True
             self.save_interrupted()
+            self.settle()
         else:
             self.check_weights()
         finally:

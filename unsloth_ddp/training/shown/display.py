@@ -140,6 +140,8 @@ class ShowTraining(TrainerCallback):
         if self.status is not None:
             self.status.step, self.status.epoch = state.global_step, state.epoch or 0.0
             self.status.time_left.step_done(state.global_step)
+            # One is complete some time after it was begun.
+            self._find_checkpoint()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the metrics of a log step or of an evaluation."""
@@ -167,10 +169,9 @@ class ShowTraining(TrainerCallback):
         if self.status is not None:
             self.status.evaluated = None
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note a checkpoint, unless it could not be written."""
-        if self.status is not None:
-            self._find_checkpoint()
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the last checkpoint."""
+        self._find_checkpoint()
 
     def _find_checkpoint(self) -> None:
         folder = self.last_checkpoint()

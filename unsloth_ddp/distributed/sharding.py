@@ -212,7 +212,7 @@ def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offl
     """Return which of these settings Unsloth cannot train, or None; with `--backend auto` Transformers trains them."""
     if settings.fp8:
         return "fp8"
-    if settings.trains_pairs:
+    if settings.trains_preferences:
         # Its fused loss returns no log-probabilities.
         return f"task {settings.task}"
     if offload == "parameters":
@@ -231,7 +231,7 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """
     if sharding == "none":
         return
-    if sharding in ("zero2", "zero3") and settings.trains_pairs:
+    if sharding in ("zero2", "zero3") and settings.trains_preferences:
         raise UserError(
             f"task {settings.task} was not tried with sharding {sharding}; use accelerate_configs/fsdp2.yaml, or ddp.yaml."
         )

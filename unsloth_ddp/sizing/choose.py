@@ -186,7 +186,7 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
 
 def planned_packing(settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE) -> PackingDecision:
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
-    if settings.trains_pairs and settings.packing != "off":
+    if settings.trains_preferences and settings.packing != "off":
         return PackingDecision(False, PAIRS_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None

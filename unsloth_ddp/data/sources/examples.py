@@ -47,7 +47,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
             settings.dataset_config,
             revisions,
             folder,
-            pairs=settings.trains_pairs,
+            task=settings.task,
             streaming=settings.streaming,
         )
         if settings.eval_dataset:
@@ -57,7 +57,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
                 settings.dataset_config,
                 revisions,
                 folder,
-                pairs=settings.trains_pairs,
+                task=settings.task,
             )
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
@@ -101,7 +101,7 @@ def _examples(
     revisions: dict[str, str],
     folder: Path,
     *,
-    pairs: bool,
+    task: str,
     streaming: bool = False,
 ) -> datasets.Dataset:
     files = checked_files(sources, streaming=streaming)
@@ -126,7 +126,7 @@ def _examples(
                 split,
                 config,
                 revisions.get(source),
-                pairs=pairs,
+                task=task,
                 streaming=streaming,
                 may_be_empty=may_be_empty,
             ):

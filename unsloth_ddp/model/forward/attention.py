@@ -88,7 +88,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
-    if settings.trains_pairs and settings.packing != "off":
+    if settings.trains_preferences and settings.packing != "off":
         return PackingDecision(False, PAIRS_ARE_PADDED)
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
     kernel = select_varlen_kernel(setup) if setup else None

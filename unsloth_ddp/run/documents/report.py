@@ -101,7 +101,7 @@ def curves(run: RunRecord) -> list[Chart]:
 
 
 def pair_charts(run: RunRecord) -> list[Chart | None]:
-    """Return the charts of a run on pairs of answers; None for what was not logged."""
+    """Return the charts of a run that compares answers; None for what was not logged."""
     rewards = [Line(name, run.series(f"rewards/{name}", gaps=True)) for name in ("chosen", "rejected")]
     accuracy = [
         Line(name, run.series(key, gaps=True))
@@ -109,7 +109,8 @@ def pair_charts(run: RunRecord) -> list[Chart | None]:
     ]
     return [
         line_chart("Rewards", rewards),
-        line_chart("Pairs whose chosen answer has the higher reward", accuracy, from_zero=True, shown="{:.0%}".format),
+        line_chart("KL of the model and its reference", [Line("kl", run.series("kl", gaps=True))], from_zero=True),
+        line_chart("Reward accuracy", accuracy, from_zero=True, shown="{:.0%}".format),
     ]
 
 

@@ -129,6 +129,7 @@ NAMES = {
     "accelerate/state.py": ["distributed_type", "fsdp_plugin", "parallelism_config", "device_mesh"],
     "datasets/arrow_dataset.py": ["_indices"],
     "torch/distributed/checkpoint/_hf_utils.py": ["DCP_SHARDING_INFO", "saved_offsets"],
+    "torch/cuda/memory.py": ["_cuda_endAllocateToPool", "_cuda_releasePool"],
     "torch/nn/modules/module.py": [
         "_buffers",
         "_non_persistent_buffers_set",

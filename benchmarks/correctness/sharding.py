@@ -127,18 +127,28 @@ def parity(
             print(f"{job.name:28} rc {result['exit_code']} {result['seconds']:5.0f} s {tail}", flush=True)
             write_results(path, processes=processes, runs=list(results.values()))
         good = [name for name, result in results.items() if "losses" in result]
+        for name in good:
+            results[name] |= differences(results, name, work)
+        # Kept before the results are loaded: a benchmark that is ended loses little.
+        write_results(path, processes=processes, runs=list(results.values()))
         for name, found in zip(good, pool.map(lambda n: reload(work / "outputs" / n), good), strict=True):
             results[name]["reload"] = found
-    for name in good:
-        reference = "_".join([*name.split("_")[:2], "ddp"])
-        if reference in good:
-            initial = REPO / "demo/model" if "_full_" in name else None
-            results[name]["update_difference"] = update_difference(work, name, reference, initial)
-            pairs = zip(results[name]["losses"], results[reference]["losses"], strict=True)
-            results[name]["loss_difference"] = max(abs(a - b) / b for a, b in pairs)
-        found = {key: results[name].get(key) for key in ("update_difference", "loss_difference", "reload")}
-        print(f"{name:28} {found} run {results[name]['summary']['eval_loss']}", flush=True)
+            shown = {key: results[name].get(key) for key in ("update_difference", "loss_difference", "reload")}
+            print(f"{name:28} {shown} run {results[name]['summary']['eval_loss']}", flush=True)
     write_results(path, processes=processes, runs=list(results.values()))
+
+
+def differences(results: dict[str, dict[str, Any]], name: str, work: Path) -> dict[str, float]:
+    """Return the differences of a finished run's weight update and losses from DDP's, if that run finished."""
+    reference = "_".join([*name.split("_")[:2], "ddp"])
+    if "losses" not in results.get(reference, {}):
+        return {}
+    initial = REPO / "demo/model" if "_full_" in name else None
+    pairs = zip(results[name]["losses"], results[reference]["losses"], strict=True)
+    return {
+        "update_difference": update_difference(work, name, reference, initial),
+        "loss_difference": max(abs(a - b) / b for a, b in pairs),
+    }
 
 
 def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:

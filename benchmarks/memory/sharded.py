@@ -87,6 +87,8 @@ class Measure:
             self.estimates[f"{kind} {size}"] = estimate.needed
             self.obstacles |= {estimate.obstacle} - {""}
         self.seconds = round((time.perf_counter() - began) / len(self.cases), 2)
+        # In the log of a run that does not come to its end, too.
+        print(f"estimates: {self.estimates}", flush=True)
 
     def case(self) -> tuple[str, int]:
         """Return the kind and size of the step that runs now."""
@@ -99,6 +101,8 @@ class Measure:
         kind, _ = self.case()
         if self.trainer.step.checkpointing.kind != kind:
             self.trainer.step.checkpointing.use(kind)
+            # A change of kind is reported as a lack of memory unless the step knows of it.
+            self.trainer.step.follow([self.trainer.step.checkpointing.level])
         torch.cuda.reset_peak_memory_stats()
 
     def micro_batch(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,13 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if not given.only or any(word in case.name for word in given.only)]
+    results = []
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
-        results = list(pool.map(lambda case: play(case, given.work), cases))
-    for result in results:
-        print(json.dumps(result), flush=True)
-    write_results(given.json, runs=results)
+        for ended in as_completed([pool.submit(play, case, given.work) for case in cases]):
+            results.append(ended.result())
+            print(json.dumps(results[-1]), flush=True)
+            # Kept case by case: a benchmark that is ended loses nothing.
+            write_results(given.json, runs=results)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,6 +145,37 @@ def test_a_capture_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch
         changed.setattr(torch.Tensor, "clone", short)
         captured._capture_beside_gradients(lambda: None, 1)
     assert torch.equal(gradients_of(captured), before)
+
+
+def test_a_capture_that_fails_does_not_stay_open_in_the_generator_and_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch does on a GPU was seen there: its generator refused to draw until it got a new state."""
+    captured, calls = captured_of(model_of("full")), []
+
+    @contextlib.contextmanager
+    def graph(graph: object, *, pool: object, **_: object) -> Iterator[None]:
+        calls.append(("begin", pool))
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    generator = SimpleNamespace(
+        clone_state=lambda: "copy", graphsafe_set_state=lambda state: calls.append(("generator", state))
+    )
+    given: dict[str, Any] = {"CUDAGraph": object, "graph_pool_handle": lambda: (0, 7), "graph": graph}
+    given |= {"synchronize": lambda _: None, "current_stream": lambda _: None, "current_device": lambda: 0}
+    for name, value in (given | {"default_generators": (generator,)}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("endAllocateToPool", "releasePool"):
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *at, name=name: calls.append((name, *at)), raising=False)
+    with pytest.raises(CaptureFailed, match="a previous error during capture"):
+        captured._capture_beside_gradients(lambda: None, 0)
+    assert calls == [
+        ("begin", (0, 7)),
+        ("generator", "copy"),
+        ("endAllocateToPool", 0, (0, 7)),
+        ("releasePool", 0, (0, 7)),
+    ]
 
 
 def gradients_of(captured: CapturedStep) -> torch.Tensor:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
+from tests.data.test_packing import KV, make
 from unsloth_ddp.training.step.deepspeed_precision import (
     gather_fp32_weights,
     name_fp32_in_config,
     reduce_in_fp32,
     replace_weights,
+    tie_again,
 )
 
 
@@ -64,6 +67,18 @@ def test_the_saved_weights_are_those_of_the_optimizer() -> None:
     first, gathered[:] = list(gathered), []
     assert gather_fp32_weights(model.named_parameters(), full_weight, keep=False) == {}
     assert gathered == first
+
+
+def test_a_tied_weight_is_saved_once(tmp_path: Path) -> None:
+    model = make("Llama", **KV, tie_word_embeddings=True)
+    copies = {name: value.clone() for name, value in model.state_dict().items()}
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= copies.keys()
+    tie_again(copies, dict(model.named_parameters(remove_duplicate=False)))
+    model.save_pretrained(tmp_path, state_dict=copies)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(file.get_tensor(name), parameter)
 
 
 def test_the_config_names_the_dtype_of_the_weights(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.order.fixed_shape import FixedShape, PaddedBatch
+from unsloth_ddp.distributed.exit_codes import quiet
 from unsloth_ddp.model.forward import packed_forward, varlen
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
@@ -38,7 +40,7 @@ from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals
 from unsloth_ddp.training.step import cuda_graphs
 from unsloth_ddp.training.step.capture_check import draws_random_numbers
-from unsloth_ddp.training.step.captured_step import CapturedStep
+from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed
 from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.tasks.text import TextTask
@@ -349,7 +351,28 @@ def test_both_kinds_are_captured_and_a_change_of_kind_captures_anew(
     assert capsys.readouterr().out == ""
     graphs.use("unsloth")
     assert graphs.run(batch, torch.ones(())) is None and "padded_batch" not in graphs.collate([Rows().examples[0]])
-    assert "no longer replayed on rank 0: gradient checkpointing unsloth moves the inputs" in capsys.readouterr().out
+    assert "no longer replayed on rank 0: gradient checkpointing unsloth moves the inputs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_capture_that_fails_while_training_is_reported_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = prepared(model_of("lora"), "none")
+    assert graphs.captured is not None
+    batch = graphs.collate([Rows().examples[0]])
+
+    def fail(*_: object) -> None:
+        raise CaptureFailed("operation failed during capture")
+
+    monkeypatch.setattr(graphs.captured, "run", fail)
+    monkeypatch.setattr(logging.getLogger("unsloth_ddp"), "propagate", True)
+    # Other processes than the main one have no standard output.
+    with quiet():
+        assert graphs.run(batch, torch.ones(())) is None
+    assert graphs.captured is None
+    assert "no longer replayed on rank 0: operation failed during capture" in capsys.readouterr().err
+    assert "the step is not captured: operation failed during capture" in caplog.text
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -403,7 +426,7 @@ def test_dropout_is_captured_without_recomputing_only(capsys: pytest.CaptureFixt
     assert graphs.choice.uses_graphs
     graphs.use("torch")
     assert graphs.captured is None
-    assert "gradient checkpointing torch would draw another dropout mask" in capsys.readouterr().out
+    assert "gradient checkpointing torch would draw another dropout mask" in capsys.readouterr().err
     refused = prepared(with_dropout_of(0.1), "torch")
     assert not refused.choice.uses_graphs and refused.choice.reason.startswith(
         "gradient checkpointing torch would draw another dropout mask"

@@ -34,7 +34,12 @@ from unsloth_ddp.training.callbacks import SavedTotals
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.sharded_saving import ShardedSaving
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer
-from unsloth_ddp.training.step.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
+from unsloth_ddp.training.step.deepspeed_precision import (
+    gather_fp32_weights,
+    name_fp32_in_config,
+    replace_weights,
+    tie_again,
+)
 from unsloth_ddp.training.tasks.task import Task
 from unsloth_ddp.utils.redaction import printable
 
@@ -242,9 +247,11 @@ class ResumableTrainer(SFTTrainer):
         return gather_fp32_weights(model.named_parameters(), keep=self.args.should_save)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is not None and self._fp32_weights:
+        if state_dict is not None and self.is_deepspeed_enabled:
             model = self.accelerator.unwrap_model(self.model)
-            replace_weights(state_dict, dict(model.named_parameters(remove_duplicate=False)), self._fp32_weights)
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            tie_again(state_dict, parameters)
+            replace_weights(state_dict, parameters, self._fp32_weights)
         super()._save(output_dir, state_dict)
         if self._fp32_weights:
             name_fp32_in_config(Path(output_dir or str(self.args.output_dir)))

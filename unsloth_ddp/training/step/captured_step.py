@@ -7,6 +7,7 @@ optimizer, the exchange of gradients and everything that is logged stay outside.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -192,11 +193,35 @@ class CapturedStep:
                 compute()
             torch.cuda.synchronize(self.device)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-            # Other threads pin memory and watch collectives meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                compute()
-        self._pool = graph.pool()
+            pool = self._pool or torch.cuda.graph_pool_handle()
+            try:
+                # Other threads pin memory and watch collectives meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    compute()
+            except Exception:
+                end_broken_capture(pool)
+                raise
+        self._pool = pool
         return graph.replay
+
+
+def end_broken_capture(pool: Any) -> None:
+    """Undo what torch leaves behind when a capture on the current device fails.
+
+    The generator would refuse to draw random numbers outside of a graph, which compiling does too, and the allocator would
+    keep the memory of the pool, and that of other streams until the capture ends.
+
+    Args:
+        pool: id of the memory pool of the capture.
+    """
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    # The copy has the same seed and offset, and is not in a capture.
+    generator.graphsafe_set_state(generator.clone_state())
+    with contextlib.suppress(RuntimeError):
+        # Raises if the capture has ended for the allocator.
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 def use_capture_stream(device: torch.device) -> None:

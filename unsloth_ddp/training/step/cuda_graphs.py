@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,8 @@ from unsloth_ddp.training.step.capture_check import (
 )
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed, use_capture_stream
 from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
+
+logger = logging.getLogger("unsloth_ddp")
 
 
 class CudaGraphs:
@@ -156,6 +160,7 @@ class CudaGraphs:
         try:
             return self.captured.run(batch, divisor)
         except CaptureFailed as failed:
+            logger.warning("the step is not captured: %s", failed, exc_info=True)
             self._stop(str(failed))
             return None
 
@@ -175,4 +180,5 @@ class CudaGraphs:
         self.captured = None
         self.collate.pad_to_shape(None)
         location = self.runtime.locations[self.runtime.ranks.rank]
-        print(f"Micro-batches are no longer replayed on {location}: {reason}", flush=True)
+        # Each rank decides alone, and only the main process has standard output.
+        print(f"Micro-batches are no longer replayed on {location}: {reason}", file=sys.stderr, flush=True)

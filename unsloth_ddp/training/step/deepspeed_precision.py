@@ -1,4 +1,4 @@
-"""Make DeepSpeed accumulate, average and save in fp32 when a model is trained in 16 bit.
+"""Make DeepSpeed accumulate, average and save in fp32 when a model is trained in 16 bit, and save tied weights once.
 
 DeepSpeed 0.19.8 accumulates the gradients of ZeRO-2 and ZeRO-3 in the dtype of the model unless
 data_types.grad_accum_dtype is set, and averages them in it unless communication_data_type is set. The state dict that
@@ -61,6 +61,19 @@ def replace_weights(saved: dict[str, Tensor], parameters: dict[str, Parameter], 
         weight = by_parameter.get(id(parameters.get(name)))
         if weight is not None:
             saved[name] = weight
+
+
+def tie_again(saved: dict[str, Tensor], parameters: dict[str, Parameter]) -> None:
+    """Give the names of a tied weight one tensor in `saved`, a state dict, so that Transformers writes it once.
+
+    accelerate copies the state dict of ZeRO-2 tensor by tensor, so a tied weight would be written under each of its names.
+
+    Args:
+        parameters: as of replace_weights.
+    """
+    first: dict[int, Tensor] = {}
+    for name in saved.keys() & parameters.keys():
+        saved[name] = first.setdefault(id(parameters[name]), saved[name])
 
 
 def name_fp32_in_config(folder: Path) -> None:

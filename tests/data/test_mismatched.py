@@ -9,11 +9,12 @@ from transformers import AutoTokenizer
 from tests.conftest import DEMO_MODEL, write_jsonl
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.chat.preview import preview_first_row
 from unsloth_ddp.data.dataset import tokenize_examples
 from unsloth_ddp.data.mismatched import answer_start, join_mismatched, partners, with_mismatched
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.order.stream_windows import streamed_windows
-from unsloth_ddp.data.sources.examples import read_examples
+from unsloth_ddp.data.sources.examples import held_out_examples, read_examples
 from unsloth_ddp.utils.errors import UserError
 
 CUT = 30
@@ -67,6 +68,8 @@ def test_a_tokenized_set_holds_its_mismatched_rows_and_labels(rows, tmp_path, ru
         "4 of 10 training rows are desirable: the weights of the two kinds are 0.67 : 1 in sum"
         in capsys.readouterr().out
     )
+    shown = preview_first_row(found, tokenizer, CUT)
+    assert "What is 0?[[ It is 0." in shown and shown.count("It is") == 1
     examples = [found.examples[index] for index in range(10)]
     assert [int(one["desirable"][0]) for one in examples] == [number % 2 for number in range(9)] + [0]
     halves = [np.split(one["input_ids"], [one["parts"][0]]) for one in examples]
@@ -103,3 +106,15 @@ def test_one_row_has_no_other(rows, tmp_path, runtime):
     read_examples(settings_of(one), runtime, folder)
     with pytest.raises(UserError, match="The training set has one row, and --task kto compares each"):
         tokenize_examples(settings_of(one), runtime, folder, AutoTokenizer.from_pretrained(DEMO_MODEL))
+
+
+def test_undesirable_answers_are_not_expected_of_the_model(rows, tmp_path, runtime):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    read_examples(settings_of(rows, eval_dataset=[str(rows)]), runtime, folder)
+    assert [one.text[one.prompt_chars :][:8] for one in held_out_examples(folder, 3)] == [
+        "It is 1.",
+        "It is 3.",
+        "It is 5.",
+    ]
+    assert len(held_out_examples(folder, 10**9)) == 4 and held_out_examples(folder, 0) == []

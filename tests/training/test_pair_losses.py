@@ -311,4 +311,4 @@ def test_pairs_are_never_packed_on_a_gpu_either(trained, runtime):
     # Neither asks for the model's attention or shape.
     shape: Any = None
     for found in (choose_packing(Settings(task="dpo"), runtime, None), planned_packing(Settings(task="dpo"), shape)):
-        assert (found.packed, found.reason) == (False, "pairs of answers are padded")
+        assert (found.packed, found.reason) == (False, "rows of preference tasks are padded")

@@ -69,12 +69,12 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
 
 
 def held_out_examples(folder: Path, limit: int) -> list[Example]:
-    """Return the first `limit` evaluation examples."""
+    """Return the first `limit` evaluation examples, without answers that are labelled as undesirable."""
     path = folder / "examples_eval"
     if not limit or not path.exists():
         return []
-    rows = datasets.load_from_disk(path)
-    return [Example.from_json(row["example"]) for row in rows.select(range(min(limit, len(rows))))]
+    read = (Example.from_json(row["example"]) for row in datasets.load_from_disk(path))
+    return list(itertools.islice((one for one in read if one.desirable is not False), limit))
 
 
 def trains_on_text(folder: Path) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.packing import (
-    PAIRS_ARE_PADDED,
+    PREFERENCES_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
     decide_packing,
@@ -89,7 +89,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
         UserError: --packing is on, but this model would mix rows.
     """
     if settings.trains_preferences and settings.packing != "off":
-        return PackingDecision(False, PAIRS_ARE_PADDED)
+        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
     kernel = select_varlen_kernel(setup) if setup else None
     everywhere = kernel if None not in runtime.gather(kernel) else None

@@ -94,6 +94,7 @@ CALLED = {
     "unsloth/models/_utils.py:apply_unsloth_gradient_checkpointing": "use_gradient_checkpointing max_seq_length dtype",
     "unsloth/utils/hf_packed_attention.py:enable_hf_packed_attention": "",
     "unsloth/utils/attention_dispatch.py:select_attention_backend": "use_varlen dropout_p",
+    "unsloth/utils/packing.py:patch_hybrid_linear_attention_varlen": "model",
     # Left out where Unsloth patches a model whose weights are in shards, and makes its trainer.
     "unsloth/tokenizer_utils.py:zero_pad_embedding_rows": "model tokenizer",
     "unsloth_zoo/tokenizer_utils.py:fix_untrained_tokens": "model tokenizer train_dataset IGNORED_TOKENIZER_NAMES eps",
@@ -141,6 +142,9 @@ NAMES = {
     "transformers/modeling_layers.py": ["gradient_checkpointing"],
     "unsloth/kernels/qk_norm_rope.py": ["QK_NORM_ROPE_ENABLED"],
     "unsloth/trainer.py": ["PADDING_FREE_BLOCKLIST"],
+    # Read before every call of a compiled layer.
+    "unsloth/models/_block_compile.py": ["UNSLOTH_BLOCK_COMPILE"],
+    "torch/_dynamo/utils.py": ["counters"],
     "unsloth/models/_utils.py": ["_unsloth_forced_float32", "_unsloth_gradient_checkpointing"],
     "unsloth/utils/attention_dispatch.py": ["_TORCH_VARLEN_ATTN", "XFORMERS", "FLASH_VARLEN"],
     "unsloth_zoo/fused_losses/cross_entropy_loss.py": ["_FUSED_CE_COMPILE_SUPPORTED"],

@@ -48,6 +48,26 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "architectures": ["Lfm2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 16,
         "full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_word_embeddings": True,
     }),
+    # Text decoders of 1 to 2B with the layers of today's families; layers and sizes are chosen here.
+    "gemma4_2b": ("Gemma4TextConfig", {
+        "architectures": ["Gemma4ForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 151936, "vocab_size_per_layer_input": 151936,
+        "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+    }),
+    "gemma3_1b": ("Gemma3TextConfig", {
+        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }),
+    "qwen3.5_2b": ("Qwen3_5TextConfig", {
+        "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    }),
+    "gpt_oss_1b": ("GptOssConfig", {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 12,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "num_local_experts": 16, "vocab_size": 151936,
+    }),
     # docs.nvidia.com/nemo/megatron-bridge, Gemma 4 recipes; the towers are those of Transformers.
     "gemma_4_e4b_it": ("Gemma4Config", {
         "architectures": ["Gemma4ForConditionalGeneration"], "tie_word_embeddings": True,

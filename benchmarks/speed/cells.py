@@ -109,7 +109,7 @@ EXPECTED = {
     ("chat", "qwen3_1.7b"): 50_000, ("small", "qwen3_1.7b"): 40_000, ("full", "qwen3_1.7b"): 55_000, ("long", "qwen3_1.7b"): 40_000,
     ("chat", "qwen3_8b"): 15_000, ("small", "qwen3_8b"): 13_000, ("full", "qwen3_8b"): 16_000, ("long", "qwen3_8b"): 13_000,
 }  # fmt: skip
-EXPECTED_TINY = 400
+EXPECTED_OTHERS, EXPECTED_TINY = 30_000, 400
 METHODS = ("lora", "qlora", "full")
 
 
@@ -200,7 +200,7 @@ class Steps:
 
 def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
     """Return the steps that take the kit about `seconds` after warm-up, by its expected speed."""
-    speed = (EXPECTED_TINY if tiny else EXPECTED[cell.work, cell.shape]) * cell.processes
+    speed = (EXPECTED_TINY if tiny else EXPECTED.get((cell.work, cell.shape), EXPECTED_OTHERS)) * cell.processes
     step = cell.global_batch(work) * work.mean_tokens / (speed * CONTESTANTS[cell.contestant].share.get(cell.shape, 1))
     logging = min(5, max(1, math.ceil(LINE_SECONDS / step)))
     # Step 1 has a line of its own, whatever the distance of the others.

@@ -40,14 +40,14 @@ def matmul() -> dict[str, float]:
 
 def flops(shape: str) -> dict[str, float]:
     """Return the model work of a token by method; an adapter has rank 16 on all linear layers."""
-    from benchmarks.common.models import SHAPES, make_config
+    from benchmarks.common.models import OTHERS, SHAPES, make_config
     from unsloth_ddp.config.options import Settings
     from unsloth_ddp.sizing.count import read_model_shape
 
     with tempfile.TemporaryDirectory() as folder:
-        if shape in SHAPES:
+        if known := shape in SHAPES or shape in OTHERS:
             make_config(shape).save_pretrained(folder)
-        counted = read_model_shape(Settings(model=folder if shape in SHAPES else shape))
+        counted = read_model_shape(Settings(model=folder if known else shape))
     return {method: counted.flops_a_token(method) for method in ("lora", "qlora", "full")}
 
 

@@ -192,7 +192,10 @@ def read_kit(run: Path) -> dict[str, Any]:
         "first_step_at": first_step_at(own_log),
         "head_share": summary["supervised_tokens"] / summary["tokens"] if chooses else 1.0,
         "peak_memory_bytes": summary["peak_memory_bytes"],
+        "seconds_of_parts": summary.get("seconds"),
+        "compiled_after_warm_up": summary.get("compiled_after_warm_up"),
         "settings": {
+            "cuda_graphs": summary.get("cuda_graphs"),
             **{name: summary[name] for name in ("packing", "packs", "global_batch_size", "backend", "precision")},
             **{name: summary[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")},
             "gradient_checkpointing": summary["gradient_checkpointing"],

@@ -29,7 +29,7 @@ from unsloth_ddp.data.order.packing import (
     plan_step,
 )
 from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
-from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, untested_reason
+from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
 from unsloth_ddp.training.shown.meter import real_tokens
 from unsloth_ddp.training.tasks.text import supervised_tokens
 from unsloth_ddp.utils.errors import UserError
@@ -218,34 +218,32 @@ def test_a_batch_in_tokens_without_packing_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kernel", "wrong", "doubtful", "packed", "reason"),
+    ("wanted", "kernel", "wrong", "packed", "reason"),
     [
-        ("auto", "xformers", None, None, True, "xformers keeps rows apart"),
-        ("auto", None, None, None, False, "a CPU has no attention kernel for packed rows"),
-        ("auto", "xformers", "it remembers", None, False, "it remembers"),
-        ("auto", "xformers", None, "never tried", False, "never tried"),
-        ("on", "xformers", None, "never tried", True, "--packing on; xformers keeps rows apart"),
+        ("auto", "xformers", None, True, "xformers keeps rows apart"),
+        ("auto", None, None, False, "a CPU has no attention kernel for packed rows"),
+        ("auto", "xformers", "it remembers", False, "it remembers"),
+        ("on", "xformers", None, True, "--packing on; xformers keeps rows apart"),
         (
             "on",
-            None,
             None,
             None,
             True,
             "--packing on; a CPU has no attention kernel for packed rows, so a mask keeps rows apart",
         ),
-        ("off", "xformers", None, None, False, "--packing off"),
-        ("off", "xformers", "it remembers", None, False, "--packing off"),
+        ("off", "xformers", None, False, "--packing off"),
+        ("off", "xformers", "it remembers", False, "--packing off"),
     ],
 )
-def test_the_choice_and_its_reason(wanted, kernel, wrong, doubtful, packed, reason) -> None:
-    choice = decide_packing(wanted, "a CPU has no attention kernel for packed rows", kernel, wrong, doubtful)
+def test_the_choice_and_its_reason(wanted, kernel, wrong, packed, reason) -> None:
+    choice = decide_packing(wanted, "a CPU has no attention kernel for packed rows", kernel, wrong)
     assert choice.packed == packed
     assert choice.reason.startswith(reason)
 
 
 def test_packing_that_would_mix_rows_is_refused() -> None:
     with pytest.raises(UserError, match="packing on would mix rows, because it remembers; use --packing auto or off"):
-        decide_packing("on", "a CPU", "xformers", "it remembers", None)
+        decide_packing("on", "a CPU", "xformers", "it remembers")
 
 
 H200 = AttentionSetup("cuda", sixteen_bit=True, head_dim=128, unsloth_attention=True, capability=9, torch_varlen=True)
@@ -295,31 +293,18 @@ def make(name: str, **config: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "config", "reason"),
     [
-        ("Mamba", {"state_size": 4}, "MambaBlock layers carry a state"),
-        ("Bloom", {}, "ALiBi"),
-        ("Falcon", {"alibi": True}, "ALiBi"),
-        ("Lfm2", {**KV, "layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv layers carry a state"),
-        (
-            "DeepseekV4",
-            {"num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 4},
-            "DeepseekV4HCACompressor layers carry a state",
-        ),
-        ("Roberta", {"is_decoder": True}, "counts positions from its padding index"),
+        ("Mamba", {"state_size": 4}, "the model takes no position_ids"),
         ("Llama4Text", {**KV, "layer_types": ["chunked_attention", "full_attention"]}, "chunked attention"),
-        (
-            "Qwen3Next",
-            {**KV, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2},
-            "Qwen3NextGatedDeltaNet layers carry a state",
-        ),
     ],
 )
 def test_models_that_would_mix_rows_are_known(name: str, config: dict[str, Any], reason: str) -> None:
     assert reason in str(mixing_reason(make(name, **config)))
 
 
-def test_models_that_take_token_types_are_doubtful() -> None:
-    assert "token_type_ids" in str(untested_reason(make("GPT2")))
-    assert untested_reason(make("Llama")) is None
+def test_layers_with_a_state_are_known() -> None:
+    model = make("Lfm2", **KV, layer_types=["conv", "full_attention"])
+    assert "Lfm2ShortConv layers carry a state" in str(state_reason(model))
+    assert mixing_reason(model) is state_reason(make("Llama")) is None
 
 
 # ---- what a pack is, and that a row's loss is its own ----

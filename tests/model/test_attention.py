@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
+import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from tests.data.test_packing import KV, both_ways, make, token_losses
+from tests.data.test_packing import KV, make
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward import attention, varlen
-from unsloth_ddp.model.forward.packing_obstacles import lost_boundaries_reason
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -70,7 +73,7 @@ def test_torchs_kernel_is_used_where_unsloth_found_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     stand_in_for_unsloth(monkeypatch, "sdpa")
     model = QAttention(1, 1)
-    model.config = SimpleNamespace(head_dim=128, _attn_implementation="sdpa")  # type: ignore[assignment]
+    model.config = transformers.Qwen3Config(head_dim=128, attn_implementation="sdpa")  # type: ignore[assignment]
     setup = attention._attention_setup(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
     assert setup.torch_varlen is there
     assert attention.select_varlen_kernel(setup) == ("torch's varlen_attn" if there else None)
@@ -121,26 +124,69 @@ def test_a_t4_packs_with_xformers_only(xformers: bool, monkeypatch: pytest.Monke
     )
 
 
-@pytest.mark.parametrize("name", ["BioGpt", "Falcon", "OPT", "XGLM"])
-def test_models_whose_masks_lose_positions_do_not_pack_without_a_kernel(name: str) -> None:
-    sizes = {"ffn_dim": 48, "d_model": 32, "num_layers": 2, "word_embed_proj_dim": 32, "attention_heads": 2}
-    model = make(name, **(sizes if name in ("OPT", "XGLM") else {}))
-    _, _, padded, packed = both_ways()
-    assert (token_losses(model, packed) - token_losses(model, padded)).abs().max() > 1e-4, (
-        "this model keeps rows apart now"
-    )
-    runtime = cpu_runtime()
-    with pytest.raises(
-        UserError, match=f"packing on would mix rows, because the masks of {name.lower()} models do not keep rows apart"
-    ):
-        attention.choose_packing(Settings(model="m", packing="on"), runtime, model)
-    assert not attention.choose_packing(Settings(model="m"), runtime, model).packed
+IDS = np.arange(3, 60)
+BY_MASK = PackingDecision(True, "a mask keeps rows apart")
 
 
-def test_a_kernel_needs_no_mask_unless_the_model_does_not_pass_boundaries() -> None:
-    assert lost_boundaries_reason("gpt_oss", "flash-attn", "flash_attention_2") is None
-    assert "masks of gpt_oss" in str(lost_boundaries_reason("gpt_oss", None, "eager"))
-    assert "gptj models do not pass row boundaries" in str(
-        lost_boundaries_reason("gptj", "flash-attn", "flash_attention_2")
-    )
-    assert lost_boundaries_reason("gptj", None, "sdpa") is None
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        # Masks made without positions.
+        ("BioGpt", {}),
+        ("Falcon", {}),
+        ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+        ("XGLM", {"ffn_dim": 48, "d_model": 32, "num_layers": 2, "attention_heads": 2}),
+        # States and convolutions.
+        ("Lfm2", {**KV, "layer_types": ["conv", "full_attention"]}),
+        (
+            "Qwen3Next",
+            {**KV, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2},
+        ),
+        # Positions that depend on the place in the pack.
+        ("Bloom", {}),
+        ("Roberta", {"is_decoder": True}),
+    ],
+)
+def test_a_model_that_mixes_rows_is_found_by_trying_it(name: str, config: dict[str, Any]) -> None:
+    model, runtime = make(name, **config), cpu_runtime()
+    mixed = attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_MASK)
+    assert not mixed.packed
+    with pytest.raises(UserError, match=f"packing on would mix rows, because {re.escape(mixed.reason)}"):
+        attention.prove_rows_apart(Settings(model="m", packing="on"), runtime, model, IDS, BY_MASK)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Llama", KV),
+        ("Mistral", {**KV, "sliding_window": 8}),
+        ("GPT2", {"resid_pdrop": 0.5}),
+        ("Gemma2", {**KV, "head_dim": 16}),
+        ("Qwen3Moe", {**KV, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_a_model_that_keeps_rows_apart_packs_and_is_left_as_it_was(name: str, config: dict[str, Any]) -> None:
+    model = make(name, **config)
+    before = torch.get_rng_state()
+    assert attention.prove_rows_apart(Settings(model="m"), cpu_runtime(), model, IDS, BY_MASK) is BY_MASK
+    assert torch.equal(torch.get_rng_state(), before) and not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attention_that_ignores_the_border_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("Llama", **KV)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda position_ids, **given: forward(**given))
+    mixed = attention.prove_rows_apart(Settings(model="m"), cpu_runtime(), model, IDS, BY_MASK)
+    assert mixed == PackingDecision(False, "the loss of a row depends on the row before it")
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+def test_masks_that_cannot_be_tried_are_not_used(sharding: Any) -> None:
+    with torch.device("meta"):
+        model = make("Llama", **KV)
+    runtime = dataclasses.replace(cpu_runtime(), sharding=sharding)
+    refused = attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_MASK)
+    assert "cannot be tried" in refused.reason and not refused.packed
+    model.config._attn_implementation = varlen.NAME
+    assert attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_MASK) is BY_MASK

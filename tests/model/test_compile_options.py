@@ -1,5 +1,6 @@
 """Options of torch.compile that keep it from timing variants of sums."""
 
+import os
 import threading
 
 import pytest
@@ -8,11 +9,37 @@ import torch._inductor.config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
-from unsloth_ddp.model.forward.compile_options import REPEATABLE, repeatable_options
+from unsloth_ddp.model.forward.compile_options import (
+    BLOCK_COMPILE,
+    REPEATABLE,
+    leave_layers_uncompiled,
+    repeatable_options,
+    uncompiled_layers,
+)
 
 
 def test_this_torch_knows_every_option():
     assert repeatable_options() == REPEATABLE
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_layers_are_uncompiled_inside_the_block_alone(before, monkeypatch):
+    monkeypatch.delenv(BLOCK_COMPILE, raising=False)
+    if before:
+        monkeypatch.setenv(BLOCK_COMPILE, before)
+    with pytest.raises(ValueError, match="inside"), uncompiled_layers():
+        assert os.environ[BLOCK_COMPILE] == "0"
+        raise ValueError("inside")
+    assert os.environ.get(BLOCK_COMPILE) == before
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_layers_of_a_short_run_stay_uncompiled_unless_the_user_says_otherwise(before, after, monkeypatch):
+    monkeypatch.setenv(BLOCK_COMPILE, before or "")
+    if before is None:
+        monkeypatch.delenv(BLOCK_COMPILE)
+    leave_layers_uncompiled()
+    assert os.environ[BLOCK_COMPILE] == after
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
@@ -21,6 +23,10 @@ QWEN3 = {**KV, "head_dim": 16}
 MISTRAL = {**KV, "sliding_window": 8}
 # Its scores are not divided by the root of the head size.
 GRANITE = {**KV, "attention_multiplier": 0.7}
+LATENT = {
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "head_dim": 8, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def slow_varlen(
@@ -65,14 +71,33 @@ def packed_for_flash() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [("Llama", KV), ("Qwen3", QWEN3), ("Mistral", MISTRAL), ("Granite", GRANITE)]
+    ("name", "config", "implementation"),
+    [
+        ("Llama", KV, "eager"),
+        ("Qwen3", QWEN3, "eager"),
+        ("Mistral", MISTRAL, "eager"),
+        ("Granite", GRANITE, "eager"),
+        # Its values are narrower than its keys.
+        ("DeepseekV3", LATENT, "eager"),
+        # Unsloth's layers look for this name alone.
+        ("Mistral", MISTRAL, "flex_attention"),
+    ],
 )
-def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[str, Any], calls: list[Any]) -> None:
+def test_every_token_loss_is_the_same_packed_or_padded(
+    name: str, config: dict[str, Any], implementation: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(name, **config)
+    # The functions under a name that Transformers has are put back after the test.
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, varlen.FLEX, ALL_ATTENTION_FUNCTIONS[varlen.FLEX])
+    monkeypatch.setitem(
+        AttentionMaskInterface._global_mapping, varlen.FLEX, AttentionMaskInterface._global_mapping[varlen.FLEX]
+    )
     _, _, padded, _ = both_ways()
     expected = token_losses(model, padded)
+    model.set_attn_implementation(implementation)
     assert varlen.obstacle(model) is None
     varlen.use(model)
+    assert varlen.in_use(model)
     packed = packed_for_flash()
     torch.testing.assert_close(token_losses(model, packed), expected, rtol=2e-6, atol=1e-6)
     assert len(calls) == model.config.num_hidden_layers
@@ -185,7 +210,6 @@ def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: p
         ("Nemotron", KV, "does not pass the boundaries"),
         # Its window is in the mask only.
         ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}, "does not pass its sliding window"),
-        ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}, "sizes"),
     ],
 )  # fmt: skip
 def test_models_with_other_attention_arguments_keep_their_attention(
@@ -194,7 +218,13 @@ def test_models_with_other_attention_arguments_keep_their_attention(
     assert said in str(varlen.obstacle(make(name, **config)))
 
 
-CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "same_shapes": True, "is_causal": True}
+CALL = {
+    "cu_seq_lens_q": torch.tensor([0, 4, 6]),
+    "max_length_q": 4,
+    "same_shapes": True,
+    "head_size": 16,
+    "is_causal": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -204,6 +234,7 @@ CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "same_shape
         # Without either, `attend` would take a pack for one row.
         ({"cu_seq_lens_q": None}, False), ({"max_length_q": None}, False),
         ({"dropout": 0.0, "softcap": None}, True), ({"dropout": 0.1}, False), ({"softcap": 30.0}, False),
+        ({"head_size": 512}, True), ({"head_size": 512, "sliding_window": 8}, False), ({"sliding_window": 8}, True),
         ({"s_aux": torch.zeros(2)}, False), ({"position_bias": torch.zeros(2)}, False),
     ],
 )  # fmt: skip

@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 
 from tests.data.test_fixed_shape import pack_of, rows_of
 from tests.data.test_packing import KV, make
+from tests.tiny_models import save_tiny
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 from unsloth_ddp.model.forward import head_loss as head_module
-from unsloth_ddp.model.forward.head_loss import head_loss
+from unsloth_ddp.model.forward.head_loss import Logits, head_loss
 from unsloth_ddp.model.forward.packed_forward import PackedForward
-from unsloth_ddp.model.modules import without_dropout
+from unsloth_ddp.model.modules import text_decoder, without_dropout
 from unsloth_ddp.training.step.capture_check import capture_sizes, check_capture
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed
 
@@ -354,16 +357,55 @@ def test_the_head_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    ("class_name", "text"),
+    [
+        ("Gemma3ForConditionalGeneration", {}),
+        ("Gemma4ForConditionalGeneration", {"final_logit_softcapping": 2.0}),
+        ("Cohere2ForCausalLM", {"logit_scale": 0.25}),
+        ("GraniteForCausalLM", {"logits_scaling": 8.0}),
+        ("Qwen3VLForConditionalGeneration", {}),
+        ("Mistral3ForConditionalGeneration", {}),
+        ("DeepseekV3ForCausalLM", {}),
+    ],
+)
+def test_heads_and_decoders_of_todays_models_give_the_models_own_loss(
+    class_name: str, text: dict[str, Any], tmp_path: Path
+) -> None:
+    config = getattr(transformers, class_name).config_class
+    model = save_tiny(config.model_type, class_name, tmp_path).float().train()
+    for name, value in text.items():
+        assert hasattr(model.config.get_text_config(), name)
+        setattr(model.config.get_text_config(), name, value)
+        if hasattr(model, name):
+            setattr(model, name, value)
+    for parameter in model.parameters():
+        # Larger weights, so that a cap changes the logits.
+        parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+    batch = batches()[0]
+    wanted = ordinary_sum(model, batch)
+    wanted.backward()
+    weights = [(p, p.grad.clone()) for p in text_decoder(model).parameters() if p.grad is not None]
+    model.zero_grad()
+    loss, _ = captured_of(model).run(batch, torch.ones(()))
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-5)
+    off = sum(float((p.grad - g).square().sum()) for p, g in weights) / sum(float(g.square().sum()) for _, g in weights)
+    assert off < 1e-8
+
+
+@pytest.mark.parametrize("changed", [Logits(), Logits(factor=0.25), Logits(factor=2.0, cap=3.0)])
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_head_in_chunks_is_cross_entropy(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
+def test_the_head_in_chunks_is_cross_entropy(monkeypatch: pytest.MonkeyPatch, trained: bool, changed: Logits) -> None:
     monkeypatch.setattr(head_module, "CHUNK", 16)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 8, generator=generator, requires_grad=True)
     weight = torch.randn(30, 8, generator=generator, requires_grad=trained)
     labels = torch.randint(0, 30, (50,), generator=generator)
     labels[np.array([0, 7, 49])] = -100
-    ours = head_loss(hidden, weight, labels, torch.float32)
-    wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, ignore_index=-100, reduction="sum")
+    ours = head_loss(hidden, weight, labels, torch.float32, changed)
+    logits = hidden @ weight.t() * changed.factor
+    logits = torch.tanh(logits / changed.cap) * changed.cap if changed.cap else logits
+    wanted = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     inputs = [hidden, weight] if trained else [hidden]
     torch.testing.assert_close(ours, wanted)
     for one, other in zip(torch.autograd.grad(ours * 3, inputs), torch.autograd.grad(wanted * 3, inputs), strict=True):

@@ -168,9 +168,10 @@ class DataSettings:
     loss_on: Literal["assistant", "all"] = option(
         "assistant", "Compute the loss on the assistant's tokens or on all tokens.", on_resume="refuse", summary=True
     )
-    dataset_num_proc: int = option(
-        1,
-        "Tokenizer processes on each node (with --streaming: on the first node only).",
+    dataset_num_proc: int | None = option(
+        None,
+        "Tokenizer processes on each node (with --streaming: on the first node only) [one per 1,000 rows, at most half the "
+        "cores and 8; 1 with --streaming].",
         above=0,
         at_most=1000,
         on_resume="allow",

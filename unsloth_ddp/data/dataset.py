@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -37,6 +38,9 @@ from unsloth_ddp.utils.units import counted
 
 ROWS_AT_A_TIME = 100
 ROWS_WITH_PROGRESS_BAR = 10_000
+FIRST_ROWS = 8
+# A process is started in about the time in which it tokenizes so many rows of a chat.
+ROWS_A_PROCESS, MOST_PROCESSES = 1000, 8
 # Columns for messages about the rows, which are removed from the tokenized set.
 REPORT_FEATURES = datasets.Features(
     {
@@ -107,6 +111,10 @@ class TokenizedRows:
         rows = ArrowRows(self.dataset, self.added)
         return rows if self.packing is None else PackedRows(rows, self.packing)
 
+    def first_tokens(self) -> np.ndarray:
+        """Return the token ids of the first rows, int (n,)."""
+        return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.counts.rows))])
+
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, int64 (units + 1,); of a pair, with its shorter row padded."""
         if "parts" in self.dataset.column_names:
@@ -172,7 +180,7 @@ def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, pu
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
     # No more processes than batches, because starting a process takes longer than tokenizing a batch.
-    processes = min(settings.dataset_num_proc, -(-len(examples) // ROWS_AT_A_TIME))
+    processes = min(settings.dataset_num_proc or own_processes(len(examples)), -(-len(examples) // ROWS_AT_A_TIME))
     if len(examples) >= ROWS_WITH_PROGRESS_BAR:
         datasets.enable_progress_bars()
     encoded = examples.map(
@@ -186,6 +194,11 @@ def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, pu
     )
     datasets.disable_progress_bars()
     return encoded
+
+
+def own_processes(rows: int) -> int:
+    """Return how many processes tokenize so many rows where the settings do not say."""
+    return max(1, min(rows // ROWS_A_PROCESS, len(os.sched_getaffinity(0)) // 2, MOST_PROCESSES))
 
 
 def _token_features(settings: Settings) -> datasets.Features:

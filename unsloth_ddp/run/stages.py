@@ -26,9 +26,10 @@ from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
+from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
-from unsloth_ddp.model.forward.attention import choose_packing
+from unsloth_ddp.model.forward.attention import choose_packing, prove_rows_apart
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
@@ -66,23 +67,27 @@ def import_backend(run: Run) -> None:
     reason = sharding.unsupported_by_unsloth(run.settings, run.runtime.sharding, run.runtime.offload)
     if reason and run.settings.backend == "auto" and run.runtime.device_type == "cuda":
         print(f"Using backend transformers, because Unsloth is not taken for {reason}.", flush=True)
+    run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Importing {'Unsloth' if run.runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
-    backend.import_backend(run.runtime, run.settings)
+    with run.runtime.progress.timing("import"):
+        backend.import_backend(run.runtime, run.settings)
     stop_library_output(run.runtime)
 
 
 def make_config(run: Run) -> Any:
     """Return TRL's SFTConfig; a mistake in it is found before rows are read, and with ZeRO-3 the model needs it."""
-    from unsloth_ddp.training.sft_config import make_config
+    with run.runtime.progress.timing("import"):
+        from unsloth_ddp.training.sft_config import make_config
 
-    # Every rank refuses the same values, and only one of them tells.
-    return run.runtime.on_every_rank(lambda: make_config(run.settings, run.runtime, _request(run).plan, run.folder))
+        # Every rank refuses the same values, and only one of them tells.
+        return run.runtime.on_every_rank(lambda: make_config(run.settings, run.runtime, _request(run).plan, run.folder))
 
 
 def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before any model is loaded."""
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
-    examples.read_examples(run.settings, run.runtime, run.node_folder)
+    with run.runtime.progress.timing("rows"):
+        examples.read_examples(run.settings, run.runtime, run.node_folder)
 
 
 def find_resume_point(run: Run) -> ResumePoint | None:
@@ -101,7 +106,8 @@ def find_resume_point(run: Run) -> ResumePoint | None:
 def load_model(run: Run) -> tuple[Any, Any]:
     """Return the model, on this process's device, and its tokenizer."""
     print(f"Loading model {run.settings.model} ...", flush=True)
-    model, tokenizer = load.load_model(run.settings, run.runtime)
+    with run.runtime.progress.timing("load"):
+        model, tokenizer = load.load_model(run.settings, run.runtime)
     run.identify(**trained_identity(model))
     return model, tokenizer
 
@@ -112,7 +118,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     print("Tokenizing rows ...", flush=True)
     # A resumed run keeps the date that its chat template printed when it began.
     template_date = resume.manifest.run.get("chat_template_date") if resume else None
-    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+    with runtime.progress.timing("tokenize"):
+        train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
     added = load.stop_at(model, train.stop_tokens)
     if added and settings.method != "full":
         names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in added)
@@ -121,7 +128,10 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             "adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
-    plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
+    with runtime.progress.timing("check of packs"):
+        choice = choose_packing(settings, runtime, model)
+        choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
+    plan, train, packing = dataset.fill_steps(_request(run), train, choice)
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if evaluation:
         same_everywhere(evaluation, runtime, "evaluation")
@@ -134,13 +144,14 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
 
 def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: TrainingData) -> DDPTrainer:
     """Return the trainer."""
-    from unsloth_ddp.sizing.trial import trained_bytes
-    from unsloth_ddp.training.trainer import DDPTrainer
-
     settings, runtime = run.settings, run.runtime
-    limit, least = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
-    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, least)
-    return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
+    with runtime.progress.timing("trainer"):
+        from unsloth_ddp.sizing.trial import trained_bytes
+        from unsloth_ddp.training.trainer import DDPTrainer
+
+        limit, least = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
+        checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, least)
+        return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
 
 
 def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:

@@ -156,7 +156,9 @@ def describe_steps(settings: Settings, data: TrainingData, decision: MicroBatchD
 def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds: float) -> dict[str, Any]:
     """Return the content of summary.json, the same on every rank; every rank calls this after training.
 
-    Memory is that of the fullest GPU, in bytes: until the first step (loading, sharding), and from there on.
+    Memory is that of the fullest GPU, in bytes: until the first step (loading, sharding), and from there on. `seconds`
+    are those of the parts of the preparation, and `compiled_after_warm_up` counts functions that torch.compile compiled after the
+    first steps, both of this rank (see Progress and CountCompilations).
 
     Args:
         seconds: that training took.
@@ -181,6 +183,8 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "peak_memory_bytes_loading": loading,
         "settings": {name: getattr(settings, name) for name in options_with(summary=True)},
         "versions": versions(),
+        "compiled_after_warm_up": trainer.compilations.after_warm_up,
+        "seconds": {name: round(value, 1) for name, value in runtime.progress.seconds.items()},
         "train_seconds": seconds,
         "tokens_per_second": (totals.tokens - trainer.tokens_before) / seconds,
         "eval_loss": _final_eval_loss(trainer),

@@ -198,4 +198,4 @@ def planned_packing(settings: Settings, shape: ModelShape, capability: tuple[int
         place += describe_older_gpu("a GPU", capability)
     missing = found.no_kernel or f"{place} has no attention kernel for packed rows"
     kernel = "torch's varlen_attn" if takes else None
-    return decide_packing(settings.packing, missing, kernel, wrong=found.wrong, doubtful=found.doubtful)
+    return decide_packing(settings.packing, missing, kernel, found.wrong)

@@ -27,6 +27,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model.adapter.experts import full_shape
+from unsloth_ddp.model.forward.compile_options import uncompiled_layers
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, kept_random_numbers, training_mode
@@ -201,7 +202,7 @@ class MemorySearch:
     def _passes(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
         trained = [p for p in self.runner.model.parameters() if p.requires_grad]
-        with training_mode(self.runner.model), kept_random_numbers(self.runner.device):
+        with training_mode(self.runner.model), kept_random_numbers(self.runner.device), uncompiled_layers():
             try:
                 # In a step the gradients of earlier micro-batches are allocated too.
                 for parameter in trained:
@@ -220,7 +221,7 @@ class MemorySearch:
     def _evaluates(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a forward pass of an evaluation."""
         try:
-            with evaluation_mode(self.runner.model), torch.no_grad():
+            with evaluation_mode(self.runner.model), torch.no_grad(), uncompiled_layers():
                 self.runner.loss_sum(batch)
             torch.cuda.synchronize(self.runner.device)
             return True

@@ -34,14 +34,17 @@ from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.files.stored_weights import complete_result
 from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_packs
+from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
+    CountCompilations,
     CountOverflows,
     LogSteps,
     NameUntrained,
@@ -159,6 +162,8 @@ class DDPTrainer(ResumableTrainer):
         self.drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         self.add_callback(CompareWeights(self.drift))
         self.add_callback(NameUntrained(self.model, self.runtime))
+        self.compilations = CountCompilations()
+        self.add_callback(self.compilations)
         if self.runtime.precision == "fp16":
             self.add_callback(CountOverflows(self.accelerator, speaks=self.runtime.ranks.is_main))
 
@@ -178,12 +183,16 @@ class DDPTrainer(ResumableTrainer):
         # The peak of loading, which the trials reset.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
         search = self.step.search(self.settings, self.runtime, self.data, self._runner())
-        decision = search.choose(resume.manifest.run if resume else {})
+        with self.runtime.progress.timing("search"):
+            decision = search.choose(resume.manifest.run if resume else {})
         plan = with_micro_batch(self.data.plan, decision.per_device)
         self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
+        if self.runtime.backend == "unsloth" and too_short(self.settings, self.data.train, plan):
+            leave_layers_uncompiled()
         self.step.task = self.meter.task = self._tuned_task(plan)
-        self.step.prepare(decision, plan, self._runner())
+        with self.runtime.progress.timing("capture"):
+            self.step.prepare(decision, plan, self._runner())
         self.checkpoints.update_identity(
             **batch_identity(plan),
             cuda_graphs="on" if self.step.graphs.choice.uses_graphs else "off",

@@ -158,12 +158,10 @@ class PackingObstacles:
 
     Args:
         wrong: the reason why packed rows would influence each other, if there is one.
-        doubtful: the reason why packing has not been tested with this model, if there is one.
         no_kernel: the reason why a GPU has no attention kernel for it, if there is one.
     """
 
     wrong: str | None = None
-    doubtful: str | None = None
     no_kernel: str | None = None
 
 
@@ -171,9 +169,7 @@ class PackingObstacles:
 PREFERENCES_ARE_PADDED = "rows of preference tasks are padded"
 
 
-def decide_packing(
-    wanted: str, missing: str, kernel: str | None, wrong: str | None, doubtful: str | None
-) -> PackingDecision:
+def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | None) -> PackingDecision:
     """Pack if attention has a kernel that skips the blocks between rows; without one, packing is slower than padding.
 
     Args:
@@ -181,7 +177,6 @@ def decide_packing(
         missing: the reason why there is no kernel, for the message.
         kernel: the attention kernel for rows of different lengths, if there is one.
         wrong: the reason why packed rows of this model would influence each other, if there is one.
-        doubtful: the reason why packing has not been tested with this model, if there is one.
 
     Raises:
         UserError: --packing is on but would change the result.
@@ -195,8 +190,6 @@ def decide_packing(
     if wanted == "on":
         masked = f"{missing}, so a mask keeps rows apart, which is slow"
         return PackingDecision(True, f"--packing on; {f'{kernel} keeps rows apart' if kernel else masked}")
-    if doubtful is not None:
-        return PackingDecision(False, doubtful)
     if kernel is None:
         return PackingDecision(False, missing)
     return PackingDecision(True, f"{kernel} keeps rows apart")

@@ -161,6 +161,6 @@ def streamed_steps(
         lambda start: read_ahead(
             windows,
             dataclasses.replace(start, seen=None) if settings.resume_anyway else start,
-            settings.dataset_num_proc,
+            settings.dataset_num_proc or 1,
         ),
     )

@@ -10,9 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.data.order.packing import (
     PREFERENCES_ARE_PADDED,
     PackingDecision,
@@ -23,12 +25,19 @@ from unsloth_ddp.data.order.packing import (
 )
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.model.forward import varlen
-from unsloth_ddp.model.forward.packing_obstacles import lost_boundaries_reason, mixing_reason, untested_reason
+from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
+from unsloth_ddp.model.forward.row_check import rows_mix
 from unsloth_ddp.model.modules import base_model
 
-LARGEST_HEAD = 256
+# Of the kernels that varlen.py takes.
+LARGEST_HEAD = 512
 TORCH_KERNEL = "torch's varlen_attn"
+
+
+# Attention of Transformers that computes what varlen.py does; Unsloth selects flex_attention for some models.
+REPLACED = ("sdpa", varlen.FLEX, varlen.NAME)
 
 
 @dataclass(frozen=True)
@@ -70,11 +79,14 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if setup.device_type != "cuda" or not setup.sixteen_bit or setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return None
     torch_kernel = TORCH_KERNEL if setup.torch_varlen and setup.capability >= AMPERE[0] else None
+    wide = setup.head_dim > varlen.LARGEST_FLASH_HEAD
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
-            return "flash-attn"
-        usable = setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable and not setup.obstacle
+            return None if wide else "flash-attn"
+        usable = setup.implementation in REPLACED and setup.replaceable and not setup.obstacle
         return torch_kernel if usable else None
+    if wide:
+        return None
     if setup.flash_attn and setup.capability >= AMPERE[0]:
         return "flash-attn"
     return torch_kernel or ("xformers" if setup.xformers else None)
@@ -93,17 +105,63 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
     kernel = select_varlen_kernel(setup) if setup else None
     everywhere = kernel if None not in runtime.gather(kernel) else None
-    model_type = base_model(model).config.model_type
     choice = decide_packing(
         settings.packing,
         _why_no_kernel(setup) or f"{_place(settings, runtime)} has no attention kernel for packed rows",
         everywhere,
-        mixing_reason(model) or lost_boundaries_reason(model_type, everywhere, _implementation(model)),
-        untested_reason(model),
+        mixing_reason(model) or _kept_state(runtime, model),
     )
     if choice.packed and setup and not setup.unsloth_attention and kernel == TORCH_KERNEL:
         varlen.use(base_model(model))
     return choice
+
+
+def _kept_state(runtime: Runtime, model: Any) -> str | None:
+    """Return the reason that a layer carries a state from row to row; None where kernels may reset it, which is tried later."""
+    reason = state_reason(model)
+    if reason is None or shards_weights(runtime.sharding):
+        return reason
+    if runtime.backend == "unsloth":
+        from unsloth.utils.packing import patch_hybrid_linear_attention_varlen
+
+        return None if patch_hybrid_linear_attention_varlen(model) else reason
+    return None
+
+
+def prove_rows_apart(
+    settings: Settings, runtime: Runtime, model: Any, token_ids: np.ndarray, choice: PackingDecision
+) -> PackingDecision:
+    """Return the decision to pack rows if a trial shows that they stay apart; every rank gets the same decision.
+
+    Weights that are sharded cannot be used before training begins. There a kernel that gets the boundaries of rows is
+    trusted, and a mask is not.
+
+    Args:
+        token_ids: int (n,), tokens of rows.
+
+    Raises:
+        UserError: --packing is on, but this model mixes rows.
+    """
+    if not choice.packed:
+        return choice
+    mixed = None
+    if all(runtime.gather(_can_compute(runtime, model))):
+        prepare_for_packs(runtime, model)
+        mixed = rows_mix(model, Flatten(keys_for_packs(runtime, model)), token_ids, runtime.precision)
+    elif (
+        runtime.backend != "unsloth" and "flash" not in _implementation(model) and not varlen.in_use(base_model(model))
+    ):
+        mixed = "its masks cannot be tried before training while its weights are sharded"
+    mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
+    if mixed is None:
+        return choice
+    return decide_packing(settings.packing, "", None, state_reason(model) or mixed)
+
+
+def _can_compute(runtime: Runtime, model: Any) -> bool:
+    """Return whether the model's weights are whole and where it trains."""
+    weight = model.get_input_embeddings().weight
+    return weight.device.type == runtime.device_type and not varlen.is_sharded(model)
 
 
 def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
@@ -131,7 +189,8 @@ def packing_obstacles(model: Any, *, unsloth_attention: bool) -> PackingObstacle
         head_dim=_largest_head(base.config.get_text_config()),
         obstacle=None if unsloth_attention else varlen.obstacle(base),
     )
-    return PackingObstacles(mixing_reason(model), untested_reason(model), _why_no_kernel(setup))
+    wrong = mixing_reason(model) or state_reason(model)
+    return PackingObstacles(wrong, _why_no_kernel(setup))
 
 
 def _place(settings: Settings, runtime: Runtime) -> str:
@@ -146,14 +205,14 @@ def _place(settings: Settings, runtime: Runtime) -> str:
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
     """Return which keys a batch of packs needs besides position_ids (see data.collate.Flatten)."""
     implementation = _implementation(model)
-    if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
+    if varlen.in_use(base_model(model)) or (runtime.backend == "transformers" and "flash" in implementation):
         return "flash"
     return "unsloth" if runtime.backend == "unsloth" else "positions"
 
 
 def prepare_for_packs(runtime: Runtime, model: Any) -> None:
     """Enable Unsloth's packed attention for models that use Transformers' attention, as Unsloth's own trainer does."""
-    if runtime.backend == "unsloth" and _implementation(model) != varlen.NAME:
+    if runtime.backend == "unsloth" and not varlen.in_use(base_model(model)):
         from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
 
         enable_hf_packed_attention()
@@ -176,7 +235,7 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
     setup = AttentionSetup(
         device_type=runtime.device_type,
         sixteen_bit=runtime.precision != "fp32",
-        head_dim=_largest_head(base.config),
+        head_dim=_largest_head(base.config.get_text_config()),
         implementation=_implementation(model),
         unsloth_attention=unsloth and any(_is_unsloth_attention(module) for module in model.modules()),
         replaceable=unsloth or settings.attn_implementation is None,

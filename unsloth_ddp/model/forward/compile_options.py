@@ -1,8 +1,11 @@
-"""Options of torch.compile with which two compilations of the same layers compute the same bits."""
+"""Options of torch.compile with which two compilations compute the same bits, and passes without compilation."""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # torch.compile times variants of a kernel and takes the fastest. Variants of a sum add in different orders, so that
@@ -19,3 +22,29 @@ def repeatable_options() -> dict[str, Any]:
 
     known = config.get_config_copy()
     return {name: value for name, value in REPEATABLE.items() if name in known}
+
+
+# Unsloth reads it before each call of a layer that it compiles as a whole.
+BLOCK_COMPILE = "UNSLOTH_BLOCK_COMPILE"
+
+
+@contextmanager
+def uncompiled_layers() -> Iterator[None]:
+    """Compute layers that Unsloth compiles as a whole without compilation inside the block.
+
+    It would compile them for each micro-batch that is tried, and drops all of that when training begins.
+    """
+    before = os.environ.get(BLOCK_COMPILE)
+    os.environ[BLOCK_COMPILE] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCK_COMPILE]
+        else:
+            os.environ[BLOCK_COMPILE] = before
+
+
+def leave_layers_uncompiled() -> None:
+    """Keep Unsloth from compiling whole layers in this process, unless the user has set its variable."""
+    os.environ.setdefault(BLOCK_COMPILE, "0")

@@ -8,7 +8,9 @@ so a CUDA graph can capture it. Liger-Kernel (https://arxiv.org/abs/2410.10989) 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,29 @@ from unsloth_ddp.model.forward.compile_options import repeatable_options
 CHUNK = 2048
 
 
-def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+# Fields of a config for a factor of the logits, and for a divisor.
+FACTORS, DIVISORS = ("logit_scale", "output_multiplier", "lm_head_multiplier"), ("logits_scaling",)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Say how a model changes the products of its head: logits = cap * tanh(factor * products / cap), without cap if it is 0."""
+
+    factor: float = 1.0
+    cap: float = 0.0
+
+    @classmethod
+    def of(cls, config: Any) -> Logits:
+        """Return what the text config of a model says; a wrong reading shows in `check_capture`."""
+        factor = math.prod(float(getattr(config, name, None) or 1) for name in FACTORS)
+        divisor = math.prod(float(getattr(config, name, None) or 1) for name in DIVISORS)
+        return cls(factor / divisor, float(getattr(config, "final_logit_softcapping", None) or 0))
+
+
+PLAIN = Logits()
+
+
+def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, changed: Logits = PLAIN) -> Tensor:
     """Return the summed cross entropy of next-token predictions, 0-dim float32.
 
     Args:
@@ -28,14 +52,17 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype
         weight: (vocabulary, hidden size), of a head without bias.
         labels: (n,) int64; negative labels are ignored.
         dtype: of the matrix products; logits are converted to float32 before the softmax.
+        changed: what the model does to the products.
     """
-    total: Tensor = _HeadLoss.apply(hidden, weight, labels, dtype)
+    total: Tensor = _HeadLoss.apply(hidden, weight, labels, dtype, changed)
     return total
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, changed: Logits
+    ) -> Tensor:
         compute = _compiled_chunk() if hidden.is_cuda else _chunk
         trained = weight.requires_grad
         with torch.autocast(hidden.device.type, enabled=False):
@@ -48,7 +75,7 @@ class _HeadLoss(torch.autograd.Function):
                 for one in (logits, part_labels):
                     # Compile once for any number of tokens.
                     torch._dynamo.maybe_mark_dynamic(one, 0)
-                loss, to_logits = compute(logits, part_labels)
+                loss, to_logits = compute(logits, part_labels, changed.factor, changed.cap)
                 total = total + loss
                 to_hidden.append(to_logits @ used)
                 if to_weight is not None:
@@ -58,25 +85,29 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         to_hidden, *to_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         first = (to_hidden * above[0]).to(hidden_dtype)
-        return first, (to_weight[0] * above[0]).to(weight_dtype) if to_weight else None, None, None
+        return first, (to_weight[0] * above[0]).to(weight_dtype) if to_weight else None, None, None, None
 
 
-def _chunk(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of a chunk and its gradient with respect to the logits, in their dtype."""
-    scores = logits.float()
+def _chunk(products: Tensor, labels: Tensor, factor: float, cap: float) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of a chunk and its gradient with respect to the products, in their dtype."""
+    scores = products.float() * factor
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
     normalizer = torch.logsumexp(scores, dim=-1, keepdim=True)
     counts = (labels >= 0)[:, None]
     chosen = scores.gather(1, labels.clamp(min=0)[:, None])
     loss = ((normalizer - chosen) * counts).sum()
-    columns = torch.arange(logits.shape[1], device=logits.device)[None]
+    columns = torch.arange(products.shape[1], device=products.device)[None]
     gradient = (torch.exp(scores - normalizer) - (columns == labels[:, None]).float()) * counts
-    return loss, gradient.to(logits.dtype)
+    if cap:
+        gradient = gradient * (1 - (scores / cap).square())
+    return loss, (gradient * factor).to(products.dtype)
 
 
 @functools.cache
-def _compiled_chunk() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compiled_chunk() -> Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]:
     return torch.compile(_chunk, dynamic=False, options=repeatable_options())

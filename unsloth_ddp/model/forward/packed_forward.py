@@ -7,8 +7,10 @@ the boundaries on the host, so that attention is computed by varlen.py's kernel 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import repeatable_options
-from unsloth_ddp.model.forward.head_loss import head_loss
+from unsloth_ddp.model.forward.head_loss import Logits, head_loss
 from unsloth_ddp.model.modules import base_model, kept_random_numbers, text_decoder
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
@@ -56,6 +58,7 @@ class PackedForward:
         base = base_model(model)
         self.decoder: Any = text_decoder(model)
         self.head: Any = base.get_output_embeddings()
+        self.logits = Logits.of(base.config.get_text_config())
         self.shape = shape
         self.layers: list[Any] = list(getattr(self.decoder, "layers", []))
         if not self.layers:
@@ -83,7 +86,7 @@ class PackedForward:
         """
         hidden = self._hidden(step)
         selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, step.head_positions)
-        return head_loss(selected, self.head.weight, step.head_labels, dtype)
+        return head_loss(selected, self.head.weight, step.head_labels, dtype, self.logits)
 
     def _hidden(self, step: StepTensors) -> Tensor:
         given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
@@ -93,7 +96,7 @@ class PackedForward:
             # Compiled layers are the same for any number of rows.
             torch._dynamo.mark_dynamic(boundaries, 0)
         self._rows.boundaries = boundaries
-        if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
+        if not self.unsloth_modules and varlen.in_use(self.decoder):
             longest = self.shape.longest
             if boundaries is None:
                 given["dense"] = True
@@ -171,13 +174,22 @@ class PackedForward:
         modules = self.layers if self.unsloth_modules or norm is None else [*self.layers, norm]
         try:
             for module in modules:
-                module.compile(dynamic=False, options=repeatable_options())
+                module._compiled_call_impl = torch.compile(
+                    _own_forward(module), dynamic=False, options=repeatable_options()
+                )
             with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
                 yield
         finally:
             for module in modules:
                 # torch has no way to take a module's compile() back.
                 module._compiled_call_impl = None
+
+
+def _own_forward(module: Any) -> Callable[..., Any]:
+    """Return what computes a module: its call, or the forward pass of its class that Unsloth has wrapped in a compiled one."""
+    wrapped = type(module).forward
+    original = inspect.unwrap(wrapped)
+    return module._call_impl if original is wrapped else types.MethodType(original, module)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
+# Values of a head that flash attention takes, and the code of torch's memory-efficient kernel for causal attention.
+LARGEST_FLASH_HEAD, CAUSAL_FROM_TOP_LEFT = 256, 1
+NAME, PROBE_NAME, FLEX = "torch_varlen", "torch_varlen_probe", "flex_attention"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Config fields for the dropout of attention scores, which varlen_attn does not have.
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -85,7 +89,9 @@ def _obstacle_in(others: dict[str, Any]) -> str | None:
     if others.get("cu_seq_lens_q") is None or others.get("max_length_q") is None:
         return "the model does not pass the boundaries of rows to the attention kernel"
     if not others["same_shapes"]:
-        return NOT_TAKEN.format("keys and values of different sizes")
+        return NOT_TAKEN.format("keys of another size than queries, or wider values")
+    if others["head_size"] > LARGEST_FLASH_HEAD and others.get("sliding_window"):
+        return NOT_TAKEN.format(f"heads of {others['head_size']} values with a sliding window")
     return NOT_TAKEN.format("attention to later tokens") if others.get("is_causal") is False else None
 
 
@@ -94,29 +100,57 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
 
     The model is left as it was.
     """
-    from transformers import AttentionInterface
-
     calls: list[dict[str, Any]] = []
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **others: Any) -> Any:
         others.setdefault("is_causal", getattr(module, "is_causal", None))
-        calls.append(others | {"same_shapes": key.shape == value.shape and key.shape[2:] == query.shape[2:]})
+        # Values may be narrower (multi-head latent attention); they are padded.
+        alike = key.shape[:3] == value.shape[:3] and key.shape[2:] == query.shape[2:] and value.shape[3] <= key.shape[3]
+        calls.append(others | {"same_shapes": alike, "head_size": query.shape[3]})
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
-    before = model.config._attn_implementation
-    probed = _on_meta(model) if _is_sharded(model) else model
+    probed = _on_meta(model) if is_sharded(model) else model
     # A name of its own: for NAME, masks would be built.
-    AttentionInterface.register(PROBE_NAME, record)
-    try:
-        probed.set_attn_implementation(PROBE_NAME)
-        with evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
-    finally:
-        probed.set_attn_implementation(before)
+    recorded = _attention_is(probed, _kept_name(model) or PROBE_NAME, record)
+    with recorded, evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
     return calls
 
 
-def _is_sharded(model: Any) -> bool:
+@contextmanager
+def _attention_is(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a model use an attention function under a name inside the block."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before, implementation = ALL_ATTENTION_FUNCTIONS.get(name), model.config._attn_implementation
+    try:
+        ALL_ATTENTION_FUNCTIONS[name] = function
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(implementation)
+        if before is None:
+            del ALL_ATTENTION_FUNCTIONS[name]
+        else:
+            ALL_ATTENTION_FUNCTIONS[name] = before
+
+
+def _kept_name(model: Any) -> str | None:
+    """Return the name under which a model has to find its attention; None if any name will do.
+
+    Layers of Unsloth that are given flex_attention look for that name alone (Gemma 3).
+    """
+    return FLEX if model.config._attn_implementation == FLEX else None
+
+
+def in_use(model: Any) -> bool:
+    """Return whether a Transformers model computes attention with `attend`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation) is attend
+
+
+def is_sharded(model: Any) -> bool:
     """Return whether ranks hold parts of the weights, with which only the whole wrapped model can compute.
 
     Parameters that ZeRO-3 has sharded are empty tensors; those of FSDP2 are DTensors.
@@ -144,11 +178,13 @@ def _two_row_pack(device: torch.device) -> dict[str, Any]:
 
 def use(model: Any) -> None:
     """Switch a model for which `obstacle` returns None to varlen_attn."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
-    model.set_attn_implementation(NAME)
+    name = _kept_name(model) or NAME
+    ALL_ATTENTION_FUNCTIONS[name] = attend
+    AttentionMaskInterface.register(name, make_mask)
+    model.set_attn_implementation(name)
 
 
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -184,7 +220,7 @@ def attend(
 
     Args:
         query: (batch, heads, tokens, head size); a batch of packs is one sequence.
-        key, value: the same with as many heads or fewer.
+        key, value: the same with as many heads or fewer; values may be narrower.
         attention_mask: from `make_mask`.
         sliding_window: tokens that a token attends to, itself included.
         cu_seq_lens_q: boundaries of packed rows, int32 (rows + 1,); without them every sequence of the batch is a row.
@@ -192,10 +228,8 @@ def attend(
         dense: every sequence of the batch is a row, and torch's attention for such batches is used where it can be.
 
     Returns:
-        (batch, tokens, heads, head size), and None in place of attention weights.
+        (batch, tokens, heads, size of a value), and None in place of attention weights.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     batch, heads, tokens, size = query.shape
     dtype = _compute_dtype(query.dtype, query.device)
     if attention_mask is not None or key.shape[2] != tokens or dtype not in SIXTEEN_BIT:
@@ -222,19 +256,59 @@ def attend(
         longest = tokens
 
     def by_token(heads_first: Tensor) -> Tensor:
-        return heads_first.transpose(1, 2).reshape(batch * tokens, heads_first.shape[1], size).to(dtype)
+        return heads_first.transpose(1, 2).reshape(batch * tokens, heads_first.shape[1], heads_first.shape[3]).to(dtype)
+
+    width = value.shape[3]
+    # One size of heads for the kernels; the scale is that of the keys.
+    padded = value if width == size else torch.nn.functional.pad(value, (0, size - width))
+    kernel = _flash if size <= LARGEST_FLASH_HEAD else _memory_efficient
+    scale = size**-0.5 if scaling is None else scaling
+    attended = kernel(by_token(query), by_token(key), by_token(padded), boundaries, longest, scale, sliding_window)
+    return attended.view(batch, tokens, heads, size)[..., :width], None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Return causal attention within rows by flash attention, (tokens, heads, head size), of up to 256 values a head."""
+    from torch.nn.attention.varlen import varlen_attn
 
     attended = varlen_attn(
-        by_token(query),
-        by_token(key),
-        by_token(value),
+        query,
+        key,
+        value,
         boundaries,
         boundaries,
         longest,
         longest,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=key.shape[1] != heads,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(attended, Tensor), "varlen_attn returned log-sum-exp values that were not requested"
-    return attended.view(batch, tokens, heads, size), None
+    return attended
+
+
+def _memory_efficient(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Return the same by torch's memory-efficient kernel, which takes wider heads and no groups of them."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    attended: Tensor = torch.ops.aten._efficient_attention_forward(
+        query[None],
+        key[None],
+        value[None],
+        None,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        0.0,
+        CAUSAL_FROM_TOP_LEFT,
+        torch.is_grad_enabled(),
+        scale=scale,
+        window_size=window,
+    )[0]
+    return attended[0]

@@ -232,6 +232,10 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
     hardware = dict((run.parts[-1].get("hardware") if run.parts else None) or {})
     if memory := hardware.pop("gpu_memory_bytes", None):
         hardware["gpu_memory"] = shown_bytes(memory)
+    if seconds := dict(run.summary.get("seconds") or {}):
+        total = seconds.pop("to_first_step", 0)
+        parts = ", ".join(f"{name.replace('_', ' ')} {value:.0f} s" for name, value in seconds.items())
+        hardware["time to the first step"] = f"{total:.0f} s ({parts})"
     return [(name.replace("_", " "), show(value)) for name, value in {**found, **hardware}.items() if value]
 
 

@@ -18,6 +18,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.model.forward.packing_obstacles import stateful_layer
 from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
@@ -73,6 +74,9 @@ class CudaGraphs:
         self._while_launching = tokens_while_launching(weights_of_first_layer(model))
         # The micro-batch is chosen for CUDA graphs or without them.
         against = obstacle(settings, runtime, data)
+        if against is None and (stateful := stateful_layer(model)):
+            # Their kernels read the boundaries on the host.
+            against = f"the kernels of {stateful} layers cannot be captured with rows of other lengths"
         against = reason_before(settings, against, data.train, data.plan, self._while_launching)
         refuse(settings, against)
         self.choice = StepChoice(against is None, against or "")

@@ -1,0 +1,145 @@
+"""Check that rows of a pack do not influence each other, in this model, in this precision and with this kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.model.forward.compile_options import uncompiled_layers
+from unsloth_ddp.model.modules import (
+    DTYPES,
+    embedding_ids,
+    kept_random_numbers,
+    text_decoder,
+    training_mode,
+    without_dropout,
+)
+from unsloth_ddp.utils.errors import one_line
+
+logger = logging.getLogger("unsloth_ddp")
+
+# Tokens of the two rows: a state or a convolution that crosses the border changes much of a short second row.
+BEFORE, ROW = 24, 16
+# The loss of a row has no gradient at all with respect to another row, in any precision; a share of this size is none.
+NO_GRADIENT = 1e-6
+# Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are rounded
+# in other places.
+ALONE = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-2, 0.15), torch.float16: (2e-2, 0.15)}
+# Tensors whose gradients are compared: those of the first layers, behind which lies the longest backward pass.
+COMPARED = 8
+
+
+@dataclass
+class Pass:
+    """The mean loss of a row, its gradients with respect to embedded tokens (tokens, hidden size) and to weights; float32."""
+
+    loss: Tensor
+    to_tokens: Tensor
+    to_weights: list[Tensor]
+
+
+def rows_mix(
+    model: Any, flatten: Callable[[list[Any]], dict[str, Any]], token_ids: np.ndarray, precision: str
+) -> str | None:
+    """Return in a few words how a row changes with the row before it in a pack; None if it does not.
+
+    Computes loss and gradients of a short row behind another row, and alone.
+
+    Args:
+        model: on its device, with whole weights; it is left as it was.
+        flatten: packs -> batch, with the keys of this run (see Flatten).
+        token_ids: int (n,), tokens of rows, from which the short rows are drawn.
+        precision: bf16, fp16 or fp32.
+    """
+    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
+    random = np.random.default_rng(0)
+    before, row = (random.choice(token_ids, size) for size in (BEFORE, ROW))
+    try:
+        with _prepared(model, device):
+            packed = _compute(model, _on(flatten([_pack(before, row)]), device), dtype)
+            alone = _compute(model, _on(flatten([_pack(row)]), device), dtype)
+    except Exception as error:
+        logger.warning("the check of packed rows failed", exc_info=True)
+        return f"a trial of packed rows failed ({one_line(error, 120)})"
+    share = float(packed.to_tokens[:BEFORE].norm() / packed.to_tokens[BEFORE:].norm())
+    losses = float((packed.loss - alone.loss).abs() / alone.loss.abs().clamp(min=1e-6))
+    gradients = _difference(packed.to_weights, alone.to_weights)
+    logger.info("packed rows: %.1e of a row's gradient is another row's; alone %.1e, %.1e", share, losses, gradients)
+    if not share <= NO_GRADIENT:
+        return "the loss of a row depends on the row before it"
+    loss_off, gradients_off = ALONE[dtype]
+    if not (losses <= loss_off and gradients <= gradients_off):
+        return (
+            f"a row alone differs from the row in a pack (its loss by {losses:.1e}, its gradients by {gradients:.1e})"
+        )
+    return None
+
+
+def _pack(*rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the rows as one pack, of which the last one is supervised but for its first token."""
+    labels = [np.full(len(row), IGNORED) for row in rows[:-1]]
+    return {
+        "input_ids": np.concatenate(rows),
+        "labels": np.concatenate([*labels, [IGNORED], rows[-1][1:]]),
+        "lengths": np.array([len(row) for row in rows]),
+    }
+
+
+def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+
+@contextlib.contextmanager
+def _prepared(model: Any, device: torch.device) -> Iterator[None]:
+    """Compute as training does, without dropout and compilation; restore modes, random numbers and gradients."""
+    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    try:
+        with training_mode(model), without_dropout(model), kept_random_numbers(device), uncompiled_layers():
+            yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
+    """Return loss and gradients of a batch."""
+    embedded: list[Tensor] = []
+
+    def keep(_: Any, __: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        # A copy, since some models scale it in place.
+        return embedded[-1].clone()
+
+    for parameter in model.parameters():
+        parameter.grad = None
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype is not torch.float32):
+            loss = model(**batch, use_cache=False).loss
+        loss.backward()
+    finally:
+        hook.remove()
+    to_tokens = embedded[0].grad
+    assert to_tokens is not None, "the loss does not depend on the embedded tokens"
+    known = embedding_ids(model)
+    trained = (p.grad for p in text_decoder(model).parameters() if p.grad is not None and id(p) not in known)
+    # PEFT's second matrix is 0 at first, and so is the gradient of the first one.
+    kept = [gradient.float().clone() for gradient in itertools.islice((g for g in trained if g.any()), COMPARED)]
+    return Pass(loss.detach().float(), to_tokens.float().flatten(0, -2), kept)
+
+
+def _difference(some: list[Tensor], others: list[Tensor]) -> float:
+    """Return the norm of the difference of all tensors over the norm of the first ones."""
+    whole = sum(float(one.square().sum()) for one in some)
+    far = sum(float((one - other).square().sum()) for one, other in zip(some, others, strict=True))
+    return math.sqrt(far / max(whole, 1e-30))

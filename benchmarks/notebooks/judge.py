@@ -55,23 +55,23 @@ def words(source: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.STRING, tokenize.COMMENT) and not SETS_RANKS.search(token.line):
-            found[re.sub(r"[ \t]+(\n|\Z)", r"\1", token.string)] += 1  # IPython drops spaces at the end of lines
+            found[re.sub(r"[ \t\r]+(\n|\Z)", r"\1", token.string)] += 1  # IPython drops spaces at the end of lines
     return found
 
 
 def text_kept(cells: list[Cell], script: str) -> list[str]:
-    """Every comment and string literal is still there, as it was; cells that install are exempt."""
+    """Every comment and string literal is still there, as it was, or quoted by the converter; cells that install are exempt."""
     have, found = words(script), []
+    quoted = "\n".join(line for line in script.splitlines() if line.lstrip().startswith("# ddp:"))
     for cell in cells:
-        if INSTALL.search(cell.source):
+        if INSTALL.search(cell.source.replace("', '", " ")):  # also `run_line_magic('pip', 'install ...')`
             continue
         try:
-            lost = words(cell.source) - have
+            lost = list(words(cell.source) - have)
         except (tokenize.TokenError, SyntaxError):  # not this Python's syntax
             continue
-        found += [
-            f"cell {cell.number} loses {text[:60]!r}" for text in lost if not GIVES_WAY.fullmatch(text.strip("\"'"))
-        ]
+        lost = [text for text in lost if text not in quoted and not GIVES_WAY.fullmatch(text.strip("\"'"))]
+        found += [f"cell {cell.number} loses {text[:60]!r}" for text in lost]
     return found
 
 
@@ -371,6 +371,8 @@ def data(ranks: list[Outcome]) -> list[str]:
     for name_1, at, waits_1 in other:
         # The main process alone may load more, to show it.
         waits_0 = next((waits for name, _, waits in first if name == name_1), None)
+        if waits_0 is None and ranks[0].error:
+            return found  # it stopped before this
         if waits_0 is None:
             return [*found, f"rank 1 alone prepares data: {name_1} at {at}"]
         if waits_1 <= waits_0:

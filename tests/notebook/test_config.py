@@ -136,6 +136,13 @@ def test_a_setting_that_was_there_is_replaced_and_said() -> None:
     assert any("was True" in e.message for e in done.report.edits)
 
 
+def test_arguments_from_a_dict_keep_their_comments() -> None:
+    text = convert_cells(
+        "from trl import SFTConfig\nargs = SFTConfig(\n    output_dir='o', # here\n    **common, # more\n)"
+    ).script
+    assert "# here\n" in text and "# more\n" in text
+
+
 def test_arguments_from_a_dict() -> None:
     text = body(convert_cells(LOAD, "t = SFTTrainer(model, args = SFTConfig(output_dir='o', **common))\nt.train()"))
     assert "SFTConfig(**ddp_arguments(SFTConfig, 1, dict(output_dir='o', **common)))" in text

@@ -20,12 +20,14 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
 from unsloth_ddp.data.chat.preview import preview_first_row
+from unsloth_ddp.data.order.batch_plan import check_layouts
 from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources import examples
 from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
@@ -132,6 +134,14 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
         choice = choose_packing(settings, runtime, model)
         choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
     plan, train, packing = dataset.fill_steps(_request(run), train, choice)
+    if nodes := node_range():
+        check_layouts(
+            plan,
+            nodes,
+            runtime.ranks.local_world_size,
+            lambda processes: dataset.fill_steps(BatchRequest.of(settings, processes), train, choice)[0],
+            f"{'--packing on ' if train.packing and settings.packing != 'on' else ''}--global_batch_size",
+        )
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if evaluation:
         same_everywhere(evaluation, runtime, "evaluation")

@@ -37,7 +37,7 @@ from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_pack
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
+from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
@@ -105,19 +105,22 @@ class DDPTrainer(ResumableTrainer):
         seed = config.seed if config.data_seed is None else config.data_seed
         # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        with trained_by_unsloth(model, runtime.backend):
-            super().__init__(
-                runtime,
-                checkpoints,
-                RowFeed(settings, runtime, data.train, tokenizer, seed),
-                model=model,
-                args=config,
-                train_dataset=data.train.dataset,
-                eval_dataset=data.evaluation.dataset if data.evaluation else None,
-                processing_class=tokenizer,
-                data_collator=self.collate,
-                callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
-            )
+        super().__init__(
+            runtime,
+            checkpoints,
+            RowFeed(settings, runtime, data.train, tokenizer, seed),
+            model=model,
+            args=config,
+            train_dataset=data.train.dataset,
+            eval_dataset=data.evaluation.dataset if data.evaluation else None,
+            processing_class=tokenizer,
+            data_collator=self.collate,
+            callbacks=[
+                ReportProgress(runtime.progress),
+                LogSteps(settings.logging_steps),
+                StopTogether(stop, settings.save_seconds),
+            ],
+        )
         self._undo_changes_of_the_backend()
         self._set_gradient_precision()
         self.view = choose_view(lines=bool(config.disable_tqdm))
@@ -343,12 +346,9 @@ class DDPTrainer(ResumableTrainer):
             self._count_steps_taken(logs)
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
-        if "loss" in logs:
-            # Stored with the losses for the report but not logged, because trackers take one number per name.
-            self.state.log_history[-1]["ranks"] = self.meter.per_rank()  # type: ignore[assignment]
-            if not math.isfinite(logs["loss"]):
-                # Check the weights first: a step that overflowed in fp16 does not change them.
-                self.check_weights()
+        if "loss" in logs and not math.isfinite(logs["loss"]):
+            # Check the weights first: a step that overflowed in fp16 does not change them.
+            self.check_weights()
 
     def _count_steps_taken(self, logs: dict[str, float]) -> None:
         """Correct upstream's rates, which count all planned steps, even those before a resume and after a stop."""
@@ -379,7 +379,7 @@ class DDPTrainer(ResumableTrainer):
             make_cpu_checkpoints_readable()
         self.resume_point = resume
         if resume and resume.of_this_run:
-            self.checkpoints.resumed_from(resume.folder)
+            self.checkpoints.resumed_from(resume.folder, resume.manifest.step)
         self.stop.begin_training(
             self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
         )
@@ -389,6 +389,7 @@ class DDPTrainer(ResumableTrainer):
         except EvaluationInterrupted:
             self.evaluation_interrupted = True
             self.save_interrupted()
+            self.settle()
         else:
             self.check_weights()
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
+from unsloth_ddp.notebook.analyse.main_values import timed_names
 from unsloth_ddp.notebook.syntax.effects import Effect, call_effects, downloads_data
 from unsloth_ddp.notebook.syntax.tree import HARMLESS, moves, root_name, root_names, sets_argument
 from unsloth_ddp.notebook.syntax.usage import RETURNED, CallSite, DeferredBody, follow_aliases, gives_parts
@@ -22,18 +23,15 @@ class Changes:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.known: dict[int, set[str]] = {}
+        self.timed = timed_names(graph)  # a stopwatch in a global ties its calls to nothing
         self.handed = self._handed(graph.assigned)
 
     def of_statement(self, statement: Statement) -> None:
         """Add to a statement's mutations what the functions that it calls change."""
         usage = statement.usage
         usage.mutates -= _only_known(statement)
-        before = set(usage.mutates)
-        arguments = set().union(*(self._by_call(site, statement.effects) for site in usage.calls), set())
-        changed, overwritten = self._globals(usage.calls)
-        usage.mutates |= arguments | changed | overwritten
+        usage.mutates |= self._globals(usage.calls).union(*(self._by_call(s, statement.effects) for s in usage.calls))
         follow_aliases(usage.mutates, self.handed)
-        usage.replaces = overwritten - changed - arguments - before
 
     def _by_call(self, site: CallSite, effects: set[Effect]) -> set[str]:
         """Return the roots of what a call changes: arguments, and the object of a method."""
@@ -85,29 +83,19 @@ class Changes:
         self.known[id(body)] = found & set(body.params)
         return self.known[id(body)]
 
-    def _globals(self, calls: list[CallSite]) -> tuple[set[str], set[str]]:
-        """Return the globals that calls change, and those that they overwrite without having read them."""
-        graph = self.graph
-        seen: set[tuple[int, frozenset[str]]] = set()
+    def _globals(self, calls: list[CallSite]) -> set[str]:
+        """Return the globals that the functions change which calls run."""
         changed: set[str] = set()
-        overwritten: set[str] = set()
-
-        def visit(site: CallSite, own: frozenset[str]) -> None:
-            found = graph.own_body(site)
-            if found is None or (id(found[0]), own) in seen:
-                return
-            body = found[0]
-            seen.add((id(body), own))
-            own |= _sets_first(body, graph.functions)
-            here = body.writes | (body.mutates - set(body.params) - graph.imports.keys())
-            overwritten.update(here & own)
-            changed.update(here - own)
-            for inner in body.calls:
-                visit(inner, own)
-
-        for site in calls:
-            visit(site, frozenset())
-        return changed, overwritten - changed
+        seen: set[int] = set()
+        queue = list(calls)
+        while queue:
+            found = self.graph.own_body(queue.pop())
+            if found is not None and id(found[0]) not in seen:
+                body = found[0]
+                seen.add(id(body))
+                changed |= body.writes | (body.mutates - set(body.params) - self.graph.imports.keys())
+                queue += body.calls
+        return changed - self.timed
 
 
 def _arguments(site: CallSite, body: DeferredBody, bound: bool) -> Iterator[tuple[str, str]]:
@@ -131,16 +119,6 @@ def _only_known(statement: Statement) -> set[str]:
     return set()
 
 
-def _sets_first(body: DeferredBody, functions: dict[str, DeferredBody]) -> frozenset[str]:
-    """Return the globals that a function sets before it, or a function that it calls, can read them."""
-    found: set[str] = set()
-    for part in (body, *(functions.get(name) for name in body.starts)):
-        if part is None or not (part is body or part.only_sets):
-            break
-        found |= {name for name, path in part.sets.items() if path.split(".")[0] not in functions}
-    return frozenset(found)
-
-
 def link(graph: Graph) -> None:
     """Connect every statement to the statements whose definitions it reads."""
     changes = Changes(graph)
@@ -151,7 +129,7 @@ def link(graph: Graph) -> None:
     functions: dict[str, DeferredBody] = {}
     for index, statement in enumerate(graph.statements):
         usage = statement.usage
-        reads = _with_deferred(usage.reads | usage.mutates - usage.replaces, functions)
+        reads = _with_deferred(usage.reads | usage.mutates, functions)
         for name in list(reads):
             reads |= carried.get(name, set())
         for name in reads:
@@ -176,17 +154,10 @@ def link(graph: Graph) -> None:
 def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[str]:
     """Return `names` and everything that the functions among them read when they run."""
     found = set(names)
-    queue: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in names]
-    seen = set(queue)
+    queue = list(names)
     while queue:
-        name, own = queue.pop()
-        body = functions.get(name)
-        if body is None:
-            continue
-        own |= _sets_first(body, functions)  # a stopwatch kept in a global: what an earlier call left there is not read
-        fresh = (body.reads | body.mutates - set(body.params)) - own
+        body = functions.get(queue.pop())
+        fresh = set() if body is None else (body.reads | body.mutates - set(body.params)) - found
         found |= fresh
-        further = {(read, own) for read in fresh} - seen
-        seen |= further
-        queue += further
+        queue += fresh
     return found

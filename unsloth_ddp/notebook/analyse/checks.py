@@ -112,7 +112,9 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
         yield "paid call", f"calls a service: {who}"
     if statement.reads_one_node:
         yield "read back", "only the main process saved this: several nodes need a shared disk"
-    if Effect.INFER in effects and statement.needed and not effects & {Effect.TRAIN, Effect.TRAINER}:
+    if Effect.INFER in effects and statement.needed and Effect.LOOP in effects:
+        yield "inference", "every process generates here, in code that also trains"
+    elif Effect.INFER in effects and statement.needed and not effects & SEEDS:
         yield (
             "inference",
             "every process generates here, since the training reads something that this makes or changes; "
@@ -188,7 +190,7 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
 
 def _only_calls(statement: Statement) -> bool:
     """Return whether the loop is in a function that the statement calls; the function carries the warning."""
-    return not statement.usage.defines and not any(s.tail == "backward" for s in statement.usage.calls)
+    return not any(site.tail == "backward" for site in _sites(statement))
 
 
 def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:

@@ -38,8 +38,11 @@ from unsloth_ddp.notebook.syntax.usage import (
 _COUNTS_PROCESSES = re.compile(
     r"""^(int\()?[\w.]*(environ\b.*["']WORLD_SIZE["']|getenv\(["']WORLD_SIZE["']|get_world_size\()"""
 )
+SEEDS = {Effect.TRAIN, Effect.TRAINER, Effect.LOOP}
+# What every process must run together.
+TOGETHER = SEEDS | {Effect.SYNC, Effect.GATHER}
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
-_THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
+_THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL, *TOGETHER}
 
 
 class Role(Enum):
@@ -186,9 +189,6 @@ class Graph:
         return max((i for i, s in enumerate(self.statements) if s.effects & SEEDS), default=-1)
 
 
-SEEDS = {Effect.TRAIN, Effect.TRAINER, Effect.LOOP}
-
-
 def sets_process(stores: set[str], imports: dict[str, str]) -> bool:
     """Return whether code assigns into a module (`os.environ[...]`), or to the notebook's names through `globals()`."""
     return bool(stores & (imports.keys() | {NAMESPACE}))
@@ -251,9 +251,11 @@ class _Effects:
             for name, site in assigned
             if (site.root in self.accelerators and site.tail == "prepare") or site.tail in _LOADERS_OF_TRAINERS
         }
+        self.gathers = any(path.split(".")[0] == "torchmetrics" for path in graph.imports.values())
         self.known: dict[str, set[Effect]] = {}
 
-    def of_site(self, site: CallSite) -> set[Effect]:
+    def of_site(self, site: CallSite, params: Iterable[str] = ()) -> set[Effect]:
+        """Return the effects of a call, in a function with these parameters."""
         graph = self.graph
         if site.root in graph.remote_names and site.tail in REMOTE_STARTS:
             return {Effect.PAID}
@@ -276,11 +278,13 @@ class _Effects:
             found |= self.of_function(owner)
         elif site.root in self.accelerators and site.tail not in _ALONE:
             found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
+        elif self.gathers and site.is_method and site.tail == "compute":
+            found.add(Effect.GATHER)
         else:
             found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
             if not found and site.root in graph.imports and site.tail.startswith(_SETS_LIBRARY):
                 found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
-        for name in site.names & graph.functions.keys():
+        for name in (site.names & graph.functions.keys()).difference(params):
             found |= self.of_function(name) & _THROUGH_ARGUMENTS
         return found
 
@@ -315,7 +319,7 @@ class _Effects:
     def _of_body(self, body: DeferredBody) -> set[Effect]:
         found = {Effect.STATE} if sets_process(body.stores, self.graph.imports) else set()
         found |= {Effect.SYNC} if body.iterates & self.shared else set()
-        return found.union(*(self.of_site(site) for site in body.calls))
+        return found.union(*(self.of_site(site, body.params) for site in body.calls))
 
 
 def _gives_trainer(site: CallSite, graph: Graph, depth: int = 0) -> bool:

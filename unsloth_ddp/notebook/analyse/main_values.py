@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.plain import gives_plain_values
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, starts_run
@@ -21,7 +21,6 @@ from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted, walk
 from unsloth_ddp.notebook.syntax.usage import CallSite
 
-_TOGETHER = SEEDS | {Effect.SYNC}
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SHELL}
 # Taken as a whole where a part of them is the main process's: what they ask may not exist elsewhere.
 _WHOLE = cst.IfExp | cst.BooleanOperation | cst.Comparison | cst.UnaryOperation
@@ -43,7 +42,7 @@ def keep_trackers(graph: Graph) -> None:
             runs -= statement.usage.writes
             configs -= statement.usage.writes
         statement.handles |= runs | configs
-        if statement.effects & _TOGETHER:
+        if statement.effects & TOGETHER:
             continue
         started = {name for name, site in statement.usage.assigned if starts_run(graph.full_path(site))}
         if statement.role is Role.MAIN:
@@ -136,7 +135,7 @@ class MainValues:
 
     def _may_run_once(self, node: cst.BaseExpression) -> bool:
         line = cst.SimpleStatementLine(body=[cst.Expr(node)])
-        return not self.graph.effects_of(collect(line)) & _TOGETHER
+        return not self.graph.effects_of(collect(line)) & TOGETHER
 
     def any_sent(self) -> bool:
         """Return whether the statement has an expression that the main process sends."""
@@ -264,7 +263,7 @@ def _operand(node: cst.CSTNode) -> cst.CSTNode:
 
 def mark_sent(graph: Graph) -> None:
     """Mark the statements on every process that need values of the main one; these run on all at the same time."""
-    timed = _timed_names(graph)
+    timed = timed_names(graph)
     settings = _reaches_settings(graph)
     for index, statement in enumerate(graph.statements):
         if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
@@ -286,7 +285,7 @@ def _reaches_settings(graph: Graph) -> set[int]:
     return found
 
 
-def _timed_names(graph: Graph) -> frozenset[str]:
+def timed_names(graph: Graph) -> frozenset[str]:
     """Return names that are only subtracted and compared, as the start of a measured time is."""
     counted = _Uses()
     for statement in graph.statements:
@@ -305,6 +304,9 @@ class _Uses(NamesRead):
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         return not isinstance(node.target, cst.Name)
+
+    def visit_Global(self, node: cst.Global) -> bool:
+        return False
 
     def visit_BinaryOperation(self, node: cst.BinaryOperation) -> None:
         if isinstance(node.operator, cst.Subtract):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.analyse.graph import SEEDS, TOGETHER, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.analyse.main_values import keep_trackers
 from unsloth_ddp.notebook.analyse.plain import makes_plain_values
 from unsloth_ddp.notebook.analyse.read_backs import keep_read_backs
@@ -19,8 +19,6 @@ from unsloth_ddp.notebook.syntax.ipython import command_of, without_installs
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import BUILTINS, contains
 
-# What every process must run together.
-_TOGETHER = SEEDS | {Effect.SYNC}
 _APART = {Role.MAIN, Role.NODE}
 
 
@@ -60,7 +58,7 @@ def _first_role(graph: Graph, statement: Statement, after: bool) -> Role:
     effects = statement.effects
     if is_dead(statement.node):
         return Role.DEAD
-    if effects & _TOGETHER:
+    if effects & TOGETHER:
         return Role.ALL  # a guard around something that waits for every process would wait for ever
     tries = after and Effect.INFER in effects and not statement.needed  # its seeds are for what it generates
     reaches = statement.needed or (Effect.STATE in effects and not tries)
@@ -148,7 +146,7 @@ def _settle(graph: Graph, last: int) -> bool:
     """Move statements to the main process that read only its names, or that only it uses; True if any moved."""
     moved = False
     for index, statement in enumerate(graph.statements):
-        if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & _TOGETHER:
+        if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & TOGETHER:
             continue
         role = _role_of_what_it_reads(graph, statement)
         if role is None and _only_main_uses(graph, index, statement, last):
@@ -205,7 +203,7 @@ def _reloaded_to_be_tried(graph: Graph, last: int) -> list[Statement]:
         i
         for i, s in enumerate(statements)
         if i > last and s.role in (Role.ALL, Role.FIRST) and not s.needed
-        if not s.effects & (_TOGETHER | {Effect.MODE, Effect.STATE}) and not s.usage.imports and not s.usage.defines
+        if not s.effects & (TOGETHER | {Effect.MODE, Effect.STATE}) and not s.usage.imports and not s.usage.defines
     }
     before = None
     while before != group:

@@ -37,6 +37,7 @@ class Effect(Enum):
     MODE = "for_inference or for_training"
     STATE = "changes the process"
     SYNC = "waits for other processes"
+    GATHER = "gathers from other processes"
     JOIN = "joins the other processes"
 
 
@@ -178,7 +179,8 @@ def makes_trainer(site: CallSite, classes: TrainerClasses) -> bool:
 def is_trainer_method(site: CallSite, trainers: set[str]) -> bool:
     """Return whether a call is that of a trainer's own method."""
     named = site.root in trainers or bool(_HOLDS_TRAINER.match(site.root))
-    return site.path.count(".") == 1 and named and (not site.passed or bool(_TRAIN.match(site.tail)))
+    own = site.path.count(".") == 1 and site.tail != "model"  # `trainer.model(...)` calls the model alone
+    return own and named and (not site.passed or bool(_TRAIN.match(site.tail)))
 
 
 def draws_from(site: CallSite, full: str) -> str | None:

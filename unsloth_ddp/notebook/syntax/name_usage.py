@@ -23,7 +23,6 @@ from unsloth_ddp.notebook.syntax.usage import (
     NameUsage,
     follow_aliases,
     gives_parts,
-    note_start,
     of_namespace,
     sets_any_variable,
     tail_changes,
@@ -263,8 +262,6 @@ class _Collector(tree.NamesRead):
         for part in (*node.decorators, *tree.defaults(node.params)):
             part.visit(self)
         self._body(node.name.value, tree.parameters(node.params), node.body)
-        if len(self.scopes) == 1:
-            note_start(node.body, self.scopes[0].usage.defines[node.name.value])
         return False
 
     def _body(self, name: str, params: list[str], block: cst.BaseSuite) -> None:

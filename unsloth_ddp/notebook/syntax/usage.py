@@ -40,8 +40,6 @@ class NameUsage:
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     mutates: set[str] = field(default_factory=set)
-    # of these, globals that a function it calls sets before it reads them
-    replaces: set[str] = field(default_factory=set)
     calls: list[CallSite] = field(default_factory=list)
     defines: dict[str, DeferredBody] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
@@ -61,10 +59,6 @@ class DeferredBody(NameUsage):
     bases: list[str] = field(default_factory=list)
     methods: dict[str, DeferredBody] = field(default_factory=dict)
     is_class: bool = False
-    # globals set before anything else -> the path called for it, or ""
-    sets: dict[str, str] = field(default_factory=dict)
-    starts: list[str] = field(default_factory=list)  # functions called before anything else
-    only_sets: bool = False  # nothing follows `sets`
 
     def absorb(self, inner: DeferredBody) -> None:
         """Add what the body of an inner function, or of a method, uses."""
@@ -141,34 +135,3 @@ def sets_any_variable(node: cst.BaseExpression) -> bool:
 def tail_changes(site: CallSite) -> bool:
     """Return whether a function changes its first argument by its name: `torch.nn.init.zeros_`."""
     return site.tail.endswith("_") and not site.tail.startswith("_") and "init" in site.path.split(".")[:-1]
-
-
-def note_start(block: cst.BaseSuite, body: DeferredBody) -> None:
-    """Note which globals a function sets, and which functions it calls, before it does anything else."""
-    for line in block.body:
-        for small in line.body if isinstance(line, cst.SimpleStatementLine) else [line]:
-            match small:
-                case cst.Global() | cst.Expr(value=cst.SimpleString()):
-                    pass
-                case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in body.writes:
-                    path = _made_from_nothing(small.value)
-                    if path is None or body.starts:
-                        return
-                    body.sets[name] = path
-                case cst.Expr(value=cst.Call(func=cst.Name(value=name), args=[])):
-                    body.starts.append(name)
-                case _:
-                    return
-    body.only_sets = not body.starts
-
-
-def _made_from_nothing(value: cst.BaseExpression) -> str | None:
-    """Return the path of the call without arguments that a value is, "" for a constant, None for anything else."""
-    match value:
-        case cst.Call(args=[]):
-            return dotted(value.func)
-        case cst.BaseNumber() | cst.SimpleString() | cst.Name(value="None" | "True" | "False"):
-            return ""
-        case cst.List(elements=[]) | cst.Dict(elements=[]):
-            return ""
-    return None

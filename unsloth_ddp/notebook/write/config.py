@@ -156,7 +156,7 @@ def _edit_splatted(
     """Complete arguments from a dict when the script runs: they are known only then."""
     size = None if contrastive else context.options.per_device_batch_size
     rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]
-    named = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in call.args if arg not in rest]
+    named = [arg for arg in call.args if arg not in rest]
     source = code(cst.Call(func=cst.Name("dict"), args=named))
     if context.options.tensorboard:
         source = f'{{**{source}, "report_to": "tensorboard"}}'

@@ -73,6 +73,17 @@ def _note(was: str, context: ConversionContext) -> str:
     return context.edit("load", f"load the whole model on this process's GPU{given}")
 
 
+def edit_data_parallel(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return the call of torch's DataParallel with this process's GPU as the only one."""
+    if not (full.startswith("torch.") and full.endswith(".DataParallel")):
+        return call, []
+    own = f"[{context.names['LOCAL_RANK']}]"
+    note = context.edit("device", "DataParallel takes this process's GPU: each process trains on one of its own")
+    if len(call.args) > 1 and call.args[1].keyword is None:
+        return with_value(call, call.args[1], cst.parse_expression(own)), [note]
+    return set_keyword(call, "device_ids", own), [note]
+
+
 def edit_dict_call(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Edit `dict(device_map=...)`: a trainer may load the model by itself with such arguments."""
     old = keyword(call, "device_map") if dotted(call.func) == "dict" else None

@@ -9,15 +9,21 @@ import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, with_value
+from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, splats, with_value
 from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
 from unsloth_ddp.notebook.syntax.lines import lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import contains, dotted
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, root_names
 from unsloth_ddp.notebook.syntax.usage import CallSite
 
-_SHARED = "a loop by hand: each process takes its part of every batch, and the gradients are averaged"
+_SHARED = (
+    "a loop by hand: each process takes its part of every batch, and the gradients are averaged; "
+    "losses and counts in it are of that part"
+)
 _EARLY = "this loop can end early: every process has to leave it at the same batch, or those that go on wait"
+_SKIPS = "this loop can skip a batch: every process has to skip the same, or the others wait for its gradients"
+_WHOLE = "this loop uses the size of a whole batch: each process has a part of the batch, so use the size of that"
+_DIVIDE = "Accelerate shares each batch among the processes: their number has to divide its batch_size"
 
 _BY_LOSS = "a scheduler steps by a training loss: each process has that of its own rows, so step by the same on all"
 
@@ -31,7 +37,7 @@ def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -
     if loop is None:
         return statement.node
     context.shared_loops.add(id(statement))
-    new = statement.node.visit(_Sharer(loop, context, by_loss=_steps_by_training_loss(graph)))
+    new = statement.node.visit(_Sharer(loop, context))
     if isinstance(new, cst.FlattenSentinel):  # a loop at top level, behind the line that it needs first
         first, new = new
         statement.before.append(first)
@@ -40,15 +46,20 @@ def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -
 
 
 class _Sharer(cst.CSTTransformer):
-    def __init__(self, loop: _OwnLoop, context: ConversionContext, *, by_loss: bool) -> None:
-        self.loop, self.context, self.by_loss = loop, context, by_loss
+    def __init__(self, loop: _OwnLoop, context: ConversionContext) -> None:
+        self.loop, self.context = loop, context
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        if original_node is not self.loop.backward:
+        after = next((i for i, part in enumerate(original_node.body, 1) if part is self.loop.backward), None)
+        if after is None:
             return updated_node
-        return cst.FlattenSentinel([updated_node, self._line("average_gradients")])
+        line = self._line("average_gradients")
+        if after == len(updated_node.body):
+            return cst.FlattenSentinel([updated_node, line])
+        body = updated_node.body  # `loss.backward(); optimizer.step()`
+        return updated_node.with_changes(body=[*body[:after], *line.body, *body[after:]])
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         if original_node is not self.loop.loader:
@@ -61,12 +72,13 @@ class _Sharer(cst.CSTTransformer):
         if original_node is not self.loop.outermost:
             return updated_node
         notes = [self.context.edit("loop", _SHARED)]
-        notes += [self.context.warn("loop", _EARLY)] if self.loop.ends_early else []
-        notes += [self.context.warn("loop", _BY_LOSS)] if self.by_loss else []
+        notes += [self.context.warn("loop", text) for text in self.loop.warnings]
         return cst.FlattenSentinel([lead(self._line("same_weights"), notes), updated_node])
 
-    def _line(self, helper: str) -> cst.BaseStatement:
-        return cst.parse_statement(f"{self.context.names[helper]}({self.loop.optimizer})")
+    def _line(self, helper: str) -> cst.SimpleStatementLine:
+        line = cst.parse_statement(f"{self.context.names[helper]}({self.loop.optimizer})")
+        assert isinstance(line, cst.SimpleStatementLine)
+        return line
 
 
 def edit_accelerated(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
@@ -79,9 +91,9 @@ def edit_accelerated(call: cst.Call, full: str, context: ConversionContext) -> t
         return call.with_changes(args=[*call.args, split]), [note]
     if dotted(call.func).split(".")[-1] != "DataLoader" or keyword(call, "batch_sampler"):
         return call, []
-    batch = keyword(call, "batch_size")
-    if batch is None and len(call.args) > 1 and call.args[1].keyword is None:
-        batch = call.args[1]
+    batch = _batch_size(call)
+    if batch is None and splats(call):
+        return call, [context.warn("loop", _DIVIDE)]
     size = "1" if batch is None else code(batch.value)
     shared = f"{context.names['shared_batch']}({size})"
     note = context.edit("batch", "a batch that the processes can share")
@@ -90,10 +102,17 @@ def edit_accelerated(call: cst.Call, full: str, context: ConversionContext) -> t
     return with_value(call, batch, cst.parse_expression(shared)), [note]
 
 
+def _batch_size(call: cst.Call) -> cst.Arg | None:
+    """Return the argument of a DataLoader that is its batch size, or None."""
+    second = call.args[1] if len(call.args) > 1 and call.args[1].keyword is None and not call.args[1].star else None
+    return keyword(call, "batch_size") or second
+
+
 # What shows how far a loop is, and yields what it is given.
 _WRAPS = ("enumerate", "tqdm", "track", "islice", "iter")
 _EVALUATES = re.compile("val|eval|test|dev")
 _LEAVES_LOOP = cst.Break | cst.Return | cst.Raise
+_ADDS = ("append", "extend", "update", "add")  # what they are called on holds figures of each batch
 
 
 @dataclass(frozen=True)
@@ -101,10 +120,10 @@ class _OwnLoop:
     """The parts of a plain loop, as nodes of its statement."""
 
     outermost: cst.For  # the loop over epochs, or the one over batches
-    backward: cst.SimpleStatementLine
+    backward: cst.BaseSmallStatement
     loader: cst.Name  # where the loader is iterated over
     optimizer: str
-    ends_early: bool  # one process may leave it while the others go on
+    warnings: list[str]
 
 
 def _find_loop(node: cst.BaseStatement, graph: Graph) -> _OwnLoop | None:
@@ -113,50 +132,66 @@ def _find_loop(node: cst.BaseStatement, graph: Graph) -> _OwnLoop | None:
         return None
     found = _Loops()
     node.visit(found)
-    if len(found.backwards) != 1 or found.inner is None or found.others:
+    if len(found.backwards) != 1 or not found.loops or found.others:
         return None
-    loader = _loader(found.inner.iter, node)
-    optimizers = {name for name in found.steps if "opt" in name.lower()}
+    loader = _loader(found.loops[-1].iter, node)
+    optimizers = {name for name in found.steps if name in found.zeroed or "opt" in name.lower()}
     if loader is None or len(optimizers) != 1 or not _is_loader(loader.value, node, graph):
         return None
-    early = contains(found.inner.body, lambda part: isinstance(part, _LEAVES_LOOP))
-    return _OwnLoop(found.outer[0], found.backwards[0], loader, optimizers.pop(), early)
+    said = {
+        _EARLY: _ends_early(found.loops),
+        _SKIPS: found.skips(),
+        _WHOLE: _uses_batch_size(found.loops[-1], graph),
+        _BY_LOSS: _steps_by_training_loss(graph),
+    }
+    warnings = [text for text, applies in said.items() if applies]
+    return _OwnLoop(found.loops[0], found.backwards[0], loader, optimizers.pop(), warnings)
 
 
 class _Loops(cst.CSTVisitor):
-    """Collects the lines that go backward, the loops around them and the objects that step there."""
+    """Collects the calls that go backward, the loops around them and the objects that step there."""
 
     def __init__(self) -> None:
-        self.open: list[cst.For] = []
-        self.outer: list[cst.For] = []
-        self.inner: cst.For | None = None
-        self.backwards: list[cst.SimpleStatementLine] = []
+        self.open: list[cst.CSTNode] = []  # blocks around what is visited
+        self.loops: list[cst.For] = []  # around the last backward
+        self.backwards: list[cst.BaseSmallStatement] = []
+        self.conditions: list[tuple[cst.CSTNode, cst.CSTNode]] = []  # a loop, and what may skip its batches
         self.steps: list[str] = []
-        self.others = False  # a backward that is no line of its own in a loop, or a while around it
-        self.whiles = 0
+        self.zeroed: set[str] = set()
+        self.others = False  # a backward that is no statement of its own in a loop, or a while around it
 
-    def visit_For(self, node: cst.For) -> None:
+    def visit_For(self, node: cst.For | cst.While | cst.If | cst.Try) -> None:
         self.open.append(node)
 
-    def leave_For(self, original_node: cst.For) -> None:
+    def leave_For(self, original_node: cst.For | cst.While | cst.If | cst.Try) -> None:
         self.open.pop()
 
-    def visit_While(self, node: cst.While) -> None:
-        self.whiles += 1
+    visit_While = visit_If = visit_Try = visit_For
+    leave_While = leave_If = leave_Try = leave_For
 
-    def leave_While(self, original_node: cst.While) -> None:
-        self.whiles -= 1
+    def visit_Continue(self, node: cst.Continue) -> None:
+        if not self.backwards:
+            self._note_conditions()
 
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        match node:
-            case cst.SimpleStatementLine(
-                body=[cst.Expr(value=cst.Call(func=cst.Attribute(attr=cst.Name("backward"))))]
-            ):
-                if not self.open or self.whiles:
-                    self.others = True
-                    return
+    def visit_Expr(self, node: cst.Expr) -> None:
+        match node.value:
+            case cst.Call(func=cst.Attribute(attr=cst.Name("backward"))):
+                self.loops = [block for block in self.open if isinstance(block, cst.For)]
+                self.others |= not self.loops or any(isinstance(block, cst.While) for block in self.open)
                 self.backwards.append(node)
-                self.inner, self.outer = self.open[-1], list(self.open)
+                self._note_conditions()
+
+    def _note_conditions(self) -> None:
+        """Note the blocks around what is visited that are in its innermost loop."""
+        loops = [i for i, block in enumerate(self.open) if isinstance(block, cst.For | cst.While)]
+        if loops:
+            self.conditions += [(self.open[loops[-1]], block) for block in self.open[loops[-1] + 1 :]]
+
+    def skips(self) -> bool:
+        """Return whether a process may skip a batch by its own rows, or by an error of its own."""
+        blocks = [block for loop, block in self.conditions if loop is self.loops[-1]]
+        own = collect(self.loops[-1]).writes
+        return any(not isinstance(block, cst.If) or set(root_names(block.test)) & own for block in blocks)
 
     def visit_Call(self, node: cst.Call) -> None:
         match node:
@@ -164,6 +199,32 @@ class _Loops(cst.CSTVisitor):
                 self.steps.append(name)
             case cst.Call(func=cst.Attribute(attr=cst.Name("step")), args=[cst.Arg(value=cst.Name(value=name))]):
                 self.steps.append(name)  # scaler.step(optimizer)
+            case cst.Call(func=cst.Attribute(value=cst.Name(value=name), attr=cst.Name("zero_grad"))):
+                self.zeroed.add(name)
+
+
+def _ends_early(loops: list[cst.For]) -> bool:
+    """Return whether a process can leave the loops by what it alone has: its rows, or figures made of them."""
+    inner = collect(loops[-1])
+    own = inner.writes | {site.root for site in inner.calls if site.tail in _ADDS}
+    if contains(loops[-1].body, lambda part: isinstance(part, _LEAVES_LOOP)):
+        return True
+    for statement in (line for loop in loops[:-1] for line in loop.body.body if line is not loops[-1]):
+        usage = collect(statement)
+        if usage.reads & own:
+            if contains(statement, lambda part: isinstance(part, _LEAVES_LOOP)):
+                return True
+            own |= usage.writes
+    return False
+
+
+def _uses_batch_size(loop: cst.For, graph: Graph) -> bool:
+    """Return whether the code in a loop reads what a DataLoader got as its batch size."""
+    sizes = [_batch_size(site.node) for site in graph.sites if site.tail == "DataLoader"]
+    values = [size.value for size in sizes if size is not None]
+    named = {code(value) for value in values if isinstance(value, cst.Name | cst.Attribute)}
+    text = code(loop.body)
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}\b(?!\s*=[^=])", text) for name in named)
 
 
 def _loader(node: cst.BaseExpression, owner: cst.BaseStatement) -> cst.Name | None:
@@ -172,6 +233,8 @@ def _loader(node: cst.BaseExpression, owner: cst.BaseStatement) -> cst.Name | No
         case cst.Name(value=name):
             bars = [site for bound, site in collect(owner).assigned if bound == name and site.tail in _WRAPS]
             return _loader(bars[-1].node, owner) if bars else node
+        case cst.NamedExpr(value=value):
+            return _loader(value, owner)
         case cst.Call(args=[cst.Arg(value=first), *_]) if dotted(node.func).split(".")[-1] in _WRAPS:
             return _loader(first, owner)
     return None
@@ -185,7 +248,7 @@ def _is_loader(name: str, owner: cst.BaseStatement, graph: Graph) -> bool:
     if not isinstance(owner, cst.FunctionDef) or name not in graph.functions[owner.name.value].params:
         return False
     position = graph.functions[owner.name.value].params.index(name)
-    sites = [site for s in graph.statements for site in s.usage.calls if site.path == owner.name.value]
+    sites = [site for site in graph.sites if site.path == owner.name.value]
     given = [_argument(site, name, position) or _default(owner, name) for site in sites]
     return bool(given) and all(one in made for one in given)
 

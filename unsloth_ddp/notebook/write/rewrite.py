@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import send_values
 from unsloth_ddp.notebook.analyse.roles import removes_files
 from unsloth_ddp.notebook.analyse.tracked_runs import can_be_disabled, edit_run, tells_tracker
@@ -84,7 +84,7 @@ class _Rewriter(LineEditor):
     def _edited(self, call: cst.Call, *, entered: bool) -> tuple[cst.Call, list[str]]:
         """Return a call with the first edit that fits it, and its comments."""
         full = full_path(dotted(call.func), self.graph.imports)
-        edits = [load.edit_load, load.edit_dict_call, edit_seed, edit_generator]
+        edits = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, edit_seed, edit_generator]
         if is_trainer_call(CallSite(dotted(call.func), call, frozenset()), self.graph.trainer_classes):
             edits += [] if is_remote(full) else [edit_trainer]
         else:
@@ -281,7 +281,7 @@ class _Rewriter(LineEditor):
     def _guarded(self, original: cst.BaseStatement, made: _Nested) -> cst.BaseStatement:
         """Return a part of a block under the guard that its effects need, if any."""
         effects = self.graph.effects_of(collect(original))
-        if not effects & self.guarded or effects & (SEEDS | {Effect.SYNC, Effect.STATE}):
+        if not effects & self.guarded or effects & (TOGETHER | {Effect.STATE}):
             return made
         if self.trains and self.of_class and effects & self.guarded == {Effect.FILE} and not removes_files(original):
             return made  # a method may write what another reads on every process
@@ -327,7 +327,6 @@ def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], boo
     """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
     if statement.role not in (Role.ALL, Role.FIRST):
         return set(), False
-    together = SEEDS | {Effect.SYNC}
     match statement.node:
         case cst.SimpleStatementLine():
             return set(), False
@@ -336,15 +335,15 @@ def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], boo
             own_way = name in graph.trainer_classes
             called = any(base.endswith("Callback") for base in graph.functions[name].bases)
             effects = graph.class_effects(name)
-            if (called or effects & together) and not own_way:
+            if (called or effects & TOGETHER) and not own_way:
                 return effects & _GUARDED, True
             return effects & _ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
         case cst.FunctionDef(name=cst.Name(value=name)):
             effects = graph.function_effects.get(name, set())
-            if effects & together:
+            if effects & TOGETHER:
                 return _GUARDED if effects & _GUARDED else set(), True
             return effects & _ON_ONE if _runs_everywhere(name, graph) else set(), False
-    if statement.effects & together:
+    if statement.effects & TOGETHER:
         return _GUARDED if statement.effects & _GUARDED else set(), True
     reaches = statement.needed or Effect.STATE in statement.effects
     return statement.effects & _ON_ONE if reaches else set(), False
@@ -353,16 +352,20 @@ def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], boo
 def _runs_everywhere(name: str, graph: Graph) -> bool:
     """Return whether a statement that all processes run for what it gives the training runs one of the functions.
 
-    Not one that trains: in it the line that calls the function is under a guard. What makes a temporary folder has one
-    on each process, and its files with it.
+    In one that trains, a line that only calls the function is under a guard, and one that takes its value is not. What
+    makes a temporary folder has one on each process, and its files with it.
     """
     own = graph.functions[name]
     if any(graph.full_path(site).startswith("tempfile.") for site in own.calls):
         return False
+    trains = [s.usage for s in graph.statements if s.effects & TOGETHER]
+    trains += [body for body in graph.functions.values() if graph.effects_of(body) & TOGETHER]
+    if any(site.path == name and not site.bare for usage in trains for site in usage.calls):
+        return True
     return any(
         body is own
         for statement in graph.statements
-        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & (SEEDS | {Effect.SYNC})
+        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & TOGETHER
         if statement.needed or Effect.STATE in statement.effects
         for body in graph.bodies_run(statement.usage)
     )

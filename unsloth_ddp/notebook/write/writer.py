@@ -75,7 +75,7 @@ def cell_body(
 
 def _saves_together(group: list[EditedStatement]) -> bool:
     """Return whether statements that every process runs leave it to the main one to save."""
-    together = [p.statement for p in group if p.statement.effects & {Effect.TRAIN, Effect.SYNC}]
+    together = [p.statement for p in group if p.statement.effects & {Effect.TRAIN, Effect.LOOP, Effect.SYNC}]
     return group[0].statement.role is Role.ALL and any(statement.effects & _WAITS for statement in together)
 
 

@@ -205,11 +205,11 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offload) -> str | None:
-    """Return which of these settings Unsloth cannot train, or None; with `--backend auto` Transformers trains them."""
+    """Return which of these settings Unsloth is not taken for, or None; with `--backend auto` Transformers trains them."""
     if settings.fp8:
         return "fp8"
-    if settings.trains_pairs:
-        # Its fused loss returns no log-probabilities.
+    if settings.trains_preferences:
+        # Log-probabilities of its models were not compared with those of Transformers; --backend unsloth takes it.
         return f"task {settings.task}"
     if offload == "parameters":
         return "parameters in host memory"
@@ -223,10 +223,6 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """Refuse settings that do not work with this sharding."""
     if sharding == "none":
         return
-    if sharding in ("zero2", "zero3") and settings.trains_pairs:
-        raise UserError(
-            f"task {settings.task} was not tried with sharding {sharding}; use accelerate_configs/fsdp2.yaml, or ddp.yaml."
-        )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:

@@ -9,7 +9,7 @@ from typing import Literal, cast
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import (
-    PAIRS_ARE_PADDED,
+    PREFERENCES_ARE_PADDED,
     PackingDecision,
     decide_packing,
     describe_backend,
@@ -178,8 +178,8 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
 
 def planned_packing(settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE) -> PackingDecision:
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
-    if settings.trains_pairs and settings.packing != "off":
-        return PackingDecision(False, PAIRS_ARE_PADDED)
+    if settings.trains_preferences and settings.packing != "off":
+        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

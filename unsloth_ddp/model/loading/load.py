@@ -49,10 +49,6 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
     check_full_weights(settings.method, settings.full_weights, runtime.precision)
     check_fp8(settings, runtime)
-    if runtime.backend == "unsloth" and settings.trains_pairs:
-        raise UserError(
-            f"task {settings.task} needs log-probabilities, which Unsloth's fused loss does not return; use --backend transformers."
-        )
     asked = settings.attn_implementation
     if runtime.device_type == "cuda" and asked and "flash" in asked and torch.cuda.get_device_capability() < AMPERE:
         raise UserError(

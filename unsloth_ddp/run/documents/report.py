@@ -94,7 +94,10 @@ def curves(run: RunRecord) -> list[Chart]:
         ),
         line_chart("Rewards", lines(gaps=True, chosen="rewards/chosen", rejected="rewards/rejected")),
         line_chart(
-            "Pairs whose chosen answer has the higher reward",
+            "KL of the model and its reference", lines(gaps=True, training="kl", evaluation="eval_kl"), from_zero=True
+        ),
+        line_chart(
+            "Reward accuracy",
             lines(gaps=True, training="rewards/accuracies", evaluation="eval_rewards/accuracies"),
             from_zero=True,
             shown="{:.0%}".format,

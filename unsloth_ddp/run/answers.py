@@ -76,11 +76,7 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
 
 
 def batches(tokenizer: Any, asked: list[Question], length: int) -> Iterator[list[Question]]:
-    """Yield the questions in order, as many at once as BATCH and BATCH_TOKENS allow, and at least one.
-
-    Args:
-        length: tokens that are generated for an answer.
-    """
+    """Yield the questions in order, as many at once as BATCH and BATCH_TOKENS allow, and at least one."""
     batch: list[Question] = []
     longest = 0
     for question in asked:

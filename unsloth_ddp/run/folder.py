@@ -43,11 +43,7 @@ def default_run_name(settings: Settings) -> str:
 
 
 def check_run_folder(settings: Settings) -> None:
-    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned.
-
-    Raises:
-        UserError: --resume names no checkpoint, or the folder holds a finished run or cannot be written.
-    """
+    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned."""
     folder = _folder_of(settings, settings.run_name or default_run_name(settings))
     named_folder(settings.resume)
     if os.path.lexists(folder / SUMMARY_FILE):
@@ -95,11 +91,7 @@ def _look(settings: Settings, folder: Path) -> None:
 
 
 def offer_unfinished(settings: Settings, folder: Path) -> str | None:
-    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none.
-
-    Args:
-        folder: of the run that is about to begin.
-    """
+    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none."""
     try:
         others = [path for path in folder.parent.iterdir() if path != folder and (path / SETTINGS_FILE).is_file()]
         unfinished = [path for path in others if step_folders(path) and continues(settings, path)]

@@ -68,7 +68,7 @@ def import_backend(run: Run) -> None:
     """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
     reason = sharding.unsupported_by_unsloth(run.settings, run.runtime.sharding, run.runtime.offload)
     if reason and run.settings.backend == "auto" and run.runtime.device_type == "cuda":
-        print(f"Using backend transformers, because Unsloth cannot train with {reason}.", flush=True)
+        print(f"Using backend transformers, because Unsloth is not taken for {reason}.", flush=True)
     run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Importing {'Unsloth' if run.runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
     with run.runtime.progress.timing("import"):

@@ -32,6 +32,7 @@ class EncodedRow:
         notes: keys of chat.renderer.NOTES.
         unread_keys: keys of messages that the chat template does not read.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
+        desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
     """
 
     input_ids: list[int]
@@ -41,6 +42,7 @@ class EncodedRow:
     notes: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
     parts: list[int] = field(default_factory=list)
+    desirable: list[int] = field(default_factory=list)
 
 
 class Encoder:
@@ -235,7 +237,9 @@ def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRo
         UserError: see Encoder.encode.
     """
     if example.rejected is None:
-        return _encode_and_cut(encoder, example, max_length)
+        row = _encode_and_cut(encoder, example, max_length)
+        row.desirable = [] if example.desirable is None else [int(example.desirable)]
+        return row
     return _join_pair(*(_encode_and_cut(encoder, one, max_length) for one in (example, example.rejected)))
 
 

@@ -22,12 +22,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.arrow_rows import ROW_KEYS
 from unsloth_ddp.data.chat.tokenize import EncodedRow, encode_row
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
+from unsloth_ddp.data.mismatched import join_mismatched
 from unsloth_ddp.data.order.packing import Packing
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows
-from unsloth_ddp.data.sources.formats import to_example
-from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
 from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
@@ -61,7 +62,7 @@ class TokenizedWindow:
 class StreamedWindows(IterableDataset[TokenizedWindow]):
     """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows.
 
-    `encode` tokenizes a row; with `drop`, rows that are overlong are left out.
+    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window.
     """
 
     read: Callable[[], Iterable[SourceRow]]
@@ -71,6 +72,7 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
     buffer: int
     seed: int
     drop: bool
+    join: Callable[[list[Unit]], list[Unit]] = list
     start: StreamPosition = FIRST
 
     def __iter__(self) -> Iterator[TokenizedWindow]:
@@ -96,10 +98,9 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
             except UserError as error:
                 return dataclasses.replace(window, problem=f"{row.location}: {error}")
             if not (self.drop and encoded.overlong):
-                columns = {"input_ids": encoded.input_ids, "labels": encoded.labels}
-                columns |= {"parts": encoded.parts} if encoded.parts else {}
+                columns = {name: values for name in ROW_KEYS if (values := getattr(encoded, name))}
                 window.rows.append({name: np.array(values, dtype=np.int32) for name, values in columns.items()})
-        return window
+        return dataclasses.replace(window, rows=self.join(window.rows))
 
 
 def _take(rows: Iterator[T], count: int) -> tuple[list[T], str | None]:
@@ -154,9 +155,10 @@ def streamed_windows(
             revision = revisions.get(source)
             yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
+    convert = converter(settings.task)
+
     def encode(row: SourceRow) -> EncodedRow:
-        example = to_pair(row.columns) if settings.trains_pairs else to_example(row.columns)
-        return encode_row(encoder, example, settings.max_length)
+        return encode_row(encoder, convert(row.columns), settings.max_length)
 
     return StreamedWindows(
         read,
@@ -165,6 +167,7 @@ def streamed_windows(
         buffer=settings.shuffle_buffer,
         seed=seed,
         drop=settings.overlong == "drop",
+        join=functools.partial(join_mismatched, max_length=settings.max_length) if settings.task == "kto" else list,
     )
 
 

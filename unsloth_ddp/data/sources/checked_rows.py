@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources.formats import Example, to_example
-from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
 
@@ -20,22 +20,22 @@ def checked_rows(
     config: str | None = None,
     revision: str | None = None,
     *,
-    pairs: bool,
+    task: str,
     streaming: bool = False,
     may_be_empty: bool = False,
 ) -> Iterator[tuple[str, Example]]:
     """Yield the location of each row of one source, and its example.
 
     Args:
-        pairs: whether the rows are pairs of answers.
+        task: --task, which says how a row is read.
 
     Raises:
         UserError: see read_rows; a row has none of the accepted formats; there are no rows, unless `may_be_empty`.
     """
-    location = ""
+    location, convert = "", converter(task)
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
-            example = to_pair(columns) if pairs else to_example(columns)
+            example = convert(columns)
         except UserError as error:
             raise UserError(f"{location}: {error}") from None
         yield location, example
@@ -66,7 +66,7 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
                 found.hub += 1
                 continue
             # A folder may hold empty shards, but a file that the user names should hold rows.
-            rows = checked_rows(source, "train", pairs=settings.trains_pairs, may_be_empty=source not in sources)
+            rows = checked_rows(source, "train", task=settings.task, may_be_empty=source not in sources)
             found.rows += sum(1 for _ in itertools.islice(rows, count))
             found.files += 1
     return found

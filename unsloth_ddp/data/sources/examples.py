@@ -47,7 +47,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
             settings.dataset_config,
             revisions,
             folder,
-            pairs=settings.trains_pairs,
+            task=settings.task,
             streaming=settings.streaming,
         )
         if settings.eval_dataset:
@@ -57,7 +57,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
                 settings.dataset_config,
                 revisions,
                 folder,
-                pairs=settings.trains_pairs,
+                task=settings.task,
             )
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
@@ -69,12 +69,12 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
 
 
 def held_out_examples(folder: Path, limit: int) -> list[Example]:
-    """Return the first `limit` evaluation examples."""
+    """Return the first `limit` evaluation examples, without answers that are labelled as undesirable."""
     path = folder / "examples_eval"
     if not limit or not path.exists():
         return []
-    rows = datasets.load_from_disk(path)
-    return [Example.from_json(row["example"]) for row in rows.select(range(min(limit, len(rows))))]
+    read = (Example.from_json(row["example"]) for row in datasets.load_from_disk(path))
+    return list(itertools.islice((one for one in read if one.desirable is not False), limit))
 
 
 def trains_on_text(folder: Path) -> bool:
@@ -101,7 +101,7 @@ def _examples(
     revisions: dict[str, str],
     folder: Path,
     *,
-    pairs: bool,
+    task: str,
     streaming: bool = False,
 ) -> datasets.Dataset:
     files = checked_files(sources, streaming=streaming)
@@ -126,7 +126,7 @@ def _examples(
                 split,
                 config,
                 revisions.get(source),
-                pairs=pairs,
+                task=task,
                 streaming=streaming,
                 may_be_empty=may_be_empty,
             ):

@@ -16,7 +16,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.data.order.packing import (
-    PAIRS_ARE_PADDED,
+    PREFERENCES_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
     decide_packing,
@@ -100,8 +100,8 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
-    if settings.trains_pairs and settings.packing != "off":
-        return PackingDecision(False, PAIRS_ARE_PADDED)
+    if settings.trains_preferences and settings.packing != "off":
+        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
     kernel = select_varlen_kernel(setup) if setup else None
     everywhere = kernel if None not in runtime.gather(kernel) else None

@@ -11,6 +11,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.supervised_head import fits_fused_head
+from unsloth_ddp.training.tasks.kto import KtoTask
 from unsloth_ddp.training.tasks.pairs import PairTask
 from unsloth_ddp.training.tasks.task import Task
 from unsloth_ddp.training.tasks.text import TextTask
@@ -31,7 +32,9 @@ def make_task(
         upstream: the backend's compute_loss.
         divides: whether the model takes the divisor of its loss.
     """
-    if settings.trains_pairs:
+    if settings.task == "kto":
+        return KtoTask.of(settings, model, data)
+    if settings.trains_preferences:
         return PairTask.of(settings, model, data)
     return TextTask(
         upstream if runtime.backend == "unsloth" else None,

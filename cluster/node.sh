@@ -16,6 +16,9 @@ Train on one machine or several: run the same command on every node.
                          one replica of the model on each node
   --max_restarts N       restart after a failure from the last complete checkpoint, at most N times without a new
                          checkpoint (default 0)
+  --min_nodes N          go on with N nodes or more if nodes are lost, and take them back when node.sh is started there
+                         again (torchrun's elastic launch; node 0 cannot be lost). Needs --run_name and an --output_dir
+                         that all nodes share; sharding none or fsdp2; --max_restarts is then 3 unless given
   --no_preflight         skip the check of nodes and network
   --cpu                  train on the CPU; GPUS_PER_NODE then counts processes (default 1)
   -h, --help             this text
@@ -50,7 +53,7 @@ refuse() {
 
 # ---- what was given ----
 
-sharding=none method="" max_restarts=0 preflight=1 cpu=0 model="" config=""
+sharding=none method="" max_restarts="" min_nodes=0 preflight=1 cpu=0 model="" config=""
 datasets=() train_options=()
 
 read_options() {
@@ -66,7 +69,7 @@ read_options() {
         usage
         exit 0
         ;;
-      -m | --model | -d | --dataset | --method | --sharding | --max_restarts | --config)
+      -m | --model | -d | --dataset | --method | --sharding | --max_restarts | --min_nodes | --config)
         if (($# == 1)) || [[ -z $2 ]]; then
           refuse "$1 takes a value and has none; bash cluster/node.sh -h lists the options."
         fi
@@ -80,6 +83,7 @@ read_options() {
       --method) method=$2 && shift 2 ;;
       --sharding) sharding=$2 && shift 2 ;;
       --max_restarts) max_restarts=$2 && shift 2 ;;
+      --min_nodes) min_nodes=$2 && shift 2 ;;
       --config) config=$2 && shift 2 ;;
       --no_preflight) preflight=0 && shift ;;
       --cpu) cpu=1 && shift ;;
@@ -97,6 +101,9 @@ check_options() {
   [[ $method =~ ^(|lora|qlora|full)$ ]] || refuse "--method is $method, but it is one of lora, qlora and full."
   [[ $sharding =~ ^(none|fsdp2_hybrid|(zero2|zero3|fsdp2)(_offload)?)$ ]] ||
     refuse "--sharding is $sharding, but it is one of none, zero2, zero3, fsdp2 and fsdp2_hybrid (or zero2_offload, ...)."
+  [[ $min_nodes =~ ^[0-9]{1,6}$ ]] || refuse "--min_nodes is $min_nodes, but it takes the least number of nodes to go on with."
+  min_nodes=$((10#$min_nodes))
+  max_restarts=${max_restarts:-$((min_nodes ? 3 : 0))}
   [[ $max_restarts =~ ^[0-9]{1,3}$ ]] ||
     refuse "--max_restarts is $max_restarts, but it takes a whole number below 1000, the restarts to allow."
   max_restarts=$((10#$max_restarts))
@@ -141,6 +148,14 @@ check_nodes() {
   number MASTER_PORT 6001 1024 "$((65535 - preflight))" "a free port of node 0 (the preflight takes the next one)"
   number START_TIMEOUT 300 10 86400 "seconds that nodes wait for each other"
 
+  if ((min_nodes)); then
+    ((min_nodes <= NNODES)) || refuse "--min_nodes is $min_nodes and NNODES is $NNODES; it is from 1 to the number of nodes."
+    [[ $sharding =~ ^(none|fsdp2(_offload)?)$ ]] ||
+      refuse "--min_nodes goes on with another number of processes, which checkpoints of --sharding $sharding do not allow;" \
+        "take --sharding none or fsdp2."
+    is_named || [[ -n ${RUN_NAME:-} ]] ||
+      refuse "--min_nodes needs --run_name, the same on every node, so that a node that returns finds the run."
+  fi
   ((NNODES > 1)) || return 0
   [[ -n ${MASTER_ADDR:-} ]] ||
     refuse "MASTER_ADDR is not set and NNODES is $NNODES; set it on every node to the name or address of node 0."
@@ -303,20 +318,45 @@ launch() {
     accelerate-launch --config_file "$accelerate_config" "${machines[@]}" "$@"
 }
 
+# Print the address of this node on its way to the master, which any node may have to tell the others.
+own_address() {
+  ((NODE_RANK)) || { echo "$MASTER_ADDR" && return; }
+  local address
+  address=$(getent ahosts "$MASTER_ADDR" | awk '{print $1; exit}')
+  ip -o route get "$address" 2>/dev/null | grep -oP '(?<= src )\S+'
+}
+
+# Launch with any number of nodes from min_nodes to NNODES. accelerate launches one machine; torchrun reads the range and
+# the place of the meeting, which node 0 serves, from these variables. With torch's shared store a node that returns waits
+# for an address that the others have told already.
+launch_elastic() {
+  local own=()
+  [[ -z $(own_address) ]] || own=("PET_LOCAL_ADDR=$(own_address)")
+  run env "UNSLOTH_DDP_EXIT_CODE_FILE=$code_file" "UNSLOTH_DDP_NODES=$min_nodes:$NNODES" \
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "${own[@]}" \
+    "PET_NNODES=$min_nodes:$NNODES" "PET_RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT" PET_RDZV_ID=unsloth_ddp \
+    accelerate-launch --config_file "$accelerate_config" --num_machines 1 --num_processes "$GPUS_PER_NODE" \
+    --main_process_port 0 --max_restarts "$max_restarts" --rdzv_backend c10d \
+    --rdzv_conf "is_host=$((NODE_RANK == 0)),join_timeout=$START_TIMEOUT,read_timeout=$START_TIMEOUT" "$@"
+}
+
 # Check nodes, network and settings on all nodes together; `code` is not 0 if a node has a problem.
 # Once before any launcher, which names nodes that do not arrive (launchers wait for them in silence), and once with
 # every process of the run.
 check_job() {
   code=0
   ((preflight)) || return 0
-  if ((NNODES > 1)); then
+  if ((min_nodes)); then
+    # Each node by itself: the others may be training already. Ranks compare versions, options and rows when they start.
+    NNODES=1 NODE_RANK=0 launch 0 -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}"
+  elif ((NNODES > 1)); then
     say "node $NODE_RANK: checking the nodes; waiting up to $START_TIMEOUT s for all $NNODES at $MASTER_ADDR:$MASTER_PORT"
     run python -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
       >"$folder/preflight.txt" 2>&1
     ((code == 0)) || cat "$folder/preflight.txt" >&2
   fi
   # What ranks say comes first on standard error; the launcher's report of their exit codes would hide the table.
-  ((code)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
+  ((code || min_nodes)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
     2> >(sed -u '/^E[0-9]\{4\} .* failed (exitcode: /,$d' >&2)
   ((code == 0)) || read_exit_code
   ((code == 0)) || [[ -n $stop ]] || say "node $NODE_RANK: the preflight failed, so nothing was trained; fix what it names," \
@@ -331,7 +371,11 @@ train() {
     note_the_beginning </dev/null >/dev/null 2>&1 &
     watcher=$!
   fi
-  launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}" "${restart_arguments[@]}"
+  if ((min_nodes)); then
+    launch_elastic "$kit/train_ddp.py" "${train_arguments[@]}"
+  else
+    launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}" "${restart_arguments[@]}"
+  fi
   [[ -z $watcher ]] || kill "$watcher" 2>/dev/null
   if ((code)) && [[ -z $stop && ! -e $code_file && -n $watcher && ! -e $folder/began ]] && ((SECONDS - since >= START_TIMEOUT)); then
     say "node $NODE_RANK: not every node arrived at $MASTER_ADDR:$MASTER_PORT within $START_TIMEOUT s. Start node.sh on" \
@@ -383,6 +427,13 @@ saved_step() {
   [[ $step =~ ^[0-9]{1,18}$ ]] && echo "$((10#$step))" || echo 0
 }
 
+# Print why the ranks of this node ended last, as they told it.
+cause() {
+  local why=""
+  [[ -s $code_file.why ]] && read -r why <"$code_file.why"
+  echo "${why:-they died without a word}"
+}
+
 # Check whether the options or the --config name the run.
 is_named() {
   local word
@@ -395,7 +446,8 @@ is_named() {
 # Start together: a launcher that came while the master's old one still listened would join a job that is ending.
 wait_for_the_others() {
   ((NNODES > 1)) || return 0
-  if ((NODE_RANK == 0)); then
+  # A meeting of torchrun's is joined at any time.
+  if ((NODE_RANK == 0 || min_nodes)); then
     sleep 10
     return
   fi
@@ -455,6 +507,9 @@ main() {
     # A start that saved a later step than all before it has made progress.
     if ((code)) && (($(saved_step) > furthest)); then
       restarts=0 furthest=$(saved_step)
+    elif ((code && min_nodes)); then
+      # The launcher has used up its own restarts.
+      restarts=$max_restarts
     fi
     # Do not restart after an error in the settings or a requested stop.
     if ((code == 0 || code == 2 || code == 75 || restarts >= max_restarts)) || [[ -n $stop ]]; then break; fi
@@ -472,7 +527,7 @@ main() {
       say "node $NODE_RANK of $NNODES ($(hostname)): ended with exit code $code"
       ((begun == 0 || code == 2)) || [[ -n $stop ]] ||
         say "node $NODE_RANK: no start after the checkpoint of step $furthest got further, so the cause is not one that passes" \
-          "(--max_restarts $max_restarts)"
+          "(--max_restarts $max_restarts): $(cause)"
       ;;
   esac
   exit "$code"

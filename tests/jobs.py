@@ -19,7 +19,7 @@ WHOLE_RUN = (
 LAST = 9  # 10 training rows in steps of 4
 TIMINGS = {
     "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "tokens_per_second",
-    "rank_step_seconds", "rank_step_seconds_max", "ranks", "peak_memory_bytes",
+    "rank_step_seconds", "rank_step_seconds_max", "peak_memory_bytes",
 }  # fmt: skip
 TIMINGS |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 

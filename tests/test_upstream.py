@@ -95,9 +95,6 @@ CALLED = {
     "unsloth/utils/hf_packed_attention.py:enable_hf_packed_attention": "",
     "unsloth/utils/attention_dispatch.py:select_attention_backend": "use_varlen dropout_p",
     "unsloth/utils/packing.py:patch_hybrid_linear_attention_varlen": "model",
-    # Left out where Unsloth patches a model whose weights are in shards, and makes its trainer.
-    "unsloth/tokenizer_utils.py:zero_pad_embedding_rows": "model tokenizer",
-    "unsloth_zoo/tokenizer_utils.py:fix_untrained_tokens": "model tokenizer train_dataset IGNORED_TOKENIZER_NAMES eps",
     "unsloth_zoo/fused_losses/cross_entropy_loss.py:_get_chunk_multiplier": "vocab_size target_gb fixed_gb device",
 }
 # Attributes and module variables that are read or set, by the file that has to name them.

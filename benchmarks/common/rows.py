@@ -28,8 +28,36 @@ def full_rows(path: Path, count: int, seed: int, tokens: int) -> None:
     _write(path, count, random.Random(seed), lambda: math.ceil(MARGIN * tokens / TOKENS_A_PAIR))
 
 
+def preference_rows(path: Path, count: int, seed: int, longest: int = LONGEST // 2) -> None:
+    """Write pairs of answers: prompt and answers of log-normal length, a row of about 300 tokens, and at most `longest`."""
+    rng, pairs = random.Random(seed), _pairs()
+
+    def message(role: str) -> dict[str, str]:
+        tokens = min(longest // 2, rng.lognormvariate(MEAN_LOG - math.log(2), SPREAD_LOG))
+        chosen = rng.choices(pairs, k=max(1, round(tokens / TOKENS_A_PAIR)))
+        return {"role": role, "content": " ".join(one["content"] for pair in chosen for one in pair)}
+
+    with path.open("w") as file:
+        for _ in range(count):
+            row = {"prompt": [message("user")], "chosen": [message("assistant")], "rejected": [message("assistant")]}
+            file.write(json.dumps(row) + "\n")
+
+
+def labelled_rows(pairs: Path, path: Path) -> None:
+    """Write the answers of a file of pairs as labelled answers, in turn one that is desirable and one that is not."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    with path.open("w") as file:
+        for number, row in enumerate(rows):
+            answer = row["chosen"] if number % 2 else row["rejected"]
+            file.write(json.dumps({"prompt": row["prompt"], "completion": answer, "label": bool(number % 2)}) + "\n")
+
+
+def _pairs() -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
+
+
 def _write(path: Path, count: int, rng: random.Random, next_pairs: Callable[[], int]) -> None:
-    pairs = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
+    pairs = _pairs()
     with path.open("w") as file:
         for _ in range(count):
             chosen = rng.choices(pairs, k=max(1, next_pairs()))

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of a run with a report")
     parser.add_argument("picture", type=Path, help="PNG file to write")
     parser.add_argument("--width", type=int, default=1180)
-    parser.add_argument("--height", type=int, default=1480)
+    parser.add_argument("--height", type=int, default=1190)
     parser.add_argument("--dark", action="store_true")
     given = parser.parse_args()
     given.picture.parent.mkdir(parents=True, exist_ok=True)

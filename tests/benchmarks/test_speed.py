@@ -1,4 +1,4 @@
-"""The speed benchmark: which run starts when, what is counted, and what the report says of it."""
+"""The speed benchmark: the commands it runs, and what is counted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from benchmarks.common.runs import REPO
-from benchmarks.speed.cells import CONTESTANTS, WARM_LINES, WORKS, Cell, command, default_order, kit_steps, parse_cells
+from benchmarks.speed.cells import CONTESTANTS, WORKS, Cell, command, default_order, parse_cells
 from benchmarks.speed.figures import figures, first_step_at, kit_intervals, used_share
 from benchmarks.speed.peers.measure import Marks, Pace, add_unsloth_options, make_parser, real_tokens
 from benchmarks.speed.profile_summary import busy_seconds, gpu_summary
-from benchmarks.speed.report import markdown
-from benchmarks.speed.scaling import gradient_bytes, scaling_rows
+from benchmarks.speed.scaling import gradient_bytes
 from unsloth_ddp.config.parse import parse_settings
 
 
@@ -59,15 +58,6 @@ def test_the_global_batch_is_the_same_for_all_that_count_rows() -> None:
     assert (option(words("unsloth_tuned"), "--batch"), option(words("unsloth_tuned"), "--accumulation")) == (8, 1)
     assert option(words("unsloth_guide"), "--batch") * option(words("unsloth_guide"), "--accumulation") == 8
     assert words("kit_one")[-2:] == ["--per_device_train_batch_size", "1"]
-
-
-def test_the_kit_takes_enough_steps_to_be_timed() -> None:
-    for word in default_order():
-        cell = parse_cells([word], 1)[0]
-        if CONTESTANTS[cell.contestant].batch is None:
-            plan = kit_steps(cell, WORKS[cell.work], 15, tiny=False)
-            logged = {1, *range(plan.logging, plan.steps + 1, plan.logging)}
-            assert len(logged) - WARM_LINES >= 3 and 1 <= plan.logging <= 5
 
 
 def test_intervals_of_the_kit_come_from_its_log_lines() -> None:
@@ -140,47 +130,6 @@ def test_a_profile_says_how_busy_the_gpu_was() -> None:
     found = gpu_summary(events, seconds=40e-6, steps=2)
     assert found["busy"] == pytest.approx(0.5) and found["kernels_a_step"] == 1.5
     assert found["top"][0]["share"] == pytest.approx(10 / 25)
-
-
-def cell(contestant: str, speed: float, processes: int = 1, scaling: str = "", code: Any = 0) -> dict[str, Any]:
-    return {
-        "name": f"{contestant}{processes}{scaling}", "work": "chat", "shape": "s", "method": "lora",
-        "contestant": contestant, "processes": processes, "scaling": scaling, "exit_code": code, "beside": [],
-        "tokens_per_second_a_gpu": speed, "lowest": speed - 10, "highest": speed + 10, "tokens_a_step": 500,
-        "seconds_to_first_step": 40.0, "peak_memory_bytes": 2**31,
-        "settings": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "gradient_checkpointing": "none", "packing": contestant == "kit"},
-    }  # fmt: skip
-
-
-def test_the_report_compares_with_the_kit_and_with_one_gpu() -> None:
-    content = {
-        "cells": [cell("trl", 250), cell("kit", 900), cell("kit", 1100), cell("kit", 950, 2, "weak"), cell("trl_packed", 1, code=1)],
-        "gpus": ["NVIDIA H200, 580"], "flops_a_token": {"s": {"lora": 9.89e10}}, "matmul": [{"flops_a_second": 4.945e14}],
-        "versions": {"torch": "2"}, "lanes": 2, "works": {"chat": {"max_length": 2048, "global_batch": 64}},
-        "left_out": {"late": "no time for 90 s"},
-    }  # fmt: skip
-    lines = markdown(content).splitlines()
-    assert "| kit | 1,000 | 890 to 1,110 | 1.00 | 10.0% | 20.0% | 8 x 4 packs; none | 500 | 2.0 | 40 | 2 |" in lines
-    assert "| trl | 250 | 240 to 260 | 0.25 | 2.5% | 5.0% | 8 x 4 rows, padded; none | 500 | 2.0 | 40 | 1 |" in lines
-    assert "| chat s lora | kit | 2 | weak | 950 | 95.0% | 500 |" in lines
-    assert {"- trl_packed1: ended with 1", "- late: no time for 90 s"} <= set(lines)
-
-
-def test_several_gpus_stand_beside_the_published_table_and_the_plan() -> None:
-    several = [
-        cell("kit", 980, 8, "weak"),
-        cell("kit", 700, 8, "strong"),
-        cell("kit", 990, 2, "weak"),
-        cell("trl", 1, 4, "weak"),
-    ]
-    rows = scaling_rows([cell("kit", 1000), *({**one, "shape": "qwen3_8b"} for one in [cell("kit", 1000), *several])])
-    assert [row[:6] for row in rows] == [
-        ["chat qwen3_8b lora", "8", "strong", "5.60x", "70.0%", "6.4x (80%)"],
-        ["chat qwen3_8b lora", "2", "weak", "1.98x", "99.0%", "1.9x (95%)"],
-        ["chat qwen3_8b lora", "8", "weak", "7.84x", "98.0%", "6.4x (80%)"],
-    ]
-    planned = float(rows[2][6].split("%")[0])
-    assert 98 < planned <= 100 and rows[2][6].endswith(f"({planned - 98:+.1f}%)")
 
 
 def test_gradients_of_an_adapter_are_counted_from_the_shape() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.jobs import LAST, manifest_steps
 from tests.ranks import train
@@ -38,11 +39,15 @@ def train_judged(argv: list[str], cwd: str, losses: dict[int, float], stop_at: i
     def judge(self: ResumableTrainer, metrics: dict[str, float], trial: Any) -> bool:
         return determine(self, metrics | {"eval_loss": losses.get(self.state.global_step, 9.0)}, trial)
 
-    def refuse(self: Checkpoints, step: int, write: Any, *args: Any) -> bool:
-        def fail(folder: Path) -> None:
+    def refuse(self: Checkpoints, step: int, write: Any, *args: Any) -> None:
+        def fail() -> None:
             raise OSError("refused")
 
-        return save(self, step, fail if step == fail_at and os.environ["RANK"] == "0" else write, *args)
+        def write_and_fail_later(folder: Path) -> None:
+            write(folder)
+            self.later(fail)
+
+        save(self, step, write_and_fail_later if step == fail_at and os.environ["RANK"] == "0" else write, *args)
 
     steps = iter(range(1, 100))
 
@@ -59,9 +64,10 @@ def train_judged(argv: list[str], cwd: str, losses: dict[int, float], stop_at: i
         train(argv, cwd)
 
 
-def adapter(folder: Path) -> bytes:
-    """The bytes of a trained adapter."""
-    return (folder / "adapter_model.safetensors").read_bytes()
+def adapter(folder: Path) -> dict[str, bytes]:
+    """The bytes of each tensor of a trained adapter."""
+    weights = load_file(folder / "adapter_model.safetensors")
+    return {name: weight.numpy().tobytes() for name, weight in weights.items()}
 
 
 def state(folder: Path) -> dict[str, Any]:

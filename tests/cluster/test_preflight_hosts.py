@@ -1,4 +1,7 @@
-"""Preflight on several hosts: what is wrong is named, on every node, and no node waits for ever."""
+"""Preflight on several hosts: what is wrong is named, on every node, and no node waits for ever.
+
+What differs between nodes is in tests/preflight/test_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Host, wait_for_all
-from tests.conftest import REPO, demo_rows, write_jsonl
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -84,22 +85,6 @@ def test_two_good_hosts_pass_and_node_0_speaks(two_hosts, preflight):
     assert "Verdict" not in done.outputs[1]
 
 
-@pytest.mark.slow
-def test_three_hosts_pass(three_hosts, preflight):
-    done = preflight(three_hosts)
-    assert done.codes == [0, 0, 0], done.outputs
-    assert [t["ranks"] for t in done.report["timings"]] == [3] * len(done.report["timings"])
-
-
-@pytest.mark.slow
-def test_a_rank_out_of_range_is_named(two_hosts, preflight):
-    done = preflight(two_hosts, environ=[{}, {"NODE_RANK": "2"}])
-    assert done.codes == [1, 1]
-    assert done.seconds < 150  # nobody waited until the time was up
-    assert "node2 says it is node 2 of 2, but ranks go from 0 to 1" in done.outputs[0]
-    assert "NODE_RANK is 2, but with NNODES 2 ranks go from 0 to 1" in words(done.outputs[1])
-
-
 def test_a_rank_taken_twice_names_both_hosts(three_hosts, preflight):
     done = preflight(three_hosts, environ=[{}, {}, {"NODE_RANK": "1"}])
     assert done.codes == [1, 1, 1]
@@ -109,15 +94,6 @@ def test_a_rank_taken_twice_names_both_hosts(three_hosts, preflight):
         assert "So node 2 is missing." in output
 
 
-@pytest.mark.slow
-def test_two_nodes_0_are_both_named(two_hosts, preflight):
-    done = preflight(two_hosts, environ=[{}, {"NODE_RANK": "0"}])
-    assert done.codes == [1, 1]
-    for output in done.outputs:
-        assert "Node rank 0 was taken 2 times, by node1 and node2" in output
-    assert "NODE_RANK is 0, but MASTER_ADDR node1 is not this machine" in words(done.outputs[1])
-
-
 def test_a_missing_node_is_named_by_all_others(three_hosts, preflight):
     done = preflight(three_hosts[:2], nodes=3, timeout=45)
     assert done.codes == [1, 1]
@@ -125,13 +101,6 @@ def test_a_missing_node_is_named_by_all_others(three_hosts, preflight):
     for output in done.outputs:
         assert "Node 2 did not arrive at node1:6001 within 45 s" in output
     assert "Preflight of node 1 (node2) alone" in done.outputs[1]
-
-
-@pytest.mark.slow
-def test_a_missing_master_is_named(two_hosts, preflight):
-    done = preflight(two_hosts[1:], environ=[{"NODE_RANK": "1"}], nodes=2, timeout=5)
-    assert done.codes == [1]
-    assert "Node 0 did not answer at node1:6001 within 5 s: nothing listens there yet" in done.outputs[0]
 
 
 def test_a_port_in_use_is_named_on_both_sides(two_hosts, preflight, tmp_path):
@@ -152,39 +121,6 @@ def test_a_closed_port_is_told_from_a_missing_node(two_hosts, preflight):
     assert "open the firewall for MASTER_PORT 6001" in words(done.outputs[1])
 
 
-def test_different_data_on_one_node_is_named(two_hosts, preflight, tmp_path):
-    paths = []
-    for name, rows in (("a", demo_rows()[:9]), ("b", demo_rows()[1:10])):
-        (tmp_path / name).mkdir()
-        paths.append(str(write_jsonl(tmp_path / name / "rows.jsonl", rows)))
-    model = str(REPO / "demo" / "model")
-    done = preflight(two_hosts, options=[["--model", model, "--dataset", path] for path in paths])
-    assert done.codes == [1, 1]
-    row = done.check("data: dataset rows.jsonl")
-    assert row["verdict"] == "failure"
-    assert len(set(row["values"].values())) == 2
-    assert done.check("settings")["verdict"] == "warning"
-    assert "data: dataset rows.jsonl" in done.outputs[1]
-
-
-def test_another_version_on_one_node_is_named(two_hosts, preflight, tmp_path):
-    fake = tmp_path / "fake" / "trl-0.1.0.dist-info"
-    fake.mkdir(parents=True)
-    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.1.0\n")
-    done = preflight(two_hosts, environ=[{}, {"PYTHONPATH": str(fake.parent)}])
-    assert done.codes == [1, 1]
-    row = done.check("version of trl")
-    assert (row["values"]["1"], row["verdict"]) == ("0.1.0", "failure")
-    assert row["values"]["0"] != "0.1.0"
-
-
-@pytest.mark.slow
-def test_different_settings_on_one_node_are_named(two_hosts, preflight):
-    done = preflight(two_hosts, options=[[], ["--learning_rate", "1"]])
-    assert done.codes == [1, 1]
-    assert done.check("settings")["values"]["1"] == "learning_rate=1.0"
-
-
 def test_a_slow_link_is_a_warning_with_its_speed(two_hosts, preflight):
     two_hosts[1].slow("1mbit")
     done = preflight(two_hosts)
@@ -194,17 +130,6 @@ def test_a_slow_link_is_a_warning_with_its_speed(two_hosts, preflight):
     assert "below the 10 Gbit/s" in row["remedy"]
     speeds = [t["bus_gbit_per_second"] for t in done.report["timings"]]
     assert speeds and all(speed < 0.003 for speed in speeds)
-
-
-@pytest.mark.slow
-def test_a_folder_of_its_own_on_each_node_is_a_warning(two_hosts, preflight, tmp_path):
-    options = [["--output_dir", str(tmp_path / host.name)] for host in two_hosts]
-    done = preflight(two_hosts, options=options)
-    assert done.codes == [0, 0], done.outputs
-    row = done.check("output folder shared")
-    assert (row["verdict"], row["values"]["1"]) == ("warning", "its own disk")
-    assert "Checkpoints and the result are written on node 0 alone" in row["remedy"]
-    assert not any(Path(tmp_path / host.name).exists() for host in two_hosts)
 
 
 def test_a_host_name_that_leads_to_loopback_is_refused(two_hosts, preflight, tmp_path):

@@ -83,6 +83,10 @@ TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
         ("--sharding zero1", {}, "--sharding is zero1, but it is one of"),
         ("--sharding zero3 --cpu", {}, "--sharding zero3 needs GPUs"),
         ("--max_restarts some", {}, "--max_restarts is some"),
+        ("--min_nodes one", TWO, "--min_nodes is one"),
+        ("--min_nodes 3 --run_name r", TWO, "--min_nodes is 3 and NNODES is 2"),
+        ("--min_nodes 1 --run_name r --sharding zero2", TWO, "checkpoints of --sharding zero2 do not allow; take"),
+        ("--min_nodes 1", TWO, "--min_nodes needs --run_name, the same on every node"),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused_in_one_sentence_before_anything_starts(node, words, variables, says):
@@ -130,6 +134,24 @@ def test_the_flags_of_a_node_and_its_preflights(node):
         job.format(7001, "-m unsloth_ddp.preflight --timeout 300"),
         job.format(7000, f"{REPO}/train_ddp.py"),
     ]
+
+
+def test_a_job_that_may_lose_nodes_is_launched_by_torchrun_with_a_range(node):
+    seen = 'echo "$PET_NNODES $PET_RDZV_ENDPOINT $UNSLOTH_DDP_NODES" >>"$CALLS"'
+    code, _ = node("-d rows.jsonl --sharding fsdp2 --min_nodes 1", **TWO, RUN_NAME="r", SCRIPT=seen)
+    preflight, _, launched, variables = node.calls()
+    assert code == 0
+    # By itself: the other nodes may be training.
+    assert "--num_machines 1 --num_processes 4 --machine_rank 0 " in preflight and "unsloth_ddp.preflight" in preflight
+    assert launched.startswith(
+        f"--config_file {REPO}/accelerate_configs/fsdp2.yaml --num_machines 1 --num_processes 4 --main_process_port 0 "
+        "--max_restarts 3 --rdzv_backend c10d --rdzv_conf is_host=0,join_timeout=300,read_timeout=300 "
+    )
+    assert variables == "1:2 10.9.8.7:6001 1:2"
+    # The launcher has restarted by itself: not again without a later checkpoint.
+    failing = "echo x >>$CALLS; exit 1"
+    assert node("--no_preflight --min_nodes 1 --run_name r", **TWO, SCRIPT=failing)[0] == 1
+    assert node.calls().count("x") == 1
 
 
 @pytest.mark.parametrize(("option", "seen"), [("--cpu", "cpu True"), ("", "cpu ")])
@@ -214,6 +236,9 @@ def test_restarts(node):
     assert text.count("start 1 of at most 1 again") == 4 and text.count("--no_overwrite") == 0
     assert all(call.count("--no_overwrite") == 1 for call in node.calls()[1:])
     assert "node 0: no start after the checkpoint of step 40 got further" in text
+    named = 'echo "train_ddp.py: error: rank 1 died" >"$UNSLOTH_DDP_EXIT_CODE_FILE.why"; exit 1'
+    code, text = node("--cpu --no_preflight --max_restarts 1", SCRIPT=named)
+    assert "so the cause is not one that passes (--max_restarts 1): train_ddp.py: error: rank 1 died" in text
     once = "[[ -e again ]] || { touch again; exit 1; }"
     assert node("--cpu --no_preflight --max_restarts 2", SCRIPT=once)[0] == 0 and len(node.calls()) == 2
     for code in (2, 75):  # a mistake, and a stop that was asked for

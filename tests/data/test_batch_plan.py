@@ -17,6 +17,7 @@ from unsloth_ddp.data.order.batch_plan import (
     BatchPlan,
     RowOrder,
     arrange,
+    check_layouts,
     nearest_multiple,
     plan_batch,
     rows_at_once,
@@ -222,3 +223,29 @@ def test_rows_of_like_length_share_a_micro_batch() -> None:
         (91, 92),
     ]
     assert tokens[step.reshape(2, 2, 2)].max(axis=2).sum(axis=0).tolist() == [103, 140]
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "nodes", "says"),
+    [
+        (12, range(1, 4), None),
+        (16, range(1, 3), None),
+        (16, range(2, 5), "go on with 3 nodes, but 6 processes cannot share the 16 of a step; give --global_batch_size 24, "
+         "which 2 to 4 nodes can share, or --min_nodes 4."),
+        # Neither given: the steps of three nodes would be of another size.
+        (None, range(1, 4), "go on with 3 nodes, but 6 processes cannot share the 16 of a step; give --global_batch_size 24, "
+         "which 1 to 3 nodes can share."),
+        (16, range(1, 100_000), "cannot share the 16 of a step; give another number of nodes."),
+    ],
+)  # fmt: skip
+def test_a_job_that_may_lose_nodes_takes_the_same_steps_with_each_number_of_them(global_batch, nodes, says):
+    def check() -> None:
+        plan = plan_batch(1, 2 * nodes.start, global_batch, None)
+        check_layouts(plan, nodes, 2, lambda n: plan_batch(1, n, global_batch, None), "--global_batch_size")
+
+    if says is None:
+        check()
+        return
+    with pytest.raises(UserError) as error:
+        check()
+    assert says in str(error.value)

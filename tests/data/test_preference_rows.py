@@ -12,7 +12,7 @@ from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
 from unsloth_ddp.data.sources.formats import Example, to_example
-from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.data.sources.preference import converter, to_labelled, to_pair
 from unsloth_ddp.utils.errors import UserError
 
 ASK, GOOD, BAD = (
@@ -119,19 +119,29 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--task sft --beta 0.2", "beta 0.2 is for --task dpo or orpo or simpo or cpo, and task is sft; leave it out."),
-        ("--task orpo --reference precomputed", "reference precomputed is for --task dpo"),
+        (
+            "--task sft --beta 0.2",
+            "beta 0.2 is for --task dpo or orpo or simpo or cpo or kto, and task is sft; leave it out.",
+        ),
+        ("--task orpo --reference precomputed", "reference precomputed is for --task dpo or kto"),
         (
             "--task dpo --preference_loss ipo --label_smoothing 0.1",
             "label_smoothing 0.1 has no effect on preference_loss ipo",
         ),
-        ("--task dpo --packing on", "packing on does not work with task dpo: pairs are padded"),
+        ("--task dpo --packing on", "packing on does not work with task dpo: its rows are padded"),
         ("--task dpo --method full --reference adapter_off", "reference adapter_off does not work with task dpo"),
         (
             "--task dpo --method full --streaming --max_steps 3",
             "method full does not work with task dpo: its reference",
         ),
         ("--task dpo --loss_on all", "loss_on all does not work with task dpo"),
+        ("--task dpo --desirable_weight 2", "desirable_weight 2.0 is for --task kto"),
+        ("--task kto --preference_loss ipo", "preference_loss ipo is for --task dpo or cpo"),
+        (
+            "--task kto --desirable_weight 0 --undesirable_weight 0",
+            "desirable_weight and undesirable_weight are both 0",
+        ),
+        ("--task kto --packing on", "packing on does not work with task kto"),
         ("--task grpo", "grpo"),
     ],
 )
@@ -139,3 +149,68 @@ def test_options_that_do_not_fit_the_task_are_refused(options: str, said: str) -
     with pytest.raises((UserError, SystemExit)) as refused:
         parse_settings(f"--model m --dataset rows.jsonl {options}".split())
     assert isinstance(refused.value, SystemExit) or said in str(refused.value)
+
+
+LABELLED = Example([ASK, BAD], prompt_messages=1, desirable=False)
+SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASK], "completion": [BAD], "label": False},
+        {"prompt": "Q", "completion": [BAD], "label": "False"},
+        {"prompt": [ASK], "completion": "bad", "label": 0},
+        {"completion": [ASK, BAD], "label": 0.0},
+        {"messages": [ASK, BAD], "label": "undesirable"},
+        {"conversations": SHAREGPT, "kto_tag": False},
+        {"conversations": SHAREGPT[:1], "output": "bad", "kto_tag": False},
+        {"instruction": "Q", "input": "", "output": "bad", "kto_tag": "false"},
+        {"question": "Q", "completion": "bad", "label": False},
+        {"prompt": '[{"role": "user", "content": "Q"}]', "completion": '[{"role": "assistant", "content": "bad"}]', "label": False},
+    ],
+)  # fmt: skip
+def test_every_form_of_a_labelled_answer_is_read(row: dict[str, Any]) -> None:
+    name = "label" if "label" in row else "kto_tag"
+    assert to_labelled(row) == LABELLED and to_labelled(row).unread == []
+    assert to_labelled({**row, name: True}).desirable is True
+    with pytest.raises(UserError):
+        to_example(row)
+
+
+def test_the_label_is_about_the_last_answer() -> None:
+    talk = [SYSTEM, ASK, GOOD, ASK, BAD]
+    for row in ({"messages": talk}, {"completion": talk}, {"prompt": talk[:-1], "completion": talk[-1:]}):
+        found = to_labelled({**row, "label": True, "extra": 1})
+        assert (found.prompt_messages, found.messages, found.unread) == (4, talk, ["extra"])
+    found = to_labelled({"prompt": "Q: ", "completion": "good", "label": True})
+    assert (found.text, found.prompt_chars, found.desirable) == ("Q: good", 3, True)
+    found = to_labelled({"instruction": "Q", "history": [["a", "b"]], "system": "S", "output": "good", "label": 1})
+    assert [m["content"] for m in found.messages] == ["S", "a", "b", "Q", "good"] and found.prompt_messages == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the row is a preference pair (chosen, rejected); give --task dpo"),
+        ({"messages": [ASK, GOOD]}, "the row has no label, which --task kto learns from"),
+        ({"messages": [ASK, GOOD], "label": None}, "the row has no label"),
+        ({"messages": [ASK, GOOD], "label": 3}, "label is '3', and a label is true (desirable) or false (undesirable)"),
+        ({"messages": [ASK], "label": True}, "the conversation has no assistant turn that the label could be about"),
+        ({"completion": "good", "label": True}, "the row has an answer and no prompt"),
+        ({"prompt": [ASK], "label": True}, "the row has a label and no answer"),
+        ([1], "the row is a list"),
+    ],
+)  # fmt: skip
+def test_other_rows_are_told_what_kto_needs(row: Any, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        to_labelled(row)
+    assert said in str(refused.value)
+
+
+def test_labelled_rows_are_neither_pairs_nor_text() -> None:
+    row = {"prompt": [ASK], "completion": [BAD], "label": False}
+    for convert in (to_pair, to_example):
+        with pytest.raises(UserError, match="--task kto"):
+            convert(row)
+    assert [converter(task) for task in ("kto", "orpo", "sft")] == [to_labelled, to_pair, to_example]

@@ -9,7 +9,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.ranks import run_ranks, train
 from unsloth_ddp.distributed import exit_codes
-from unsloth_ddp.distributed.exit_codes import describe_exit_code, exit_with, first_to_tell, note_exit_code
+from unsloth_ddp.distributed.exit_codes import (
+    describe_exit_code,
+    exit_with,
+    first_to_tell,
+    forget_exit_code,
+    note_exit_code,
+)
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -43,6 +49,17 @@ def test_only_the_first_process_of_a_node_speaks_and_hides_secrets(tmp_path):
     note_exit_code(1, environ, sentence="GET https://me:secret@host/")
     assert "secret" not in path.read_text()
     note_exit_code(1, {"TORCHELASTIC_ERROR_FILE": os.devnull + "/x"})
+
+
+def test_a_new_start_does_not_end_with_the_code_of_the_one_before(tmp_path):
+    """torchrun starts ranks again beside the same file."""
+    environ = {"UNSLOTH_DDP_EXIT_CODE_FILE": str(tmp_path / "code")}
+    note_exit_code(75, environ, sentence="stopped")
+    assert (tmp_path / "code.why").read_text() == "stopped\n"
+    forget_exit_code(environ | {"LOCAL_RANK": "1"})
+    assert (tmp_path / "code").exists()
+    forget_exit_code(environ)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sentence_that_the_watchdog_has_told_is_not_told_again(monkeypatch, capsys):

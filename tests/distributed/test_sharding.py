@@ -295,8 +295,7 @@ def test_fsdp2_runs_on_cpu_processes_too() -> None:
     check_sharding("fsdp2", settings(), "cpu", "transformers", 2)
     assert module.loads_in_shards("fsdp2", "transformers")
     assert not module.loads_in_shards("fsdp2", "unsloth")
-    assert module.loads_in_shards("fsdp2", "unsloth", with_unsloth=True)
-    assert not module.loads_in_shards("none", "unsloth", with_unsloth=True)
+    assert not module.loads_in_shards("none", "transformers")
     assert not module.loads_in_shards("zero3", "transformers")
 
 

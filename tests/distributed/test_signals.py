@@ -19,11 +19,13 @@ from tests.runtimes import cpu_runtime
 from tests.waiting import wait_until
 from unsloth_ddp.distributed.exit_codes import note_exit_code, under_launcher
 from unsloth_ddp.distributed.signals import (
+    LAUNCHER_ENDED,
     ONE_REQUEST_SECONDS,
     SignalCounter,
     StopRequest,
     seconds_since_launch,
 )
+from unsloth_ddp.run.outcomes import RunStopped
 
 
 def test_signals_that_come_together_are_one_request():
@@ -42,6 +44,15 @@ def test_the_launchers_death_is_no_second_request():
 
 def test_a_launchers_death_alone_is_a_request():
     assert SignalCounter(parent=7).classify(1.0, 1) == "first"
+
+
+def test_a_launchers_death_is_a_failure_and_a_request_is_a_stop(tmp_path):
+    """node.sh starts again after a failure only."""
+    codes = [RunStopped(cause, tmp_path / "checkpoint-4").exit_code for cause in ("SIGTERM", LAUNCHER_ENDED)]
+    assert codes == [75, 1]
+    assert "Stopped on the end of its launcher; the same command resumes from" in str(
+        RunStopped(LAUNCHER_ENDED, tmp_path)
+    )
 
 
 def test_launchers_are_known_by_their_variables():
@@ -195,4 +206,4 @@ def test_a_killed_launcher_is_a_request_to_its_ranks():
         # By two threads, in any order, and the second may end the process before the first has ended its line.
         said = launcher.stdout.read()
         notice = "SIGTERM: saving a checkpoint after this step; a second signal ends it at once."
-        assert notice in said and said.replace(notice, "").strip() == "SIGTERM"
+        assert notice in said and said.replace(notice, "").strip() == LAUNCHER_ENDED

@@ -16,11 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 from tests.conftest import DEMO_MODEL
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.adapter.lora import check_module_names
 from unsloth_ddp.model.files.check import check_complete, check_folder
-from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.load import (
     check_model,
     check_positions,
@@ -29,7 +26,6 @@ from unsloth_ddp.model.loading.load import (
     load_model,
     load_tokenizer,
     stop_at,
-    unsloth_trains_shards,
 )
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.utils.errors import UserError
@@ -243,32 +239,6 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
         load_model(Settings(model="RUM", dataset=["d"]), CPU)
     with pytest.raises(UserError, match="model nobody/RUM cannot be loaded"):
         load_model(Settings(model="nobody/RUM", dataset=["d"]), CPU)
-
-
-@pytest.mark.parametrize(
-    ("given", "config", "shards"),
-    [
-        ({}, {}, True),
-        ({"method": "qlora"}, {}, False),
-        ({"lora_modules_to_save": ["lm_head"]}, {}, False),
-        ({}, {"model_type": "gpt2"}, False),
-        ({}, {"quantization_config": {}}, False),
-    ],
-)
-def test_unsloth_trains_only_what_was_tried_from_shards(
-    given: dict[str, Any],
-    config: dict[str, Any],
-    shards: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "GPU", sharding="fsdp2")
-    settings = Settings(model=str(tmp_path), **given)
-    monkeypatch.setattr(load, "short_of_memory", lambda *_: None)
-    assert not unsloth_trains_shards(settings, runtime)
-    monkeypatch.setattr(load, "short_of_memory", lambda *_: (20, 10))
-    assert unsloth_trains_shards(settings, runtime) == shards
 
 
 def test_one_weight_that_no_file_holds_is_told_in_the_singular() -> None:

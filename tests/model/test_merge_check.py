@@ -36,6 +36,7 @@ def test_a_merged_model_is_accepted_and_the_base_in_its_place_is_not(made: tuple
         merge_check.check_merged(settings(base), adapter, base, ROWS)
 
 
+@pytest.mark.slow
 def test_beside_unsloth_it_is_compared_in_a_process_without_it(
     made: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -341,7 +341,7 @@ def test_little_of_large_files_is_read_for_the_comparison(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering=2**20: open(path, mode, buffering))  # noqa: SIM115
     monkeypatch.setattr(same_files, "check_folder", lambda *_, **__: None)
     before = bytes_read()
-    assert len(same_files.describe_files(settings_for(str(tmp_path)))) == 21
+    assert len(same_files.describe_model(settings_for(str(tmp_path)))) == 21
     assert bytes_read() - before < 21 * 34 * 4096
 
 
@@ -354,7 +354,7 @@ def test_a_weight_file_that_was_not_downloaded_is_compared_too(tmp_path: Path) -
     shutil.copytree(DEMO_MODEL, tmp_path / "m")
     pointer = tmp_path / "m" / "consolidated.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\n")
-    found = same_files.describe_files(settings_for(str(tmp_path / "m")))
+    found = same_files.describe_model(settings_for(str(tmp_path / "m")))
     assert found[pointer.name].startswith("43 bytes, ")
 
 
@@ -401,7 +401,7 @@ def test_the_hub_is_asked_for_sizes_only_where_files_are_missing(
     [
         ("auto", "fsdp2", 3_500_000, "unsloth"),
         ("auto", "fsdp2", 3_000_000, "transformers"),
-        ("unsloth", "fsdp2", 3_000_000, "unsloth"),
+        ("unsloth", "fsdp2", 3_500_000, "unsloth"),
         ("auto", "none", 3_000_000, "unsloth"),
     ],
 )
@@ -417,6 +417,10 @@ def test_auto_leaves_unsloth_only_where_the_whole_model_does_not_fit(
     assert runtime.backend == taken
     said = capsys.readouterr().out
     assert ("Using backend transformers, which loads model" in said) == (taken == "transformers")
+    if sharding == "fsdp2" and taken == "transformers":
+        runtime.backend = "unsloth"
+        with pytest.raises(UserError, match=r"Unsloth would load it whole.*; give --backend transformers"):
+            whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend="unsloth"), runtime)
 
 
 def test_a_copy_is_split_over_its_own_processes_when_its_size_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The corpus check's own tests: each kind of bad script is caught, and a good one is not."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "not
 
 import judge
 import run_corpus
-from harness import Cell, Outcome, Settings, pins, read_cells, run_notebook, run_other_node, run_ranks, run_script
-from making import write
+from harness import Cell, Outcome, Settings, read_cells, run_notebook, run_ranks, run_script
 
 NOTEBOOK = [
     "%%capture\nimport os\n!pip install unsloth==1.2.3\nprint('hidden')\nos.environ['MINE'] = '2'",
@@ -165,63 +163,6 @@ def test_nothing_real_happens(tmp_path: Path) -> None:
     assert {"write", "fileop", "shell", "download"} <= {event["kind"] for event in outcome.events}
 
 
-def test_error_names_its_line() -> None:
-    outcome = run_script("import torch\nx = torch.zeros(3)\ndef f():\n    return x + missing\nf()\n")
-    assert outcome.error == {"type": "NameError", "text": "name 'missing' is not defined", "at": "script.py:4"}
-
-
-def test_reward_functions_run_on_every_rank() -> None:
-    script = (
-        "from trl import GRPOTrainer\n"
-        "def reward(completions, answer, **kwargs):\n    print(answer[0])\n    return [1]\n"
-        "GRPOTrainer(reward_funcs = [reward]).train()"
-    )
-    assert judge.main_only(run_script(script, Settings(1, 2)))[0].startswith(
-        "rank 1 print stdout at script.py:3 during"
-    )
-
-
-def test_a_function_given_to_a_launcher_is_followed() -> None:
-    script = (
-        "from accelerate import notebook_launcher\ndef go(a, b=2):\n    print(a + b)\n"
-        "notebook_launcher(go, (1, 3), num_processes=2)\nnotebook_launcher(go, args=(5,))"
-    )
-    assert [event["text"] for event in run_script(script, Settings()).of("print")] == ["4", "7"]
-
-
-def test_barrier_without_a_group_is_an_error() -> None:
-    outcome = run_script("import torch.distributed as dist\ndist.barrier()", Settings(0, 2))
-    assert outcome.error is not None and "has not been initialized" in outcome.error["text"]
-
-
-def test_pins() -> None:
-    assert pins('!pip install "transformers==4.56.2" trl==0.22.2 torch>=2') == {
-        "transformers": "4.56.2",
-        "trl": "0.22.2",
-    }
-
-
-READS = """
-import os, torch.distributed as dist
-dist.init_process_group()
-if os.environ["RANK"] == "0":
-    open("rows.txt", "w").write("seven")
-{wait}
-assert open("rows.txt").read() == "seven"
-{wait}
-box = [len("seven")] if os.environ["RANK"] == "0" else [None]
-dist.broadcast_object_list(box, src=0)
-assert box == [5]
-"""
-
-
-def test_other_ranks_see_files_after_waiting_and_what_is_sent() -> None:
-    ranks = run_ranks(READS.format(wait="dist.barrier()"))
-    assert [outcome.error for outcome in ranks] == [None, None]
-    ranks = run_ranks(READS.format(wait=""))
-    assert ranks[0].ended_well and ranks[1].error is not None and ranks[1].error["at"] == "script.py:7"
-
-
 def test_lost_text_is_named() -> None:
     cells = [
         Cell(3, 'x = """a\n  b"""  # why\n', False),
@@ -231,87 +172,6 @@ def test_lost_text_is_named() -> None:
     assert judge.text_kept(cells, 'if main:\n    x = """a\n  b"""\n    # why\n') == []
     assert judge.text_kept([Cell(6, 'os.chdir("/content")', False)], '# ddp: os.chdir("/content"): Colab\n') == []
     assert judge.text_kept(cells, 'x = """a\n b"""\n') == ['cell 3 loses \'"""a\\n  b"""\'', "cell 3 loses '# why'"]
-
-
-def test_a_notebook_refused_for_a_cell_that_is_no_python_does_not_end_the_run(tmp_path: Path) -> None:
-    path = write(tmp_path / "bad.ipynb", "from trl import SFTTrainer\nif x:\n        y = 1\n    z = 2")
-    options = argparse.Namespace(corpus=tmp_path, converter="kit", keep=None, jobs=1, python=sys.executable, limit=10.0)
-    [result] = run_corpus.run([path], options)
-    assert "not Python" in result.error and not result.plain and not result.passes
-
-
-def test_what_each_node_saves_may_be_read_on_each() -> None:
-    save = (
-        "import os, torch\nrank = int(os.environ['RANK'])\nfirst = int(os.environ['LOCAL_RANK']) == 0\n"
-        "torch.distributed.init_process_group()\nif {who}: torch.nn.Linear(1, 1).save_pretrained('lora')\n"
-        "torch.distributed.barrier()\ntorch.load('lora/x')"
-    )
-    for who, found in (("first", 0), ("rank == 0", 1)):
-        script = save.replace("{who}", who)
-        ranks = run_ranks(script)
-        assert len(judge.read_back(*ranks)) == 1
-        assert len(judge.read_back(*ranks, run_other_node(script))) == found
-
-
-TRIED = """
-import os
-from transformers import AutoModelForCausalLM
-from trl import SFTConfig, SFTTrainer
-main = os.environ.get("RANK", "0") == "0"
-model = AutoModelForCausalLM.from_pretrained("base")
-if main: other = AutoModelForCausalLM.from_pretrained("chat")
-trainer = SFTTrainer(model = model, args = SFTConfig(max_steps = 1))
-trainer.train()
-"""
-
-
-def test_a_rank_may_lack_the_load_of_a_model_that_is_only_tried() -> None:
-    whole = run_script(TRIED)
-    rank_1 = run_ranks(TRIED)[1]
-    assert judge.same_training(whole, rank_1) and judge.same_training(whole, rank_1, rank=1) == []
-
-
-def test_a_rank_that_trains_another_model_is_caught() -> None:
-    other = TRIED.replace("if main: other =", "if not main: model =")
-    found = judge.same_training(run_script(TRIED), run_ranks(other)[1], rank=1)
-    assert any("trainer SFTTrainer differs" in text and "AutoModelForCausalLM of chat" in text for text in found)
-
-
-def test_a_trainer_without_arguments_needs_the_warning() -> None:
-    script = "from setfit import SetFitTrainer\nSetFitTrainer(model = 1).train()"
-    plain, ranks = run_script(script), run_ranks(script)
-    assert judge.settings(plain, ranks, script)
-    assert judge.settings(plain, ranks, "# ddp: CHECK: SetFitTrainer has no arguments object") == []
-
-
-def test_only_as_many_trainings_are_compared_as_the_notebook_came_to() -> None:
-    again = TRIED + "last = AutoModelForCausalLM.from_pretrained('last')\ntrainer.train()"
-    assert judge.same_training(run_script(TRIED), run_script(again)) == []
-
-
-def test_a_line_that_a_cell_leaves_open_goes_on_in_the_script(tmp_path: Path) -> None:
-    path = write(tmp_path / "open.ipynb", "import torch\nprint('a', end='')", "print('b')")
-    plain, script = run_notebook(path), "import torch\nprint('a', end='')\nprint('b')"
-    assert plain.counts("print")["print stdout"] == 2 and judge.kept(plain, run_script(script)) == []
-
-
-def test_the_list_of_notebooks_from_elsewhere_is_written(tmp_path: Path) -> None:
-    folder = tmp_path / "corpus" / "owner+name"
-    folder.mkdir(parents=True)
-    train = "from trl import SFTTrainer\nfrom trl import SFTConfig\ntrainer = SFTTrainer(model=1, args=SFTConfig())\ntrainer.train()\nmissing_name"
-    paths = [write(folder / "good.ipynb", train), write(folder / "remote.ipynb", "import transformers\n!torchrun x.py")]
-    entries = [{"repository": "owner/name", "path": path.name, "commit": "c"} for path in paths]
-    listed = tmp_path / "list.json"
-    listed.write_text(json.dumps({"notebooks": entries}))
-    options = argparse.Namespace(
-        corpus=tmp_path / "corpus", converter="kit", keep=None, jobs=1, python=sys.executable, limit=10.0, commit=""
-    )
-    run_corpus.write_elsewhere(listed, run_corpus.run(paths, options), options)
-    made = json.loads(listed.read_text())
-    assert made["totals"]["convert"] == 1 and made["totals"]["plain_stops_early"] == {"NameError": 1}
-    assert made["totals"]["refused"] == {"its only training is a command": 1}
-    good, remote = made["notebooks"]
-    assert good["plain_trains"] == ["SFTTrainer"] and good["rank_1_trains"] == 1 and remote["commit"] == "c"
 
 
 def test_the_readme_has_the_figures_of_the_results() -> None:

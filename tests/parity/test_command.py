@@ -95,6 +95,7 @@ def test_fp32_is_used_unless_named_or_not_to_be_had():
 )
 def test_the_tolerance_is_that_of_the_precision(backend, precision, value):
     tolerance = comparison.choose_tolerance(backend, precision)
+    assert comparison.choose_tolerance(backend, precision, "kto").value == max(value, 5e-6)
     assert tolerance.value == value and "measured" not in tolerance.reason
 
 

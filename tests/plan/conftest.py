@@ -11,7 +11,7 @@ from benchmarks.common.models import make_config
 from benchmarks.correctness.gpu_check import make_rows
 from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.plan.rows import tokenize_rows
+from unsloth_ddp.plan.__main__ import tokenize_rows
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.sizing.shape import ModelShape
 

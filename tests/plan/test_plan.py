@@ -21,6 +21,7 @@ from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.sizing.choose import choose_step
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
 from unsloth_ddp.sizing.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.utils.errors import UserError
 
 # ---- rows ----
 
@@ -97,24 +98,6 @@ def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
     assert kind(10) == "unsloth"
     assert kind(141, sharding="fsdp2") == "none"
     assert kind(10, asked="none") == "none"
-
-
-def test_unsloth_is_planned_in_shards_where_a_run_loads_it_so(measured_job):
-    shapes, _ = measured_job
-    shape = shapes["qwen3_8b"]
-    work = Workload(2048, 2, 4, "adamw_torch", "torch", 2)
-
-    def loading(gib: float, shape: Any = shape, **options: Any) -> float:
-        settings = Settings(model="m", dataset=["d"], backend="unsloth", gradient_checkpointing="torch", **options)
-        return make_memory_row(settings, shape, "lora", "fsdp2", work, gib * 2**30).memory.loading / 2**30
-
-    # The whole model and a half were measured at 23.2 GiB, and shards at 7.9 (benchmarks/results).
-    assert loading(80) == pytest.approx(23.2, rel=0.05)
-    assert loading(24) == pytest.approx(7.9, rel=0.05)
-    # These are loaded whole.
-    assert loading(24, lora_modules_to_save=["lm_head"]) == loading(80)
-    for other in ({"model_type": "gemma3_text"}, {"quantized": True}):
-        assert loading(24, dataclasses.replace(shape, **other)) == loading(80)
 
 
 def test_with_sharding_a_plan_leaves_as_much_free_as_a_run(measured_job):
@@ -296,6 +279,13 @@ def test_the_widest_plan_fits_100_columns(measured_job):
 def test_mistakes_get_a_sentence(words, sentence, capsys):
     assert plan(*words) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_training_arguments_are_refused_as_a_run_refuses_them():
+    with pytest.raises(UserError, match="inducter"):
+        command.check_training_arguments(Settings(trainer_args={"torch_compile_backend": "inducter"}))
+    # A GPU may do what this process, on the CPU, cannot.
+    command.check_training_arguments(Settings(trainer_args={"tf32": True}, precision="bf16"))
 
 
 def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):

@@ -174,7 +174,10 @@ def test_all_weights_are_trained_where_there_is_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("rl: grpo", "rl grpo cannot be ported: the kit trains on text (task sft) and pairs of answers"),
+        (
+            "rl: grpo",
+            "rl grpo cannot be ported: the kit trains on text (task sft), pairs of answers (task dpo, orpo, simpo, cpo) and labelled",
+        ),
         ("adapter: llama-adapter", "adapter llama-adapter cannot be ported: the methods are lora, qlora and full."),
         ("stage: ppo", "stage ppo cannot be ported: the kit trains on text"),
         ("finetuning_type: freeze", "finetuning_type freeze cannot be ported"),
@@ -343,12 +346,12 @@ def test_rows_of_axolotl_are_read_once_the_advice_is_followed(column: str, role:
             {"num_generations": 8, "beta": 0.0},
             "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and port reads",
         ),
-        ({"desirable_weight": 1.0}, "desirable_weight is for TRL's KTOConfig, and port reads"),
+        ({"desirable_weight": 1.0, "loss_type": "apo_zero_unpaired"}, "loss_type apo_zero_unpaired is not offered"),
         (
             {"loss_type": "aot", "ld_alpha": 0.5},
             "loss_type aot is not offered; the losses of pairs are sigmoid, sigmoid_norm",
         ),
-        ({"loss_type": "kto"}, "loss_type kto is for another trainer of TRL"),
+        ({"loss_type": "grpo"}, "loss_type grpo is for another trainer of TRL"),
     ],
 )
 def test_files_of_other_trainers_of_trl_are_refused(
@@ -361,6 +364,7 @@ def test_files_of_other_trainers_of_trl_are_refused(
 
 
 PAIRS = {"task": "dpo", "beta": 0.2}
+KTO = {"task": "kto", "beta": 0.2}
 
 
 @pytest.mark.parametrize(
@@ -372,6 +376,12 @@ PAIRS = {"task": "dpo", "beta": 0.2}
         (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: simpo\n", {"task": "simpo"}),
         (LLAMA_FACTORY, "pref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.1\nstage: dpo\n", PAIRS | {"preference_loss": "hinge", "sft_weight": 0.1}),
         (LLAMA_FACTORY, "stage: dpo\npref_loss: orpo\n", {"task": "orpo"}),
+        (TRL, "loss_type: kto\nbeta: 0.2\n", KTO),
+        (TRL, "desirable_weight: 1.5\nbeta: 0.2\n", KTO | {"desirable_weight": 1.5}),
+        (AXOLOTL, "rl: kto\nrl_beta: 0.2\nkto_desirable_weight: 1.5\nkto_undesirable_weight: 0.5\ndatasets: [{path: o/r, type: llama3.argilla}]\n",
+         KTO | {"dataset": ["o/r"], "desirable_weight": 1.5, "undesirable_weight": 0.5}),
+        (LLAMA_FACTORY, "stage: kto\npref_beta: 0.2\nkto_chosen_weight: 1.5\nkto_rejected_weight: 0.5\n",
+         KTO | {"desirable_weight": 1.5, "undesirable_weight": 0.5}),
     ],
 )  # fmt: skip
 def test_files_of_preference_runs_become_runs_that_the_kit_accepts(

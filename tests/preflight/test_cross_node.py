@@ -89,16 +89,9 @@ def test_a_package_that_one_node_lacks():
     assert [c.verdict for c in cross_node.compare_versions({0: V, 1: dict(V)})] == ["ok"]
 
 
-@pytest.mark.parametrize(
-    ("other", "verdict"),
-    [
-        ({"hash": "aa", "commit": "1"}, "ok"),
-        ({"hash": "aa", "commit": "2"}, "warning"),
-        ({"hash": "bb", "commit": "1"}, "failure"),
-    ],
-)
-def test_the_kit_is_compared_by_its_files(other, verdict):
-    assert cross_node.compare_code({0: {"hash": "aa", "commit": "1"}, 1: other}).verdict == verdict
+def test_the_kit_is_compared_by_its_files():
+    assert cross_node.compare_code({0: "aa", 1: "aa"}).verdict == "ok"
+    assert cross_node.compare_code({0: "aa", 1: "bb"}).verdict == "failure"
 
 
 def test_settings_that_differ_are_named_with_their_values():
@@ -116,13 +109,14 @@ def test_paths_may_differ_and_secrets_are_not_shown():
     assert found.values == {0: "trainer_args.hub_token=(hidden)", 1: "trainer_args.hub_token=(hidden)"}
 
 
-FILE = {"bytes": 2048, "digest": "abcdef0123456789"}
+FILE = {"content": "1 file, 2,048 bytes, xxh3 ab"}
 
 
 @pytest.mark.parametrize(
     ("other", "verdict", "says"),
     [
-        (FILE | {"digest": "ff"}, "failure", "different datasets"),
+        ({"content": "1 file, 2,048 bytes, xxh3 ff"}, "failure", "different datasets"),
+        ({"refused": "model m: config.json is not JSON"}, "failure", "config.json is not JSON"),
         ({"missing": "/x/rows.jsonl"}, "failure", "missing on node 1"),
         ({"hub": "c0ffee"}, "failure", "different datasets"),
     ],
@@ -132,7 +126,7 @@ def test_a_file_that_differs_has_its_row(other, verdict, says):
         "data", {0: {"rows.jsonl": FILE, "more.jsonl": FILE}, 1: {"rows.jsonl": other, "more.jsonl": FILE}}, "dataset"
     )
     assert [row.name for row in rows] == ["data", "data: rows.jsonl"]
-    assert (rows[0].verdict, rows[0].values[1]) == ("ok", "more.jsonl 2.0 KiB abcdef0123")
+    assert (rows[0].verdict, rows[0].values[1]) == ("ok", "more.jsonl 1 file, 2,048 bytes, xxh3 ab")
     assert (rows[1].verdict, says in rows[1].remedy) == (verdict, True)
 
 

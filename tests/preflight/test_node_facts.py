@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 import os
+import shutil
 import socket
-import subprocess
 import time
 
 import pytest
@@ -102,13 +100,6 @@ def test_infiniband_is_read_as_the_kernel_words_it(tmp_path):
     assert found == {"name": "mlx5_0:1", "rate": "400 Gb/sec (4X NDR)", "state": "4: ACTIVE", "link_layer": "unknown"}
 
 
-def test_the_clock_is_asked_of_the_kernel():
-    # The same bound by another call: struct ntptimeval has two longs, then the largest error in microseconds.
-    told = ctypes.create_string_buffer(64)
-    ctypes.CDLL(None).ntp_gettime(told)
-    assert machine.read_clock_error() == pytest.approx(ctypes.c_long.from_buffer(told, 16).value / 1e6, abs=1)
-
-
 def test_a_check_that_raises_or_hangs_is_a_warning(stuck):
     def broken() -> Finding:
         raise PermissionError("not for you")
@@ -130,23 +121,34 @@ def test_bounded_returns_raises_and_ends(stuck):
 
 def test_a_disk_that_hangs_is_not_waited_for(stuck, monkeypatch):
     assert run_or_none(lambda: 3, 60) == 3 and run_or_none(stuck, 0.1) is None
-    monkeypatch.setattr(identity, "hash_data_files", lambda settings: stuck())
+    monkeypatch.setattr(identity, "describe_data", lambda settings: stuck())
     found = identity.collect_identity(Settings(model=str(DEMO_MODEL)), {}, seconds=0)
     assert found["unknown"]["data"] == "TimeoutError: no answer within 1 s"
     assert found["settings"]["model"] == str(DEMO_MODEL)
 
 
-def test_files_are_known_by_content_and_large_ones_by_samples(tmp_path, monkeypatch):
-    path = tmp_path / "rows"
+def test_files_are_known_by_content(tmp_path):
+    path = tmp_path / "rows.jsonl"
     path.write_bytes(bytes(5000))
-    assert identity.hash_file(path) == {"bytes": 5000, "digest": hashlib.sha256(bytes(5000)).hexdigest()}
-    monkeypatch.setattr(identity, "READ_WHOLE", 1000)
-    monkeypatch.setattr(identity, "MIB", 100)
-    monkeypatch.setattr(identity, "SAMPLES", 10)
-    before = identity.hash_file(path)
-    assert before["sampled"]
+    before = identity.describe_data(Settings(dataset=[str(path)]))["dataset rows.jsonl"]["content"]
+    assert before.startswith("1 file, 5,000 bytes, xxh3 ")
     path.write_bytes(bytes(4999) + b"x")
-    assert identity.hash_file(path) != before
+    assert identity.describe_data(Settings(dataset=[str(path)]))["dataset rows.jsonl"]["content"] != before
+
+
+def test_a_models_files_are_known_by_content_and_checked(tmp_path):
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    before = identity.describe_model_files(Settings(model=str(folder)))
+    assert before.keys() == {"config.json", "model.safetensors", "tokenizer"}
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": 7}))
+    after = identity.describe_model_files(Settings(model=str(folder)))
+    assert {name for name in before if before[name] != after[name]} == {"tokenizer"}
+    (folder / "model.safetensors").write_bytes(b"x")
+    assert (
+        "model.safetensors is damaged" in identity.describe_model_files(Settings(model=str(folder)))["model"]["refused"]
+    )
+    assert "missing" in identity.describe_model_files(Settings(model=str(tmp_path / "no" / "model")))["model"]
 
 
 def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(tmp_path):
@@ -154,11 +156,11 @@ def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(
     for name in ("a/1.jsonl", "2.jsonl"):
         (tmp_path / "shards" / name).write_bytes(bytes(100))
     streamed = Settings(dataset=[str(tmp_path / "shards")], streaming=True, max_steps=1)
-    before = identity.hash_data_files(streamed)["dataset shards"]
-    assert before["bytes"] == 200 and before["sampled"]
+    before = identity.describe_data(streamed)["dataset shards"]
+    assert before["content"].startswith("200 B, names and sizes")
     (tmp_path / "shards" / "2.jsonl").rename(tmp_path / "shards" / "3.jsonl")
-    assert identity.hash_data_files(streamed)["dataset shards"]["digest"] != before["digest"]
-    assert "missing" in identity.hash_data_files(Settings(dataset=streamed.dataset))["dataset shards"]
+    assert identity.describe_data(streamed)["dataset shards"] != before
+    assert "missing" in identity.describe_data(Settings(dataset=streamed.dataset))["dataset shards"]
     file = str(tmp_path / "shards" / "3.jsonl")
     assert disks.read_data_sizes(Settings(dataset=[file], eval_dataset=[file])) == [100, 100]
     assert disks.read_data_sizes(Settings(dataset=[file], eval_dataset=[file], streaming=True)) == [100]
@@ -166,12 +168,12 @@ def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(
 
 def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "c0ffee" + "0" * 34
     assert identity.read_hub_commit("a/b", "model") == {"hub": None}
     (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
-    (tmp_path / "models--a--b" / "refs" / "main").write_text("c0ffee\n")
-    (tmp_path / "models--a--b" / "snapshots" / "beef").mkdir(parents=True)
-    assert identity.read_hub_commit("a/b", "model") == {"hub": "c0ffee"}
-    assert identity.read_hub_commit("a/b", "model", "beef") == {"hub": "beef"}
+    (tmp_path / "models--a--b" / "refs" / "main").write_text(f"{commit}\n")
+    assert identity.read_hub_commit("a/b", "model") == {"hub": commit}
+    assert identity.read_hub_commit("a/b", "model", "d" * 40) == {"hub": "d" * 40}
 
 
 def test_secrets_do_not_leave_the_node(monkeypatch):
@@ -186,25 +188,10 @@ def test_a_part_of_the_identity_that_fails_leaves_the_rest(monkeypatch):
     def broken(settings: Settings) -> dict:
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(identity, "hash_data_files", broken)
+    monkeypatch.setattr(identity, "describe_data", broken)
     found = identity.collect_identity(Settings(model=str(DEMO_MODEL)), {})
     assert found["unknown"] == {"data": "OSError: stale file handle"}
     assert found["versions"]["torch"] and "config.json" in found["model"]
-
-
-def test_the_kits_files_decide_and_the_commit_is_shown(tmp_path):
-    kit = tmp_path / "kit" / "unsloth_ddp"
-    kit.mkdir(parents=True)
-    (kit / "a.py").write_text("1")
-    before = identity.hash_kit(kit)
-    assert before["commit"] == "no git"
-    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm x"):
-        subprocess.run(["git", *command.split()], cwd=kit.parent, check=True)
-    assert identity.hash_kit(kit)["hash"] == before["hash"]
-    assert len(identity.hash_kit(kit)["commit"]) == 10
-    (kit / "a.py").write_text("2")
-    after = identity.hash_kit(kit)
-    assert after["commit"].endswith("+dirty") and after["hash"] != before["hash"]
 
 
 class FakeProperties:

@@ -49,18 +49,16 @@ SUMMARY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def log_entries(steps: int, *, every: int = 1, ranks: int = 2, rate: float = 0.1) -> list[dict[str, Any]]:
+def log_entries(steps: int, *, every: int = 1, rate: float = 0.1) -> list[dict[str, Any]]:
     """Return log entries of a loss that falls from 2, with an evaluation every ten steps."""
     entries: list[dict[str, Any]] = []
     for step in range(every, steps + 1, every):
-        seconds = [0.1 + 0.05 * rank for rank in range(ranks)]
         entry = {
             "step": step, "epoch": step / 10, "loss": 2 - rate * step, "learning_rate": 1e-4 * step, "grad_norm": 1.0,
-            "tokens_per_second": 400.0 + step, "rank_step_seconds": 0.1, "rank_step_seconds_max": max(seconds),
+            "tokens_per_second": 400.0 + step, "rank_step_seconds": 0.1, "rank_step_seconds_max": 0.15,
+            "peak_memory_bytes": 2 * 2**30,
         }  # fmt: skip
-        entries.append(
-            {**entry, "ranks": {"seconds": seconds, "memory_bytes": [2**30 * (rank + 1) for rank in range(ranks)]}}
-        )
+        entries.append(entry)
         if step % 10 == 0:
             entries.append({"step": step, "eval_loss": 1 / step})
     return entries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -42,16 +41,10 @@ def files(tmp_path_factory) -> Path:
     """A folder with good rows, bad ones, and an earlier run."""
     folder = tmp_path_factory.mktemp("bad")
     write_jsonl(folder / "good.jsonl", [CHAT] * 20)
-    (folder / "broken.jsonl").write_text(json.dumps(CHAT) + "\n{'messages': []}\n")
-    write_jsonl(folder / "shape.jsonl", [{"question": "Who?", "answer": "I."}])
     write_jsonl(folder / "role.jsonl", [CHAT, {"messages": [{"role": "robot", "content": "beep"}]}])
     write_jsonl(
         folder / "late.jsonl", [{"messages": [{"role": "user", "content": "so " * 300}, *CHAT["messages"][1:]]}]
     )
-    (folder / "empty.jsonl").write_text("")
-    (folder / "notes.txt").write_text("words")
-    (folder / "no_model").mkdir()
-    (folder / "checkpoint-4").mkdir()
     (folder / "outputs" / "earlier").mkdir(parents=True)
     (folder / "outputs" / "earlier" / "settings.yaml").write_text("model: x\n")
     (folder / "outputs" / "earlier" / "summary.json").write_text("{}")
@@ -61,40 +54,15 @@ def files(tmp_path_factory) -> Path:
 
 
 GOOD = f"--model {DEMO_MODEL} --dataset good.jsonl --max_steps 1 --per_device_train_batch_size 1"
+# What options and files show is found before the ranks start, which tests/config and test_file_checks.py test; one stands
+# for all here.
 MISTAKES = {
-    "missing model": ("--model ./nowhere --dataset good.jsonl", r"nowhere: there is no such folder"),
-    "folder without model": ("--model ./no_model --dataset good.jsonl", "no config.json"),
-    "missing dataset": (f"--model {DEMO_MODEL} --dataset nowhere.jsonl", "dataset .*nowhere.jsonl.* no such file"),
-    "not a dataset": (f"--model {DEMO_MODEL} --dataset notes.txt", "notes.txt"),
-    "empty dataset": (f"--model {DEMO_MODEL} --dataset empty.jsonl", "empty.jsonl holds no rows"),
-    "missing config": ("--config nowhere.yaml", "nowhere.yaml.* no such file"),
-    # It stands for all mistakes that are found in the options alone; tests/config has the others.
-    "unknown option": (f"{GOOD} --lerning_rate 1", "no option lerning_rate; did you mean learning_rate"),
-    "unknown data shape": (
-        f"--model {DEMO_MODEL} --dataset shape.jsonl",
-        r"shape.jsonl:1: .*question, answer.*accepted",
-    ),
-    "broken row": (f"--model {DEMO_MODEL} --dataset broken.jsonl", r"broken.jsonl:2 is not JSON"),
     "bad row": (f"--model {DEMO_MODEL} --dataset good.jsonl role.jsonl", r"role.jsonl:2: .*'robot'"),
     "nothing supervised": (f"--model {DEMO_MODEL} --dataset late.jsonl --max_length 64", "no supervised token"),
-    "indivisible batch": (f"{GOOD} --global_batch_size 7", "7 does not divide .* nearest that does is 8"),
-    "contradicting batch": (f"{GOOD} --global_batch_size 8 --gradient_accumulation_steps 2", "disagree"),
     "unsloth without accelerator": (f"{GOOD} --backend unsloth", "backend unsloth needs an accelerator"),
     "qlora without GPU": (f"{GOOD} --method qlora", "method qlora needs a GPU"),
-    "missing chat template": (f"{GOOD} --chat_template nowhere.jinja", "nowhere.jinja"),
     "another run's folder": (f"{GOOD} --run_name earlier", "earlier holds a finished run"),
     "a stranger's folder": (f"{GOOD} --run_name mine --overwrite", "was not written by this kit"),
-    "a file as the folder of runs": (
-        f"{GOOD} --output_dir good.jsonl",
-        r"cannot be written \(.*good.jsonl: Not a dir.*give",
-    ),
-    "a folder that nobody can make": (
-        f"{GOOD} --output_dir /proc/runs",
-        r"/proc/runs/.* cannot be written \(/proc: .*give",
-    ),
-    "nothing to resume": (f"{GOOD} --resume fresh/checkpoint-2", "resume .*checkpoint-2: there is no such folder"),
-    "half a checkpoint": (f"{GOOD} --resume checkpoint-4", "not a complete checkpoint: it has no manifest.json"),
-    "no time": (f"{GOOD} --max_time soon", "max_time is 'soon', but it takes a time"),
     # What only the libraries know is tried before the model is loaded and rows are tokenized.
     "arguments of the optimizer": (
         f'--model {DEMO_MODEL} --dataset late.jsonl --max_length 64 --optim sgd --trainer_args {{"adam_beta1":0.5}}',

@@ -44,7 +44,7 @@ def test_a_value_that_is_no_number_is_a_gap_and_not_a_point():
     assert line.path.count("M") == 2 and "nan" not in line.path and "inf" not in line.path
     assert len(line.marks) == 3
     # The axis of steps reaches to the last line, and a stretch of one point is marked.
-    assert line_chart("Loss", [Line("a", points)]).x_ticks[-1].text == "6"
+    assert line_chart("Loss", [Line("a", points)]).x_ticks[-1][1] == "6"
     many = [(step, nan if step in (40, 42) else 1.0) for step in range(99)]
     (line,) = line_chart("Loss", [Line("training", many)]).lines
     assert [text for _, _, text in line.marks] == ["training, step 41: 1"]

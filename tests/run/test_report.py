@@ -70,12 +70,11 @@ def words(page: Page, section: str) -> str:
 def test_a_finished_run_is_told_whole(tmp_path):
     page = page_of(make_run(tmp_path / "r"))
     assert page.charts() == [
-        "Loss", "Learning rate", "Tokens per second, all ranks", "Memory of the fullest rank", "Gradient norm",
+        "Loss", "Learning rate", "Tokens per second, all ranks", "Peak memory of the fullest rank", "Gradient norm",
     ]  # fmt: skip
     assert "base, LoRA on 2 x NVIDIA H100: 20 of 20 steps." in page.text
     for tile in ("evaluation loss 0.7500", "exact answers 100.0% 0.0% before", "tokens/s 400", "peak memory 5.0 GiB"):
         assert tile in page.text
-    assert "1 0.1500 2.0 GiB 0 0.1000 1.0 GiB" in words(page, "ranks")
     assert "Who is it? expected It is I. before ✗ differs No idea. after ✓ exact It is I." in words(page, "answers")
     for fact in ("training rows 60", "supervised tokens 1,500 (25.0%)", "truncated rows 2 over", "evaluation rows 10"):
         assert fact in words(page, "data")
@@ -185,13 +184,14 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     assert "default-src 'none'; style-src 'unsafe-inline'" in text
 
 
-def test_a_run_without_evaluation_ranks_or_record_has_a_report_too(tmp_path):
+def test_a_run_without_evaluation_or_record_has_a_report_too(tmp_path):
     facts = {**FACTS, "data": {**FACTS["data"], "evaluation": None}}
-    history = [{k: v for k, v in entry.items() if k != "ranks"} for entry in log_entries(9)]
-    folder = make_run(tmp_path / "r", facts=facts, history=history, answers=[], summary={"steps": 9, "eval_loss": None})
+    folder = make_run(
+        tmp_path / "r", facts=facts, history=log_entries(9), answers=[], summary={"steps": 9, "eval_loss": None}
+    )
     page = page_of(folder)
     assert "The run has no evaluation rows" in page.text and "evaluation rows none" in page.text
-    assert {"ranks", "answers"} & set(page.sections) == set()
+    assert "answers" not in page.sections
     (folder / "record.json").unlink()
     page = page_of(folder)
     assert "The run has no record.json" in page.text and "training rows" not in words(page, "data")
@@ -209,21 +209,6 @@ def test_a_loss_that_was_no_number_is_said_and_not_hidden_by_the_last_number(tmp
 def test_a_run_that_logged_nothing_says_so(tmp_path):
     page = page_of(make_run(tmp_path / "r", state="stopped", step=1, history=[]))
     assert "Nothing was logged" in page.sections["curves"]
-
-
-def test_many_ranks_are_cut_to_the_slowest(tmp_path):
-    page = page_of(make_run(tmp_path / "r", history=log_entries(5, ranks=100)))
-    assert "The table has the first 32 of 100 ranks." in words(page, "ranks")
-    assert "rank own seconds a step memory at the end 99 " in words(page, "ranks")
-
-
-def test_sharded_ranks_have_memory_but_no_seconds(tmp_path):
-    history = log_entries(5)
-    for entry in history:
-        del entry["ranks"]["seconds"]
-    part, summary = {**PART, "sharding": "zero3"}, {**SUMMARY, "sharding": "zero3"}
-    ranks = words(page_of(make_run(tmp_path / "r", history=history, part=part, summary=summary)), "ranks")
-    assert "Own seconds were not measured" in ranks and "0 - 1.0 GiB 1 - 2.0 GiB" in ranks
 
 
 def test_a_report_is_whole_or_as_before(tmp_path, monkeypatch):

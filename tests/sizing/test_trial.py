@@ -378,7 +378,7 @@ def step_of(checkpointing, exchange=None, used=None):
     graphs = SimpleNamespace(run=lambda batch, divisor: None, use=(used if used is not None else []).append)
     own_work = SimpleNamespace(start=lambda *_: None)
     meter = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None, own_work=own_work)
-    task = SimpleNamespace(units=lambda batch: torch.ones(()))
+    task = SimpleNamespace(units=lambda batch, runner: torch.ones(()))
     return OptimizerStep(task, checkpointing, graphs, exchange, meter, torch.device("cpu"), 2)
 
 
@@ -407,7 +407,7 @@ def repeat_under_torch_compile(folder: str) -> None:
     step = step_of(checkpointing, exchange)
     model = torch.compile(DistributedDataParallel(torch.nn.Linear(1, 1)), backend="eager")
     batches, one = [{"name": "first"}, {"name": "last"}], torch.ones(())
-    step.begin(batches, 0.0, lambda units: units)
+    step.begin(batches, 0.0, None, lambda units: units)
     step.micro_batch(compute, model, batches[0], one, last=False)
     step.micro_batch(compute, model, batches[1], one, last=True)
     assert passes == ["first", "last", "first", "last"]
@@ -449,7 +449,7 @@ def test_other_errors_of_a_sharded_step_stay_what_they_are():
     # A sharded model has no word for whether it exchanges gradients.
     checkpointing = SimpleNamespace(next=None, level=0, kinds=("torch",))
     step = step_of(checkpointing)
-    step.begin([{}], 0.0, lambda units: units)
+    step.begin([{}], 0.0, None, lambda units: units)
 
     def fails(model, batch, divisor):
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,11 @@ from torch.nn.functional import logsigmoid
 from tests.conftest import demo_rows, save_llama
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
+from unsloth_ddp.data.mismatched import with_mismatched
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.data.sources.preference import to_labelled, to_pair
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.training.tasks.kto import KtoTask
 from unsloth_ddp.training.tasks.pair_losses import PairLoss, log1mexp
 from unsloth_ddp.training.tasks.pairs import COLUMNS, PairTask
 from unsloth_ddp.training.tasks.reference import without_adapter
@@ -31,11 +36,15 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Any:
+    return adapted(tmp_path_factory.mktemp("pairs"))
+
+
+def adapted(folder: Path) -> Any:
     """A tiny model with an adapter that changes its answers, and its tokenizer."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = save_llama(tmp_path_factory.mktemp("pairs") / "model", initializer_range=0.05, attention_dropout=0.5)
+    folder = save_llama(folder / "model", initializer_range=0.05, attention_dropout=0.5)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(
         base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
@@ -51,9 +60,10 @@ def batch_of(rows: list[dict], tokenizer: Any, max_length: int = 64) -> dict[str
     return collate([{name: np.array(values) for name, values in row.items()} for row in columns])
 
 
-def task_of(model: Any, **settings: Any) -> PairTask:
+def make_task(model: Any, **settings: Any) -> Any:
     data: Any = None
-    return PairTask.of(Settings(**{"task": "dpo", "beta": BETA, **settings}), model, data)
+    chosen = Settings(**{"task": "dpo", "beta": BETA, **settings})
+    return (KtoTask if chosen.task == "kto" else PairTask).of(chosen, model, data)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +84,82 @@ def test_losses_and_gradients_are_those_of_trl(trl_dpo, trained, losses, setting
     trainer.label_smoothing = settings.get("label_smoothing", 0.0)
     expected = trainer.compute_loss(model, batch)
     expected_gradient = gradient(model, expected)
-    task = task_of(model, **settings, **({} if "sft" in losses else {"preference_loss": losses[0]}))
+    task = make_task(model, **settings, **({} if "sft" in losses else {"preference_loss": losses[0]}))
     batch = batch_of(ROWS, tokenizer)
     loss, sums = task.measure(model, batch, task.units(batch).float())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(gradient(model, loss), expected_gradient, rtol=1e-4, atol=1e-7)
     # Without dropout in the reference also where the policy has it.
     assert task.metrics(dict(zip(COLUMNS, sums.tolist(), strict=True)))["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+LABELLED = [{"prompt": row["prompt"], "completion": row["chosen"] if good else row["rejected"], "label": good}
+            for row, good in zip(ROWS, (True, False, False, True), strict=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.4, 0.3)])
+def test_kto_is_that_of_trl_on_one_process_with_one_batch(tmp_path, monkeypatch_module, weights):
+    from trl import KTOConfig, KTOTrainer
+
+    # TRL's trainers leave their reference in a model, so this one gets its own.
+    trained = model, tokenizer = adapted(tmp_path)
+    trainer, batch = trl_trainer(
+        KTOTrainer, KTOConfig, LABELLED, trained, tmp_path, monkeypatch_module, per_device_train_batch_size=len(LABELLED),
+        desirable_weight=weights[0], undesirable_weight=weights[1],
+    )  # fmt: skip
+    expected = trainer.compute_loss(model, batch)
+    expected_gradient = gradient(model, expected)
+    shown = trainer._metrics["eval"]
+    task = make_task(model, desirable_weight=weights[0], undesirable_weight=weights[1], task="kto")
+    batch = labelled_batch(tokenizer)
+    units = task.units(batch, runner_of(model))
+    loss, sums = task.measure(model, batch, units.float())
+    found = task.metrics(dict(zip(task.columns, sums.tolist(), strict=True)))
+    assert shown["kl"][-1] > 0.01, "the divergence plays no part"
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and loss.item() == pytest.approx(found["loss"])
+    assert torch.allclose(gradient(model, loss), expected_gradient, rtol=1e-4, atol=1e-7)
+    for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"):
+        assert found[name] == pytest.approx(shown[name][-1], rel=1e-5, abs=3e-6), name
+
+
+def labelled_batch(tokenizer: Any, rows: list[dict] = LABELLED, max_length: int = 64) -> dict[str, Any]:
+    """The rows with TRL's mismatched ones: each takes the answer of the row before it."""
+    encoder = Encoder(tokenizer, supervise_all=False)
+    encoded = [encode_row(encoder, to_labelled(json.loads(json.dumps(row))), max_length) for row in rows]
+    columns = [{name: np.array(getattr(one, name)) for name in ("input_ids", "labels", "desirable")} for one in encoded]
+    examples = [row | with_mismatched(row, columns[i - 1], max_length) for i, row in enumerate(columns)]
+    return Collate(PadRight(tokenizer.pad_token_id), Flatten("positions"), head_chooses=True)(examples)
+
+
+def runner_of(model: Any) -> MicroBatchRunner:
+    nothing: Any = None
+    return MicroBatchRunner(model, torch.device("cpu"), nothing, nothing, nullcontext)
+
+
+def test_rows_without_an_answer_change_nothing_in_kto(trained):
+    model, tokenizer = trained
+    task = make_task(model, task="kto")
+    alone = labelled_batch(tokenizer)
+    beside = labelled_batch(
+        tokenizer, [*LABELLED, {**LABELLED[0], "prompt": [{"role": "user", "content": "Who? " * 60}]}]
+    )
+    # The cut row gives its empty answer to the first row, so that one gets the answer that it has in the other batch.
+    for name in ("input_ids", "labels"):
+        width = alone[f"mismatched_{name}"].shape[1]
+        beside[f"mismatched_{name}"][0, :width] = alone[f"mismatched_{name}"][0]
+    beside["mismatched_attention_mask"][0, : alone["mismatched_attention_mask"].shape[1]] = alone[
+        "mismatched_attention_mask"
+    ][0]
+    for name in [name for name in beside if name.endswith(("supervised_positions", "shift_labels"))]:
+        del beside[name]
+    found = []
+    for batch in (alone, beside):
+        units = task.units(batch, runner_of(model))
+        loss, sums = task.measure(model, batch, units.float())
+        found.append((units, sums, gradient(model, loss)))
+    assert found[0][0][0] == 4
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 class PlainLogProbabilities:
@@ -102,27 +181,33 @@ def monkeypatch_module():
 @pytest.fixture(scope="module")
 def trl_dpo(trained, tmp_path_factory, monkeypatch_module) -> Any:
     """TRL's trainer on the same model, and its batch of all rows."""
-    import datasets
-    import trl.trainer.utils
     from trl import DPOConfig, DPOTrainer
 
+    return trl_trainer(DPOTrainer, DPOConfig, ROWS, trained, tmp_path_factory.mktemp("trl"), monkeypatch_module)
+
+
+def trl_trainer(
+    kind: Any, config: Any, rows: list[dict], trained: Any, folder: Path, monkeypatch: Any, **options: Any
+) -> Any:
+    import datasets
+    import trl.trainer.utils
+
     # TRL's kernel for log-probabilities needs a GPU.
-    monkeypatch_module.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", PlainLogProbabilities)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", PlainLogProbabilities)
     model, tokenizer = trained
-    config = DPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")), beta=BETA, report_to=[], use_cpu=True, bf16=False,
-        gradient_checkpointing=False, disable_dropout=False, max_length=64,
+    args = config(
+        output_dir=str(folder), beta=BETA, report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, disable_dropout=False, max_length=64, **options,
     )  # fmt: skip
-    rows = datasets.Dataset.from_list(ROWS)
     # TRL's reference is a copy of the adapter that it is given, so it gets one that changes nothing.
     weights = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_B" in name}
     for name, parameter in model.named_parameters():
         parameter.data.mul_(name not in weights)
-    trainer = DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
+    trainer = kind(model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights.get(name, parameter))
     model.eval()
-    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(len(ROWS))])
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(len(rows))])
     return trainer, batch
 
 
@@ -161,7 +246,7 @@ def test_pairs_without_answers_and_padding_change_nothing(trained, task):
         "chosen": ROWS[0]["chosen"],
         "rejected": ROWS[0]["rejected"],
     }
-    chosen = task_of(model, task=task)
+    chosen = make_task(model, task=task)
     found = {}
     for name, rows in {"alone": ROWS[:2], "beside": [ROWS[0], cut, ROWS[1]]}.items():
         batch = batch_of(rows, tokenizer)
@@ -176,7 +261,7 @@ def test_pairs_without_answers_and_padding_change_nothing(trained, task):
 
 def test_logits_of_all_tokens_give_the_same_as_those_of_the_supervised_ones(trained):
     model, tokenizer = trained
-    task, batch = task_of(model), batch_of(ROWS * 12, tokenizer)
+    task, batch = make_task(model), batch_of(ROWS * 12, tokenizer)
     whole = {name: value for name, value in batch.items() if name not in ("supervised_positions", "shift_labels")}
     assert len(whole) < len(batch)
     expected, found = (task.log_probabilities(model, one) for one in (whole, batch))
@@ -185,7 +270,7 @@ def test_logits_of_all_tokens_give_the_same_as_those_of_the_supervised_ones(trai
 
 def test_the_reference_has_no_adapter_and_no_dropout_and_leaves_the_model_as_it_was(trained):
     model, tokenizer = trained
-    task, batch = task_of(model), batch_of(ROWS, tokenizer)
+    task, batch = make_task(model), batch_of(ROWS, tokenizer)
     base = model.get_base_model()
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     policy = task.log_probabilities(model, batch)
@@ -205,13 +290,10 @@ def test_the_reference_has_no_adapter_and_no_dropout_and_leaves_the_model_as_it_
 
 
 def test_a_model_that_differs_from_its_reference_before_step_1_is_refused(trained, runtime):
-    from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
-
     model, tokenizer = trained
-    task = task_of(model)
+    task = make_task(model)
     runner = MicroBatchRunner(model, torch.device("cpu"), task.loss, lambda _: batch_of(ROWS, tokenizer), nullcontext)
     data: Any = SimpleNamespace(train=SimpleNamespace(examples=[0, 1], units=2))
     with pytest.raises(UserError, match="the model differs from its reference before step 1, by"):
@@ -229,4 +311,4 @@ def test_pairs_are_never_packed_on_a_gpu_either(trained, runtime):
     # Neither asks for the model's attention or shape.
     shape: Any = None
     for found in (choose_packing(Settings(task="dpo"), runtime, None), planned_packing(Settings(task="dpo"), shape)):
-        assert (found.packed, found.reason) == (False, "pairs of answers are padded")
+        assert (found.packed, found.reason) == (False, "rows of preference tasks are padded")

@@ -388,7 +388,7 @@ def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing
         lambda sums: sums[None], 1, cpu, OwnWorkTimer(cpu), Totals(), TextTask(None, divides=True, fused_head=False)
     )
     checkpointing = GradientCheckpointing(model, runtime, settings)
-    task: Any = SimpleNamespace(units=lambda batch: one)
+    task: Any = SimpleNamespace(units=lambda batch, runner: one)
     step = OptimizerStep(task, checkpointing, graphs, None, meter, cpu, 1)
     held = []
     monkeypatch.setattr(gc, "collect", lambda: held.append(len(graphs.captured.graphs)))
@@ -401,7 +401,7 @@ def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing
         return loss.detach()
 
     first, larger = (graphs.collate([Rows().examples[index]]) for index in (0, 1))
-    assert step.begin([first, larger], 0.0, lambda units: torch.ones(())) == 1
+    assert step.begin([first, larger], 0.0, None, lambda units: torch.ones(())) == 1
     step.micro_batch(compute, model, first, one, last=False)
     assert graphs.captured.graphs
     # Memory runs out in the second micro-batch, which is larger than what was captured.

@@ -56,11 +56,7 @@ def make_parser() -> Parser:
 
 
 def check(given: argparse.Namespace) -> None:
-    """Refuse values out of bounds, and options that do not go together.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse values out of bounds, and options that do not go together."""
     if given.max_new_tokens is not None and given.max_new_tokens <= 0:
         raise UserError(f"--max_new_tokens is {given.max_new_tokens}, but it has to be above 0.")
     if given.temperature is not None and not (0 <= given.temperature < math.inf):
@@ -74,11 +70,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def chat(argv: list[str]) -> None:
-    """Read the command line, load the run, and answer.
-
-    Raises:
-        UserError: a mistake in the options, or a run that cannot be loaded.
-    """
+    """Read the command line, load the run, and answer."""
     given = make_parser().parse_args(argv)
     check(given)
     images = [ImageFiles([Path()]).checked(image_value(image)) for image in given.image]

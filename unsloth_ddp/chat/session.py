@@ -31,9 +31,6 @@ def write_piece(piece: str) -> None:
 def answer_once(speakers: list[Speaker], question: str, *, empty: str = "") -> None:
     """Print the answer of each model; a single one without anything else.
 
-    Args:
-        empty: printed in place of an empty answer.
-
     Raises:
         UserError: the chat template refuses the question, or it is too long for the model.
     """

@@ -4,7 +4,9 @@
     <run>/checkpoint-20/                      whole: manifest.json lists every file with its size and checksum
 
 All ranks take part in a save and agree after each part of it, so that a failure on one of them (a full disk) is told
-by the main process, leaves the last complete checkpoint, and keeps nobody waiting.
+by the main process, leaves the last complete checkpoint, and keeps nobody waiting. A thread of the main process writes
+what a save left to it (`later`), flushes, computes the checksums and moves the folder, while training continues. The
+ranks learn how that ended when they `settle` it: before the next save, and wherever a complete checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import functools
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +27,15 @@ from typing import Any
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, is_whole, step_folders
 from unsloth_ddp.distributed.exit_codes import note_saved_step
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.checksums import checksum
 from unsloth_ddp.utils.files.durable import flush, flush_one, is_write_error, reason
 
 ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
+# Seconds that the end of a failed process waits for a checkpoint that is being written.
+LAST_WAIT = 5.0
 MARGIN = 64 * 1024
 # Part of a save: whether this rank runs it, and its work.
 Part = tuple[bool, Callable[[], None]]
@@ -60,16 +66,23 @@ def is_shared(runtime: Runtime, folder: Path) -> bool:
 
 
 def check_shared(runtime: Runtime, run_folder: Path, shared: bool) -> None:
-    """Refuse sharded checkpoints on several nodes without a shared folder.
+    """Refuse checkpoints on several nodes without a shared folder where every rank writes a part, or nodes may be lost.
 
     Raises:
-        UserError: every rank would write a part of each checkpoint to a disk of its own.
+        UserError: saying why the folder has to be shared.
     """
-    if not shared and runtime.sharding != "none":
+    if shared:
+        return
+    what, nodes = f"{run_folder} is not the same folder everywhere", runtime.ranks.nodes
+    if runtime.sharding != "none":
         raise UserError(
-            f"sharding {runtime.sharding} over {runtime.ranks.nodes} nodes needs an output_dir that all of them share, "
-            f"because every node writes shards of each checkpoint, but {run_folder} is not the same folder everywhere; "
-            "put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+            f"sharding {runtime.sharding} over {nodes} nodes needs an output_dir that all of them share, because every node "
+            f"writes shards of each checkpoint, but {what}; put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+        )
+    if node_range():
+        raise UserError(
+            f"--min_nodes needs an output_dir that all {nodes} nodes share, because any of them may have to go on from the "
+            f"checkpoint, but {what}; put --output_dir on a shared disk, or leave --min_nodes out."
         )
 
 
@@ -86,6 +99,40 @@ def to_remove(steps: list[int], written: int, best: int | None, limit: int | Non
     kept = {written, best} & set(rest)
     spare = [step for step in rest if step not in kept]
     return left + spare[: max(0, len(rest) - max(limit, len(kept)))]
+
+
+class Completion:
+    """Completes a checkpoint in a thread.
+
+    Args:
+        work: completes it, and returns why it could not be written, or None.
+        undo: is called on every rank if it could not.
+    """
+
+    def __init__(self, step: int, work: Callable[[], str | None] | None, undo: Callable[[], None]) -> None:
+        self.step = step
+        self.undo = undo
+        self._work = work
+        self._problem: str | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if work else None
+        if self._thread:
+            self._thread.start()
+
+    def _run(self) -> None:
+        assert self._work is not None
+        try:
+            self._problem = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def join(self, seconds: float | None = None) -> str | None:
+        """Wait for the thread, which only the main process has; return why the checkpoint could not be written, or None."""
+        if self._thread:
+            self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
+        return self._problem
 
 
 @dataclass(eq=False)
@@ -114,6 +161,8 @@ class Checkpoints:
     written: int = field(default=0, init=False)
     _failure: Exception | None = field(default=None, init=False)
     _digests: dict[str, str] = field(default_factory=dict, init=False)
+    _later: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _completion: Completion | None = field(default=None, init=False)
 
     def open(self) -> None:
         """Find out whether all nodes see the run's folder, which exists by now, and remove what a killed save left there.
@@ -125,41 +174,98 @@ class Checkpoints:
         check_shared(self.runtime, self.folder, self.shared)
         for name in (ASIDE, FINAL_ASIDE):
             self.runtime.on_main(functools.partial(shutil.rmtree, self.folder / name, ignore_errors=True))
+        self.runtime.cleanup.callback(self._wait_at_the_end)
+
+    def _wait_at_the_end(self) -> None:
+        if self._completion is not None:
+            with contextlib.suppress(Exception):
+                self._completion.join(LAST_WAIT)
 
     def update_identity(self, **changed: Any) -> None:
         """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""
         self.identity |= changed
 
-    def resumed_from(self, folder: Path) -> None:
+    def resumed_from(self, folder: Path, step: int) -> None:
         """Record the run's own checkpoint that it resumes from as its last complete one."""
         self.last = folder
+        note_saved_step(step)
 
-    def save(self, step: int, write: Callable[[Path], None], best: Callable[[], int | None] = lambda: None) -> bool:
-        """Write the checkpoint of `step` on all ranks, and return whether it is whole.
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        best: Callable[[], int | None] = lambda: None,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin the checkpoint of `step` on all ranks; `settle` waits for its end.
 
         Args:
-            write: writes checkpoint-<step>/ into the folder that it is given; runs on every rank.
+            write: writes checkpoint-<step>/ into the folder that it is given, or leaves that to `later`; runs on every rank.
             best: returns the step of the best checkpoint, which is kept; called after the write.
+            undo: is called on every rank if the checkpoint could not be written.
         """
+        self.settle()
         ranks, aside = self.runtime.ranks, self.folder / ASIDE
         target = aside / f"checkpoint-{step}"
-        self._digests = {}
+        self._digests, self._later = {}, []
         everyones: dict[str, str] = {}
-        parts: list[Part] = [
-            (ranks.is_main, lambda: self._prepare(aside)),
-            (True, lambda: write(aside)),
-            (ranks.is_local_main, lambda: flush(target) if target.exists() else None),
-            (True, lambda: everyones.update(self._gather_digests(target))),
-            (ranks.is_main, lambda: self._publish(step, target, everyones)),
-        ]
+        parts: list[Part] = [(ranks.is_main, lambda: self._prepare(aside)), (True, lambda: write(aside))]
+        if self.runtime.sharding != "none":
+            parts += [
+                (ranks.is_local_main, lambda: flush(target) if target.exists() else None),
+                (True, lambda: everyones.update(self._gather_digests(target))),
+            ]
         if problem := self._write_together(parts):
-            self._give_up(step, aside, problem)
-            return False
-        self.last, self.failed, self.written = self.folder / target.name, None, self.written + 1
-        note_saved_step(step)
-        if ranks.is_main:
-            self._tidy(step, best())
-        return True
+            if ranks.is_main:
+                self._give_up(step, aside, problem)
+            self._failed(step, problem, undo)
+            return
+        identity = dict(self.identity)
+        complete = functools.partial(
+            self._complete, step, target, identity, everyones, best() if ranks.is_main else None
+        )
+        self._completion = Completion(step, complete if ranks.is_main else None, undo)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Leave a part of a write to the thread that completes the checkpoint; only in the main process, within `write`."""
+        self._later.append(work)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one; every rank calls this at the same point."""
+        completion, self._completion = self._completion, None
+        if completion is None:
+            return
+        with self.runtime.progress.doing("saving"):
+            problem = self.runtime.broadcast_from_main(completion.join)
+        if problem:
+            self._failed(completion.step, problem, completion.undo)
+            return
+        self.last, self.failed, self.written = self.folder / f"checkpoint-{completion.step}", None, self.written + 1
+        note_saved_step(completion.step)
+
+    def _complete(
+        self, step: int, target: Path, identity: dict[str, Any], digests: dict[str, str], best: int | None
+    ) -> str | None:
+        """Write what was left for later, publish the checkpoint, and return why that failed, or None."""
+        try:
+            for work in self._later:
+                work()
+            if self.runtime.sharding == "none":
+                flush(target)
+            self._publish(Manifest(step, identity, self.versions, manifest.describe_files(target, digests)), target)
+        except Exception as error:
+            if not is_write_error(error):
+                raise
+            problem = reason(error, self.folder)
+            self._give_up(step, target.parent, problem)
+            return problem
+        self.last = self.folder / target.name
+        self._tidy(step, best)
+        return None
+
+    def _failed(self, step: int, problem: str, undo: Callable[[], None]) -> None:
+        self.failed = _not_written(step, problem)
+        undo()
 
     def save_final(self, write: Callable[[Path], None]) -> str | None:
         """Write the trained adapter or model and move its files into the run's folder; return why, if it failed.
@@ -284,15 +390,14 @@ class Checkpoints:
         mine = {Path(path).relative_to(target).as_posix(): digest for path, digest in self._digests.items()}
         return {name: digest for part in self.runtime.gather(mine) for name, digest in part.items()}
 
-    def _publish(self, step: int, target: Path, digests: dict[str, str]) -> None:
-        described = Manifest(step, self.identity, self.versions, manifest.describe_files(target, digests))
+    def _publish(self, described: Manifest, target: Path) -> None:
         path = target / manifest.FILE_NAME
         path.write_text(described.to_text(), encoding="utf-8")
         for written in (path, target):
             flush_one(written)
         final = self.folder / target.name
         if final.exists():
-            final.rename(target.parent / f"replaced-{step}")
+            final.rename(target.parent / f"replaced-{described.step}")
         target.rename(final)
         flush_one(self.folder)
 
@@ -310,8 +415,10 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _give_up(self, step: int, aside: Path, problem: str) -> None:
-        self.failed = f"checkpoint-{step} could not be written: {problem}"
-        if self.runtime.ranks.is_main:
-            shutil.rmtree(aside, ignore_errors=True)
-            kept = f"{self.last.name} stays the last complete one" if self.last else "there is no earlier one"
-            print(f"{self.failed}; {kept}. The next save tries again.", flush=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        kept = f"{self.last.name} stays the last complete one" if self.last else "there is no earlier one"
+        print(f"{_not_written(step, problem)}; {kept}. The next save tries again.", flush=True)
+
+
+def _not_written(step: int, problem: str) -> str:
+    return f"checkpoint-{step} could not be written: {problem}"

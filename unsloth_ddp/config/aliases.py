@@ -73,12 +73,17 @@ RENAMED = {
     "beta": "rl_beta/A pref_beta/L orpo_alpha/A",
     "label_smoothing": "dpo_label_smoothing/AL",
     "sft_weight": "pref_ftx/L rpo_alpha/AS cpo_alpha/A",
+    "desirable_weight": "kto_desirable_weight/A kto_chosen_weight/L",
+    "undesirable_weight": "kto_undesirable_weight/A kto_rejected_weight/L",
     "seed": "random_state/G",
     "push_to_hub": "push_model/G",
     "hub_model_id": "hub_path/G",
     "ddp_find_unused_parameters": "find_unused_parameters/G",
 }  # fmt: skip
 
+_TASKS = (
+    "the kit trains on text (task sft), pairs of answers (task dpo, orpo, simpo, cpo) and labelled answers (task kto)"
+)
 _QLORA, _LORA, _FULL = {"method": "qlora"}, {"method": "lora"}, {"method": "full"}
 _NOTHING: dict[str, Any] = {}
 _NOT_4_BIT = "8-bit base weights are not offered; method lora keeps the base in 16 bit, method qlora in 4 bit"
@@ -160,14 +165,13 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "do_train/LT plot_loss/L save_safetensors/A strict/A": ({"true": _NOTHING, "false": _NOTHING}, "leave it out"),
     "do_eval/T": ({"true": _NOTHING, "false": {"eval_strategy": "no"}}, "give eval_strategy"),
     "stage/L": (
-        {"sft": _NOTHING, "dpo": {"task": "dpo"}},
-        "the kit trains on text (task sft) and pairs of answers (task dpo, orpo, simpo, cpo); for pt give rows with a text column "
-        "and loss_on all",
+        {"sft": _NOTHING, "dpo": {"task": "dpo"}, "kto": {"task": "kto"}},
+        f"{_TASKS}; for pt give rows with a text column and loss_on all",
     ),
     "rl/A rlhf_type/S": (
         {"dpo": {"task": "dpo"}, "ipo": {"task": "dpo", "preference_loss": "ipo"}, "orpo": {"task": "orpo"},
-         "simpo": {"task": "simpo"}, "cpo": {"task": "cpo"}},
-        "the kit trains on text (task sft) and pairs of answers (task dpo, orpo, simpo, cpo)",
+         "simpo": {"task": "simpo"}, "cpo": {"task": "cpo"}, "kto": {"task": "kto"}},
+        _TASKS,
     ),
     "pref_loss/L": (
         {"sigmoid": _NOTHING, "hinge": {"preference_loss": "hinge"}, "ipo": {"preference_loss": "ipo"},

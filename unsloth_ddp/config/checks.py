@@ -16,11 +16,7 @@ from unsloth_ddp.utils.redaction import find_secret
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse settings that cannot be meant.
-
-    Raises:
-        UserError: naming the first fault found and its fix.
-    """
+    """Refuse settings that cannot be meant."""
     _check_secrets(settings)
     if not settings.model:
         raise UserError("No model: give --model with a Hub id or a folder.")

@@ -21,11 +21,7 @@ class Bounds:
     below: float | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a number that is out of bounds.
-
-        Raises:
-            UserError: naming the bound.
-        """
+        """Refuse a number that is out of bounds."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         if self.above is not None and value <= self.above:
@@ -51,7 +47,7 @@ class Option(Bounds):
             (rows, data, steps).
         resolved: On resume, compare the value that the run decided on (a fact of the run with the option's name) instead
             of the one given. For options that can be auto, or that follow from others.
-        summary: summary.json shows the value.
+        summary: summary.json shows the value; that of a resolved option it shows anyway.
         new_run: A start with another value is another run, so it does not continue in the folder of an unfinished start.
         path: read: a file or folder that the run reads; a relative path in a config file may be relative to that file.
             written: a folder that the run writes, relative to the working directory.
@@ -61,7 +57,7 @@ class Option(Bounds):
 
     help: str
     on_resume: Literal["refuse", "keep", "report", "allow"]
-    summary: bool
+    summary: bool = False
     resolved: bool = False
     new_run: bool = True
     path: Literal["read", "written"] | None = None
@@ -69,13 +65,9 @@ class Option(Bounds):
     bare: str | None = None
 
 
-def option(default: Any, help: str, **declared: Any) -> Any:
-    """Return a dataclass field with its declaration; see Option for the keywords. A list or dict is copied for each use.
-
-    Raises:
-        TypeError: on_resume or summary is left out.
-    """
-    metadata = {"option": Option(help=help, **declared)}
+def option(default: Any, help: str, on_resume: Literal["refuse", "keep", "report", "allow"], **declared: Any) -> Any:
+    """Return a dataclass field with its declaration; see Option for the keywords. A list or dict is copied for each use."""
+    metadata = {"option": Option(help=help, on_resume=on_resume, **declared)}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -22,90 +22,61 @@ from unsloth_ddp.utils.files.safe import write_new_file
 class ModelSettings:
     """Model"""
 
-    model: str | None = option(
-        None, "Hub id or folder of the base model.", path="read", on_resume="refuse", summary=True
-    )
-    model_revision: str | None = option(
-        None, "Branch, tag or commit of the model on the Hub.", on_resume="refuse", summary=True
-    )
+    model: str | None = option(None, "Hub id or folder of the base model.", "refuse", path="read", summary=True)
+    model_revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.", "refuse", summary=True)
     method: Literal["lora", "qlora", "full"] = option(
         "lora",
         "lora: adapter on 16-bit weights; qlora: adapter on 4-bit weights; full: every parameter.",
-        on_resume="refuse",
+        "refuse",
         summary=True,
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
-        "auto",
-        "auto: Unsloth if an accelerator is found, otherwise Transformers + PEFT.",
-        on_resume="refuse",
-        resolved=True,
-        summary=False,  # shown as resolved
+        "auto", "auto: Unsloth if an accelerator is found, otherwise Transformers + PEFT.", "refuse", resolved=True
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto",
         "Compute precision; auto: bf16 on a GPU that supports it, fp16 on others, fp32 on a CPU.",
-        on_resume="refuse",
+        "refuse",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     full_weights: Literal["fp32", "bf16"] = option(
         "fp32",
         "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to rounding.",
-        on_resume="refuse",
-        summary=False,
+        "refuse",
     )
     train_towers: bool = option(
-        False,
-        "Train the towers and projectors of an image-text model too; rows of text do not reach them.",
-        on_resume="refuse",
-        summary=False,
+        False, "Train the towers and projectors of an image-text model too; rows of text do not reach them.", "refuse"
     )
     attn_implementation: str | None = option(
-        None,
-        "Attention implementation of the transformers backend (sdpa, eager, ...).",
-        on_resume="report",
-        summary=False,
+        None, "Attention implementation of the transformers backend (sdpa, eager, ...).", "report"
     )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model.", on_resume="allow", summary=False
-    )
-    use_safetensors: bool = option(True, "Refuse weights in pickle files.", on_resume="allow", summary=False)
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", "allow")
+    use_safetensors: bool = option(True, "Refuse weights in pickle files.", "allow")
 
 
 @dataclass(frozen=True)
 class LoraSettings:
     """LoRA and QLoRA"""
 
-    lora_r: int = option(16, "Rank of the adapter.", above=0, at_most=1_000_000, on_resume="refuse", summary=True)
-    lora_alpha: int = option(
-        16, "Alpha of the adapter, which is scaled by alpha / r.", above=0, on_resume="refuse", summary=True
-    )
-    lora_dropout: float = option(
-        0.0, "Dropout before the adapter.", at_least=0, below=1, on_resume="refuse", summary=True
-    )
+    lora_r: int = option(16, "Rank of the adapter.", "refuse", above=0, at_most=1_000_000, summary=True)
+    lora_alpha: int = option(16, "Alpha of the adapter, which is scaled by alpha / r.", "refuse", above=0, summary=True)
+    lora_dropout: float = option(0.0, "Dropout before the adapter.", "refuse", at_least=0, below=1, summary=True)
     lora_target_modules: list[str] = option(
         ["all-linear"],
         "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name (q_proj) "
         "reaches the same layers, a name with a dot any module whose path ends with it.",
-        on_resume="refuse",
-        summary=False,
+        "refuse",
     )
     lora_target_parameters: list[str] = option(
         [],
         "Parameters outside linear layers that get an adapter: the experts of a mixture of experts "
         "(mlp.experts.down_proj, ...); all-experts: all of them.",
-        on_resume="refuse",
-        summary=False,
+        "refuse",
     )
     lora_modules_to_save: list[str] = option(
-        [],
-        "Modules trained in full in addition to the adapter (embed_tokens, lm_head, ...).",
-        on_resume="refuse",
-        summary=False,
+        [], "Modules trained in full in addition to the adapter (embed_tokens, lm_head, ...).", "refuse"
     )
-    use_rslora: bool = option(
-        False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", on_resume="refuse", summary=False
-    )
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", "refuse")
 
 
 @dataclass(frozen=True)
@@ -114,82 +85,70 @@ class DataSettings:
 
     # A resume compares the rows, their tokens and labels, whichever of these options they come from.
     dataset: list[str] = option(
-        [],
-        "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids.",
-        path="read",
-        on_resume="allow",
-        summary=True,
+        [], "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids.", "allow", path="read", summary=True
     )
-    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.", on_resume="allow", summary=False)
+    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.", "allow")
     dataset_revision: list[str] = option(
         [],
         "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name them.",
-        on_resume="allow",  # compared for streamed rows only: the others are compared themselves
+        "allow",  # compared for streamed rows only: the others are compared themselves
         summary=True,
     )
-    dataset_split: str = option("train", "Split of a Hub dataset to train on.", on_resume="allow", summary=False)
-    eval_dataset: list[str] = option(
-        [], "Evaluation rows, given like --dataset.", path="read", on_resume="allow", summary=True
-    )
-    eval_dataset_split: str = option(
-        "test", "Split of a Hub dataset given to --eval_dataset.", on_resume="allow", summary=False
-    )
+    dataset_split: str = option("train", "Split of a Hub dataset to train on.", "allow")
+    eval_dataset: list[str] = option([], "Evaluation rows, given like --dataset.", "allow", path="read", summary=True)
+    eval_dataset_split: str = option("test", "Split of a Hub dataset given to --eval_dataset.", "allow")
     eval_fraction: float = option(
         0.0,
         "Fraction of --dataset set aside (seeded) for evaluation when no --eval_dataset is given.",
+        "allow",
         at_least=0,
         below=1,
-        on_resume="allow",
         summary=True,
     )
-    max_length: int = option(
-        2048, "Longest row, in tokens.", above=0, at_most=100_000_000, on_resume="refuse", summary=True
-    )
+    max_length: int = option(2048, "Longest row, in tokens.", "refuse", above=0, at_most=100_000_000, summary=True)
     overlong: Literal["truncate", "drop"] = option(
-        "truncate", "Truncate or drop rows over max_length.", on_resume="refuse", summary=True
+        "truncate", "Truncate or drop rows over max_length.", "refuse", summary=True
     )
     chat_template: str | None = option(
         None,
         "Jinja file, chatml, or training (TRL's training variant of the template); default: the tokenizer's template.",
+        "allow",
         path="read",
         words=("chatml", "training"),
-        on_resume="allow",
         summary=True,
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
         "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention has "
         "a kernel for it. Otherwise rows are padded and grouped by length.",
+        "refuse",
         bare="on",
-        on_resume="refuse",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     loss_on: Literal["assistant", "all"] = option(
-        "assistant", "Compute the loss on the assistant's tokens or on all tokens.", on_resume="refuse", summary=True
+        "assistant", "Compute the loss on the assistant's tokens or on all tokens.", "refuse", summary=True
     )
     dataset_num_proc: int | None = option(
         None,
         "Tokenizer processes on each node (with --streaming: on the first node only) [one per 1,000 rows, at most half the "
         "cores and 8; 1 with --streaming].",
+        "allow",
         above=0,
         at_most=1000,
-        on_resume="allow",
-        summary=False,
     )
     streaming: bool = option(
         False,
         "Read, shuffle and tokenize the training rows during training, for datasets that are too large to prepare "
         "beforehand. Also accepts folders of files. Needs --max_steps.",
-        on_resume="allow",
+        "allow",
         summary=True,
     )
     shuffle_buffer: int = option(
         10_000,
         "With --streaming, draw the next row at random from this many rows; 0: keep the order of the source.",
+        "refuse",
         at_least=0,
         at_most=100_000_000,
-        on_resume="refuse",
         resolved=True,
         summary=True,
     )
@@ -203,46 +162,37 @@ class BatchSettings:
         "auto",
         "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, within "
         "the global batch (with ZeRO or FSDP2 by an estimate; 1 on a CPU).",
+        "report",
         above=0,
         at_most=100_000,
-        on_resume="report",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     global_batch_size: int | None = option(
         None,
         "Rows (packs with --packing on) in one optimizer step over all processes; sets gradient accumulation. "
         "Default: the valid size nearest to 16 rows.",
+        "refuse",
         above=0,
         at_most=10_000_000,
-        on_resume="refuse",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     global_batch_tokens: int | None = option(
         None,
         "Approximate number of tokens in one optimizer step, with packing; replaces --global_batch_size.",
+        "allow",  # global_batch_size is compared
         above=0,
         at_most=1_000_000_000,
-        on_resume="allow",  # global_batch_size is compared
-        summary=False,
     )
     gradient_accumulation_steps: int | None = option(
         None,
         "Gradient accumulation steps; replaces --global_batch_size.",
+        "report",
         above=0,
         at_most=1_000_000,
-        on_resume="report",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     per_device_eval_batch_size: int = option(
-        8,
-        "Rows in one forward pass of one process during evaluation.",
-        above=0,
-        at_most=100_000,
-        on_resume="allow",
-        summary=False,
+        8, "Rows in one forward pass of one process during evaluation.", "allow", above=0, at_most=100_000
     )
 
     @property
@@ -257,39 +207,30 @@ class TrainingSettings:
 
     # A resume compares the number of steps that follows from these two.
     num_train_epochs: float = option(
-        1.0, "Passes over the training rows.", above=0, at_most=1_000_000, on_resume="allow", summary=True
+        1.0, "Passes over the training rows.", "allow", above=0, at_most=1_000_000, summary=True
     )
     max_steps: int = option(
-        -1,
-        "Optimizer steps; a positive number overrides num_train_epochs.",
-        at_least=-1,
-        on_resume="allow",
-        summary=True,
+        -1, "Optimizer steps; a positive number overrides num_train_epochs.", "allow", at_least=-1, summary=True
     )
-    learning_rate: float = option(2e-4, "Peak learning rate.", above=0, on_resume="keep", summary=True)
+    learning_rate: float = option(2e-4, "Peak learning rate.", "keep", above=0, summary=True)
     lr_scheduler_type: str = option(
-        "linear", "Schedule of the learning rate, by its Transformers name.", on_resume="refuse", summary=True
+        "linear", "Schedule of the learning rate, by its Transformers name.", "refuse", summary=True
     )
     warmup_steps: float = option(
-        0.0, "Steps of warm-up; below 1, a fraction of all steps.", at_least=0, on_resume="refuse", summary=True
+        0.0, "Steps of warm-up; below 1, a fraction of all steps.", "refuse", at_least=0, summary=True
     )
-    weight_decay: float = option(0.0, "Weight decay.", at_least=0, on_resume="keep", summary=True)
-    max_grad_norm: float = option(
-        1.0, "Clip gradients to this norm; 0: never.", at_least=0, on_resume="refuse", summary=True
-    )
+    weight_decay: float = option(0.0, "Weight decay.", "keep", at_least=0, summary=True)
+    max_grad_norm: float = option(1.0, "Clip gradients to this norm; 0: never.", "refuse", at_least=0, summary=True)
     optim: str = option(
-        "adamw_torch_fused",
-        "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).",
-        on_resume="keep",
-        summary=True,
+        "adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).", "keep", summary=True
     )
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
         "auto",
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
         "(unsloth backend); auto: the first that fits in a trial before step 1, and the next one if memory runs out "
         "later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
+        "report",
         bare="auto",
-        on_resume="report",
         summary=True,
     )
     cuda_graphs: Literal["auto", "on", "off"] = option(
@@ -297,55 +238,47 @@ class TrainingSettings:
         "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
         "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients "
         "and the run is long enough.",
+        "report",
         bare="on",
-        on_resume="report",
         resolved=True,
-        summary=False,  # shown as resolved
     )
     fp8: bool = option(
         False,
         "With --method lora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and "
         "attention stay in 16 bit. Needs compute capability 8.9 or higher.",
-        on_resume="refuse",
+        "refuse",
         summary=True,
     )
     seed: int = option(
         42,
         "Seed of the adapter's initial weights, the row order and dropout.",
+        "refuse",
         at_least=0,
         at_most=2**32 - 1,  # NumPy's generators take no larger ones.
-        on_resume="refuse",
         summary=True,
     )
     ddp_find_unused_parameters: bool = option(
-        False, "For models that skip some trainable weights in a forward pass.", on_resume="allow", summary=False
+        False, "For models that skip some trainable weights in a forward pass.", "allow"
     )
     ddp_timeout: int = option(
-        1800,
-        "Seconds a collective may take before the run is stopped.",
-        above=0,
-        at_most=10_000_000,
-        on_resume="allow",
-        summary=False,
+        1800, "Seconds a collective may take before the run is stopped.", "allow", above=0, at_most=10_000_000
     )
     watch_timeout: int = option(
         30,
         "Seconds without a heartbeat after which a rank counts as lost and the run ends; 0: disable the watchdog.",
+        "allow",
         at_least=0,
         at_most=10_000_000,
-        on_resume="allow",
-        summary=False,
     )
     drift_check_steps: int = option(
         100,
         "Optimizer steps between comparisons of the trainable weights of all ranks, beside those before saves; 0: never.",
+        "allow",
         at_least=0,
-        on_resume="allow",
-        summary=False,
     )
-    use_cpu: bool = option(False, "Train on the CPU even where a GPU is found.", on_resume="allow", summary=False)
+    use_cpu: bool = option(False, "Train on the CPU even where a GPU is found.", "allow")
     trainer_args: dict[str, Any] = option(
-        {}, "Any other SFTConfig field, as a mapping (JSON on the command line).", on_resume="refuse", summary=False
+        {}, "Any other SFTConfig field, as a mapping (JSON on the command line).", "refuse"
     )
 
 
@@ -356,96 +289,70 @@ class OutputSettings:
     output_dir: str = option(
         "outputs",
         "Folder of all runs; this run is written to <output_dir>/<run_name>/.",
+        "allow",
         path="written",
         new_run=False,
-        on_resume="allow",
-        summary=False,
     )
-    run_name: str | None = option(
-        None, "Name of the run; default: model, method and time.", new_run=False, on_resume="allow", summary=False
-    )
-    overwrite: bool = option(
-        False, "Replace an earlier run of the same name.", new_run=False, on_resume="allow", summary=False
-    )
+    run_name: str | None = option(None, "Name of the run; default: model, method and time.", "allow", new_run=False)
+    overwrite: bool = option(False, "Replace an earlier run of the same name.", "allow", new_run=False)
     resume: str = option(
         "auto",
         "auto: continue from this run's newest complete checkpoint, if any; no: start from step 0 (replacing an earlier "
         "run only with --overwrite); or a checkpoint folder.",
+        "allow",
         path="read",
         words=("auto", "no"),
         bare="auto",
         new_run=False,
-        on_resume="allow",
-        summary=False,
     )
     resume_anyway: bool = option(
-        False,
-        "Continue although settings or data changed since the checkpoint.",
-        new_run=False,
-        on_resume="allow",
-        summary=False,
+        False, "Continue although settings or data changed since the checkpoint.", "allow", new_run=False
     )
     trust_checkpoint: bool = option(
         False,
         "Allow resuming from a checkpoint outside the run's folder whose files can run code when they are loaded: those "
         "of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
+        "allow",
         new_run=False,
-        on_resume="allow",
-        summary=False,
     )
     max_time: str | None = option(
         None,
         "Stop with a checkpoint (exit code 75) after this time: 3600 (seconds), 90m, 2h, or Slurm's D-HH:MM:SS.",
+        "allow",
         new_run=False,
-        on_resume="allow",
-        summary=False,
     )
     logging_steps: int | Literal["auto"] = option(
         "auto",
         "Steps between two log lines; auto: 10, less in runs of under 100 steps. The first and the last step are always logged.",
+        "allow",
         above=0,
-        on_resume="allow",
-        summary=False,
     )
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = option(
-        "auto",
-        "When to evaluate; auto: at the end of each epoch; no: only the trained model, at the end.",
-        on_resume="allow",
-        summary=False,
+        "auto", "When to evaluate; auto: at the end of each epoch; no: only the trained model, at the end.", "allow"
     )
     eval_steps: int | None = option(
-        None, "Steps between two evaluations; sets eval_strategy to steps.", above=0, on_resume="allow", summary=False
+        None, "Steps between two evaluations; sets eval_strategy to steps.", "allow", above=0
     )
-    save_strategy: Literal["no", "steps", "epoch"] = option(
-        "steps", "When to write a checkpoint.", on_resume="allow", summary=False
+    save_strategy: Literal["no", "steps", "epoch"] = option("steps", "When to write a checkpoint.", "allow")
+    save_steps: int = option(500, "Steps between two checkpoints.", "allow", above=0)
+    save_seconds: int | None = option(
+        None, "Also write a checkpoint when this many seconds have passed since the last one.", "allow", above=0
     )
-    save_steps: int = option(500, "Steps between two checkpoints.", above=0, on_resume="allow", summary=False)
-    save_total_limit: int | None = option(
-        2, "Checkpoints to keep.", above=0, new_run=False, on_resume="allow", summary=False
-    )
+    save_total_limit: int | None = option(2, "Checkpoints to keep.", "allow", above=0, new_run=False)
     report_to: list[str] = option(
-        ["tensorboard"],
-        "Trackers by their Transformers names (tensorboard, wandb, ...), or none.",
-        on_resume="allow",
-        summary=False,
+        ["tensorboard"], "Trackers by their Transformers names (tensorboard, wandb, ...), or none.", "allow"
     )
-    merge: bool = option(
-        False,
-        "With LoRA or QLoRA, also write the merged 16-bit model to <run>/merged/.",
-        on_resume="allow",
-        summary=False,
-    )
-    push_to_hub: bool = option(False, "Upload the finished adapter or model.", on_resume="allow", summary=False)
+    merge: bool = option(False, "With LoRA or QLoRA, also write the merged 16-bit model to <run>/merged/.", "allow")
+    push_to_hub: bool = option(False, "Upload the finished adapter or model.", "allow")
     hub_model_id: str | None = option(
-        None, "Hub repository to upload to; default: your account and the run's name.", on_resume="allow", summary=False
+        None, "Hub repository to upload to; default: your account and the run's name.", "allow"
     )
-    hub_private_repo: bool = option(True, "Create the Hub repository as private.", on_resume="allow", summary=False)
+    hub_private_repo: bool = option(True, "Create the Hub repository as private.", "allow")
     compare_answers: int = option(
         0,
         "Number of evaluation rows to answer before and after training (up to 256 tokens each), counting exact matches.",
+        "allow",
         at_least=0,
-        on_resume="allow",
-        summary=False,
     )
 
 
@@ -456,11 +363,10 @@ class UnslothSettings:
     compiled_cache_dir: str | None = option(
         None,
         "Folder of Unsloth's compiled modules; default: a folder for this job on each node's local disk.",
+        "allow",
         path="read",
-        on_resume="allow",
-        summary=False,
     )
-    clear_compiled_cache: bool = option(False, "Empty that folder first.", on_resume="allow", summary=False)
+    clear_compiled_cache: bool = option(False, "Empty that folder first.", "allow")
 
 
 @dataclass(frozen=True)

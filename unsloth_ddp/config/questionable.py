@@ -10,7 +10,7 @@ from unsloth_ddp.utils.units import counted
 # The learning rates of recipes/: for adapters, and for every parameter.
 USUAL_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 1e-5}
 # Of runs on preferences; TRL's default for all weights.
-USUAL_PAIR_RATE = {"lora": 2e-5, "qlora": 2e-5, "full": 1e-6}
+USUAL_PREFERENCE_RATE = {"lora": 2e-5, "qlora": 2e-5, "full": 1e-6}
 # Times more or less than that are worth a sentence; a method's rate given to the other is.
 FAR = 19.0
 FEW_STEPS = 10
@@ -66,7 +66,7 @@ def _warmup(settings: Settings, steps: int) -> str | None:
 
 
 def _learning_rate(settings: Settings) -> str | None:
-    usual = (USUAL_PAIR_RATE if settings.trains_pairs else USUAL_RATE)[settings.method]
+    usual = (USUAL_PREFERENCE_RATE if settings.trains_preferences else USUAL_RATE)[settings.method]
     if "adam" not in settings.optim or usual / FAR < settings.learning_rate < usual * FAR:
         return None
     much = "high" if settings.learning_rate > usual else "low"

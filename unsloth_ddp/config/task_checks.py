@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.config.task_options import PAIR_TASKS, REFERENCE_TASKS, TaskSettings
+from unsloth_ddp.config.task_options import PAIR_TASKS, PREFERENCE_TASKS, REFERENCE_TASKS, TaskSettings
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -14,29 +14,35 @@ def check_task(settings: Settings) -> None:
         UserError: naming the option and its fix.
     """
     standard, task = TaskSettings(), settings.task
-    of_pairs = {
-        "beta": PAIR_TASKS,
+    own = {
+        "beta": PREFERENCE_TASKS,
         "preference_loss": ("dpo", "cpo"),
         "label_smoothing": ("dpo", "cpo"),
         "simpo_gamma": ("simpo",),
         "sft_weight": PAIR_TASKS,
         "reference": REFERENCE_TASKS,
+        "desirable_weight": ("kto",),
+        "undesirable_weight": ("kto",),
     }
-    for name, tasks in of_pairs.items():
+    for name, tasks in own.items():
         value = getattr(settings, name)
         if value != getattr(standard, name) and task not in tasks:
             raise UserError(f"{name} {value} is for --task {' or '.join(tasks)}, and task is {task}; leave it out.")
-    if not settings.trains_pairs:
+    if not settings.trains_preferences:
         return
+    if settings.desirable_weight == settings.undesirable_weight == 0:
+        raise UserError(
+            "desirable_weight and undesirable_weight are both 0, so nothing is trained; give one of them a value."
+        )
     if settings.label_smoothing and settings.preference_loss in ("hinge", "ipo"):
         raise UserError(
             f"label_smoothing {settings.label_smoothing} has no effect on preference_loss {settings.preference_loss}; leave "
             "it out, or give --preference_loss sigmoid."
         )
     refused = {
-        "packing on": settings.packing == "on" and "pairs are padded; give --packing auto",
+        "packing on": settings.packing == "on" and "its rows are padded; give --packing auto",
         "global_batch_tokens": settings.global_batch_tokens is not None
-        and "it counts packs and pairs are padded; give --global_batch_size",
+        and "it counts packs and the rows are padded; give --global_batch_size",
         "cuda_graphs on": settings.cuda_graphs == "on" and "they need packed rows; give --cuda_graphs auto",
         "loss_on all": settings.loss_on == "all" and "only answers are compared; leave it out",
         "reference adapter_off": settings.reference == "adapter_off"

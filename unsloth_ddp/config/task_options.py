@@ -7,9 +7,10 @@ from typing import Literal
 
 from unsloth_ddp.config.declare import option
 
-# Tasks whose rows are pairs of a chosen and a rejected answer, and of them those that compare with a reference model.
+# Tasks whose rows are pairs of a chosen and a rejected answer; all that learn preferences; those that compare with a reference.
 PAIR_TASKS = ("dpo", "orpo", "simpo", "cpo")
-REFERENCE_TASKS = ("dpo",)
+PREFERENCE_TASKS = (*PAIR_TASKS, "kto")
+REFERENCE_TASKS = ("dpo", "kto")
 # Values that differ between tasks, where the user gives none: those of TRL's trainers and of the SimPO paper.
 BETA = {"simpo": 2.0}
 SFT_WEIGHT = {"orpo": 1.0, "cpo": 1.0}
@@ -19,15 +20,16 @@ SFT_WEIGHT = {"orpo": 1.0, "cpo": 1.0}
 class TaskSettings:
     """Task"""
 
-    task: Literal["sft", "dpo", "orpo", "simpo", "cpo"] = option(
+    task: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto"] = option(
         "sft",
-        "sft: learn the answers of the rows; dpo, orpo, simpo, cpo: prefer the chosen answer of a row to the rejected one.",
+        "sft: learn the answers of the rows; dpo, orpo, simpo, cpo: prefer the chosen answer of a row to the rejected one; kto: learn "
+        "from answers that are labelled as desirable or undesirable.",
         on_resume="refuse",
         summary=True,
     )
     beta: float | None = option(
         None,
-        "Strength of the preference term: of the stay near the reference (dpo), of the odds ratio (orpo), of the margin (simpo, "
+        "Strength of the preference term: of the stay near the reference (dpo, kto), of the odds ratio (orpo), of the margin (simpo, "
         "cpo). Default: 0.1; with simpo 2.",
         above=0,
         on_resume="refuse",
@@ -60,16 +62,23 @@ class TaskSettings:
     )
     reference: Literal["auto", "adapter_off", "precomputed"] = option(
         "auto",
-        "Reference of dpo. adapter_off: the model without its adapter, in each step; precomputed: computed once before step 1 and "
+        "Reference of dpo and kto. adapter_off: the model without its adapter, in each step; precomputed: computed once before step 1 and "
         "kept in the checkpoints; auto: adapter_off with an adapter, precomputed with --method full.",
         on_resume="refuse",
         summary=True,
     )
 
+    desirable_weight: float = option(
+        1.0, "Weight of the desirable answers with kto.", at_least=0, on_resume="refuse", summary=True
+    )
+    undesirable_weight: float = option(
+        1.0, "Weight of the undesirable answers with kto.", at_least=0, on_resume="refuse", summary=True
+    )
+
     @property
-    def trains_pairs(self) -> bool:
-        """Return whether a row is a pair of answers."""
-        return self.task in PAIR_TASKS
+    def trains_preferences(self) -> bool:
+        """Return whether a task compares answers instead of learning them."""
+        return self.task in PREFERENCE_TASKS
 
     @property
     def resolved_beta(self) -> float:

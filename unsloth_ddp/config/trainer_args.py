@@ -16,79 +16,46 @@ from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.upstream_names import KINDS, nearest, sft_config_fields
 from unsloth_ddp.utils.errors import UserError
 
-PACKING = "use --packing; what is not packed is padded to the longest row of its micro-batch"
-READING = "rows are read by the names of their columns; rename them"
-SUPERVISED = "use --loss_on"
-ORDER = "rows are shuffled by --seed in every epoch, and each is seen once"
-LOSS = "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, and nothing else"
-EVALUATION = "an evaluation is the loss of the evaluation rows, in the precision of the training"
-SHARDING = "the launcher's config decides the sharding, such as accelerate_configs/fsdp2.yaml"
-PUSHING = "--push_to_hub pushes once, when the run has ended"
-RESUMING = "use --resume"
-LAUNCHER = "the launcher and the devices decide it"
-PHASES = "a run trains, and evaluates by --eval_strategy"
-
-OWNED_ARGS = {
-    "packing_strategy": PACKING,
-    "padding_free": PACKING,
-    "eval_packing": PACKING,
-    "pad_to_multiple_of": PACKING,
+# Fields, and what decides them here.
+OWNED = {
+    "packing_strategy padding_free eval_packing pad_to_multiple_of":
+        "use --packing; what is not packed is padded to the longest row of its micro-batch",
     "max_seq_length": "use --max_length",
     "truncation_mode": "use --overlong",
-    "dataset_text_field": READING,
-    "dataset_kwargs": READING,
-    "remove_unused_columns": READING,
+    "dataset_text_field dataset_kwargs remove_unused_columns":
+        "rows are read by the names of their columns; rename them",
     "chat_template_path": "use --chat_template",
     "eos_token": "a row ends as the chat template has it; use --chat_template, or change the tokenizer's files",
     "pad_token": "change the tokenizer's files",
     "model_init_kwargs": "use the options of train_ddp.py --help",
-    "assistant_only_loss": SUPERVISED,
-    "completion_only_loss": SUPERVISED,
-    "shuffle_dataset": ORDER,
-    "train_sampling_strategy": ORDER,
+    "assistant_only_loss completion_only_loss": "use --loss_on",
+    "shuffle_dataset train_sampling_strategy length_column_name dataloader_drop_last":
+        "rows are shuffled by --seed in every epoch, and each is seen once",
     "dataloader_in_order": "a resumed run continues at the right row only if micro-batches keep their order",
-    "length_column_name": ORDER,
-    "dataloader_drop_last": ORDER,
-    "loss_type": LOSS,
-    "label_smoothing_factor": LOSS,
-    "router_aux_loss_coef": LOSS,
-    "average_tokens_across_devices": LOSS,
-    "label_names": LOSS,
-    "prediction_loss_only": EVALUATION,
-    "eval_do_concat_batches": EVALUATION,
-    "eval_use_gather_object": EVALUATION,
-    "eval_accumulation_steps": EVALUATION,
-    "include_for_metrics": EVALUATION,
-    "batch_eval_metrics": EVALUATION,
-    "bf16_full_eval": EVALUATION,
-    "fp16_full_eval": EVALUATION,
-    "bf16": "use --precision",
-    "fp16": "use --precision",
+    "loss_type label_smoothing_factor router_aux_loss_coef average_tokens_across_devices label_names":
+        "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, and nothing else",
+    "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+    "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval":
+        "an evaluation is the loss of the evaluation rows, in the precision of the training",
+    "bf16 fp16": "use --precision",
     "use_cache": "nothing is cached in training",
     "auto_find_batch_size": "leave --per_device_train_batch_size at auto",
-    "fsdp": SHARDING,
-    "fsdp_config": SHARDING,
-    "deepspeed": SHARDING,
-    "parallelism_config": SHARDING,
-    "accelerator_config": LAUNCHER,
-    "ddp_backend": LAUNCHER,
-    "local_rank": LAUNCHER,
+    "fsdp fsdp_config deepspeed parallelism_config":
+        "the launcher's config decides the sharding, such as accelerate_configs/fsdp2.yaml",
+    "accelerator_config ddp_backend local_rank": "the launcher and the devices decide it",
     "ddp_static_graph": "torch's DDP fails with it where gradients are accumulated or a step is repeated",
-    "do_train": PHASES,
-    "do_eval": PHASES,
-    "do_predict": PHASES,
-    "resume_from_checkpoint": RESUMING,
-    "ignore_data_skip": RESUMING,
-    "restore_callback_states_from_checkpoint": "a resumed run takes over the totals and the position in a stream; use --resume",
+    "do_train do_eval do_predict": "a run trains, and evaluates by --eval_strategy",
+    "resume_from_checkpoint ignore_data_skip": "use --resume",
+    "restore_callback_states_from_checkpoint":
+        "a resumed run takes over the totals and the position in a stream; use --resume",
     "save_on_each_node": "checkpoints are written for all nodes, shared folder or not",
-    "save_only_model": "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and "
-    "--save_total_limit keeps fewer checkpoints",
+    "save_only_model":
+        "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and --save_total_limit keeps fewer checkpoints",
     "enable_jit_checkpoint": "a signal to stop writes a checkpoint by itself",
     "hub_token": "put it into HF_TOKEN, or log in once (hf auth login)",
-    "hub_strategy": PUSHING,
-    "hub_always_push": PUSHING,
-    "hub_revision": PUSHING,
-}
+    "hub_strategy hub_always_push hub_revision": "--push_to_hub pushes once, when the run has ended",
+}  # fmt: skip
+OWNED_ARGS = {name: reason for names, reason in OWNED.items() for name in names.split()}
 
 
 # Numbers that TRL accepts whatever they are, and that fail once rows and model are loaded, or train nonsense.

@@ -132,11 +132,7 @@ def _defined(package: str, file: str, name: str) -> list[ast.AST]:
 
 
 def check_name(option: str, value: str) -> None:
-    """Refuse a schedule or an optimizer that Transformers does not know.
-
-    Raises:
-        UserError: naming the nearest one.
-    """
+    """Refuse a schedule or an optimizer that Transformers does not know."""
     known = known_names(option)
     if known and value not in known:
         here = OTHER_VALUES[option].get(value.lower(), value.lower())

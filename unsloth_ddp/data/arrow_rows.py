@@ -17,6 +17,9 @@ import pyarrow as pa
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.order.packing import Packing
 
+# The columns of a row; what else an example has is computed by its task.
+ROW_KEYS = ("input_ids", "labels", "parts", "desirable")
+
 
 class ListColumn:
     """Return the rows of a list column of integers as arrays, without a copy; do not write to them."""
@@ -43,8 +46,8 @@ class ListColumn:
 class ArrowRows:
     """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
-    Pairs have `parts` too: the tokens of their two rows. Rows of a run with images have `images` and `rendered` (see
-    chat.tokenize.EncodedRow).
+    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`.
+    Rows of a run with images have `images` and `rendered` (see chat.tokenize.EncodedRow).
 
     Args:
         added: further values of each row by name, each (rows, ...).
@@ -52,7 +55,7 @@ class ArrowRows:
 
     def __init__(self, tokenized: datasets.Dataset, added: dict[str, np.ndarray] | None = None) -> None:
         assert tokenized._indices is None, "the rows are a selection, and the table holds more"
-        names = ("input_ids", "labels", *(["parts"] if "parts" in tokenized.column_names else []))
+        names = [name for name in ROW_KEYS if name in tokenized.column_names]
         self.columns = {name: ListColumn(tokenized.data.column(name)) for name in names}
         self.added = {} if added is None else added
         self.texts = {n: tokenized.data.column(n) for n in ("images", "rendered") if n in tokenized.column_names}

@@ -20,12 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.task_options import PAIR_TASKS
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.renderer import NOTES
 from unsloth_ddp.data.chat.template import prints_date, use_template_of_processor
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, encode_row
 from unsloth_ddp.data.images.processing import ImageProcessing, load_processing
+from unsloth_ddp.data.mismatched import join_mismatched_rows
 from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import BatchRequest, Packing, PackingDecision, plan_step
@@ -59,10 +61,10 @@ TOKEN_FEATURES = datasets.Features(
         "supervised": datasets.Value("int32"),
     }
 )
-PAIR_FEATURES = datasets.Features({**TOKEN_FEATURES, "parts": datasets.List(datasets.Value("int32"))})
-IMAGE_FEATURES = datasets.Features(
-    {**TOKEN_FEATURES, "images": datasets.List(datasets.Value("string")), "rendered": datasets.Value("string")}
-)
+# Further columns of the tasks.
+PARTS = {"parts": datasets.List(datasets.Value("int32"))}
+DESIRABLE = {"desirable": datasets.List(datasets.Value("int32"))}
+IMAGES = {"images": datasets.List(datasets.Value("string")), "rendered": datasets.Value("string")}
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,8 @@ def own_processes(rows: int) -> int:
 
 
 def _token_features(settings: Settings, *, images: bool) -> datasets.Features:
-    if settings.trains_pairs:
-        return PAIR_FEATURES
-    return IMAGE_FEATURES if images else TOKEN_FEATURES
+    own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else IMAGES if images else {}
+    return datasets.Features({**TOKEN_FEATURES, **own})
 
 
 def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
@@ -248,16 +249,23 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
             f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; check that the rows have assistant turns "
             f"within max_length {settings.max_length}, or use --loss_on all."
         )
-    parts = {"parts": [[1, 1]]} if settings.trains_pairs else {}
+    features = _token_features(settings, images=encoder.processing is not None)
+    if settings.task == "kto":
+        for sentence in _balance(tokenized, settings, purpose):
+            print(sentence, flush=True)
+        features = datasets.Features({**features, **PARTS})
+        tokenized = join_mismatched_rows(tokenized, features, settings.max_length, ROWS_AT_A_TIME)
+        counts = dataclasses.replace(counts, longest=_longest_part(tokenized))
+    parts = {"parts": [[1, 1]]} if "parts" in features else {}
     filler = {
         "input_ids": [tokenized[0]["input_ids"][:1] * (2 if parts else 1)],
         "labels": [[IGNORED] * (2 if parts else 1)],
         "overlong": [False],
         "supervised": [0],
         **parts,
-        **({"images": [[]], "rendered": [""]} if encoder.processing else {}),
+        **({"desirable": [[1]]} if "desirable" in features else {}),
+        **({"images": [[]], "rendered": [""]} if "images" in features else {}),
     }
-    features = _token_features(settings, images=encoder.processing is not None)
     with_filler = datasets.concatenate_datasets([tokenized, datasets.Dataset.from_dict(filler, features=features)])
     found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}
     with_filler.info.description = json.dumps(found)
@@ -286,7 +294,7 @@ def _most_frequent(lists: pa.ChunkedArray) -> dict[Any, int]:
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
     lengths = row_lengths(tokenized)
     # Of a pair, the longer of its rows.
-    longest = pc.max(pc.list_flatten(_column(tokenized, "parts"))).as_py() if "parts" in tokenized.column_names else 0
+    longest = _longest_part(tokenized) if "parts" in tokenized.column_names else 0
     unsupervised = pc.equal(_column(tokenized, "supervised"), 0)
     return Counts(
         rows=len(tokenized),
@@ -298,6 +306,32 @@ def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
         dropped=dropped,
         longest=longest or int(lengths.max()),
     )
+
+
+def _longest_part(tokenized: datasets.Dataset) -> int:
+    return int(pc.max(pc.list_flatten(_column(tokenized, "parts"))).as_py())
+
+
+def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> list[str]:
+    """Return sentences on labels that kto learns little from; the bounds are equation 8 of https://arxiv.org/abs/2402.01306."""
+    if len(tokenized) < 2:
+        raise UserError(
+            f"The {purpose} set has one row, and --task kto compares each with the answer of another; add rows."
+        )
+    if purpose != "training":
+        return []
+    desirable = int(pc.sum(pc.list_flatten(_column(tokenized, "desirable"))).as_py())
+    undesirable = len(tokenized) - desirable
+    found = f"{desirable:,} of {counted(len(tokenized), 'training row')} are desirable"
+    if not desirable or not undesirable:
+        return [f"{found}, and kto learns from answers of both kinds; add the others."]
+    ratio = settings.desirable_weight * desirable / (settings.undesirable_weight * undesirable or 1)
+    if 1 <= ratio <= 4 / 3 or desirable == undesirable:
+        return []
+    return [
+        f"{found}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give --desirable_weight or "
+        "--undesirable_weight."
+    ]
 
 
 def _column(rows: datasets.Dataset, name: str) -> Any:

@@ -54,10 +54,6 @@ def check_alike(
 ) -> None:
     """Compare the facts of every rank with those of rank 0; every rank calls this.
 
-    Args:
-        shown: facts whose values the message shows.
-        options: checksums of the options.
-
     Raises:
         UserError: on every rank, naming the first rank that differs and what differs there.
     """

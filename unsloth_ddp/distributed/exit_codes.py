@@ -48,7 +48,7 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
     """Write why this process ends for the job's script and for the launcher, which turns every exit code into 1.
 
     The first process of each node writes the code to the file named by UNSLOTH_DDP_EXIT_CODE_FILE, and the sentence
-    to the file named by TORCHELASTIC_ERROR_FILE, which torch's launcher prints at the end of its own report. Neither
+    beside it and to the file named by TORCHELASTIC_ERROR_FILE, which torch's launcher prints at the end of its own report. Neither
     is written if its variable is not set.
     """
     if not code or environ.get("LOCAL_RANK", "0") != "0":
@@ -56,6 +56,7 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
     if path := environ.get("UNSLOTH_DDP_EXIT_CODE_FILE"):
         with contextlib.suppress(OSError):
             Path(path).write_text(f"{code}\n", encoding="utf-8")
+            Path(f"{path}.why").write_text(f"{hide(sentence)}\n", encoding="utf-8")
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         # The launcher takes the failure with the earliest time for the cause of the others.
         reason = {"message": hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])}
@@ -63,6 +64,15 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
             Path(path).write_text(
                 json.dumps({"message": {**reason, "extraInfo": {"timestamp": str(int(time.time()))}}}), encoding="utf-8"
             )
+
+
+def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
+    """Remove the code that an earlier start of this node's ranks has noted: a launcher starts them again by itself."""
+    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
+    if path and environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            for name in (path, f"{path}.why"):
+                Path(name).unlink(missing_ok=True)
 
 
 def note_saved_step(step: int, environ: Mapping[str, str] = os.environ) -> None:

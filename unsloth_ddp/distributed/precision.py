@@ -37,11 +37,7 @@ def choose_precision(wanted: str, gpu: str | None, bf16: bool) -> Precision:
 
 
 def check_full_weights(method: str, full_weights: str, precision: str) -> None:
-    """Refuse weights in 16 bit that are trained in fp16: gradients of fp16 need a scaler, which takes fp32 weights.
-
-    Raises:
-        UserError: method full with full_weights bf16 in fp16.
-    """
+    """Refuse weights in 16 bit that are trained in fp16: gradients of fp16 need a scaler, which takes fp32 weights."""
     if method == "full" and full_weights == "bf16" and precision == "fp16":
         raise UserError(
             "full_weights bf16 needs precision bf16, and this run computes in fp16, which trains fp32 weights only; use "

@@ -71,6 +71,12 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return ranks
 
 
+def node_range(environ: Mapping[str, str] = os.environ) -> range:
+    """Return the numbers of nodes with which an elastic job may go on (node.sh --min_nodes); empty for other jobs."""
+    least, _, most = environ.get("UNSLOTH_DDP_NODES", "").partition(":")
+    return range(int(least), int(most) + 1) if least.isdigit() and most.isdigit() else range(0)
+
+
 @sendable
 @dataclass(frozen=True)
 class RankLocation:

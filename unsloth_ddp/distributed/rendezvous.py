@@ -49,9 +49,6 @@ def listen_on_loopback(environ: MutableMapping[str, str]) -> None:
 def rendezvous(ranks: Ranks, seconds: float) -> Iterator[dict[str, Any]]:
     """Yield the arguments that let torch's init_process_group meet the other ranks; for as long as the job lasts.
 
-    Args:
-        seconds: how long to wait for rank 0.
-
     Raises:
         UserError: the folder of the meeting is not this user's own, or rank 0 does not come.
     """
@@ -210,10 +207,6 @@ def proof(secret: str, rank: int, challenges: list[str]) -> str:
 
 def check_secret(gather: Callable[[Any], list[Any]], ranks: Ranks, secret: str, places: list[Any]) -> None:
     """Have every rank prove that it holds the secret of the launch files, without sending it.
-
-    Args:
-        gather: exchanges a value of each rank, in rank order.
-        places: what a message calls each rank.
 
     Raises:
         UserError: on every rank, naming one that has no secret, or another one.

@@ -117,10 +117,6 @@ class Runtime:
             "precision": self.precision,
         }
 
-    def use_backend(self, backend: Literal["unsloth", "transformers"]) -> None:
-        """Take another backend than the one that the device allows; only before it is imported."""
-        self.backend = backend
-
     def barrier(self) -> None:
         """Wait until every process has come here, for control_timeout at most."""
         if self.control_group is not None:

@@ -60,13 +60,9 @@ def shards_weights(sharding: Sharding) -> bool:
     return sharding in ("zero3", "fsdp2")
 
 
-def loads_in_shards(sharding: Sharding, backend: str, with_unsloth: bool = False) -> bool:
-    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself.
-
-    Args:
-        with_unsloth: whether Unsloth can train this model if it is loaded so.
-    """
-    return sharding == "fsdp2" and (backend == "transformers" or with_unsloth)
+def loads_in_shards(sharding: Sharding, backend: str) -> bool:
+    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself."""
+    return sharding == "fsdp2" and backend == "transformers"
 
 
 def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
@@ -209,11 +205,11 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offload) -> str | None:
-    """Return which of these settings Unsloth cannot train, or None; with `--backend auto` Transformers trains them."""
+    """Return which of these settings Unsloth is not taken for, or None; with `--backend auto` Transformers trains them."""
     if settings.fp8:
         return "fp8"
-    if settings.trains_pairs:
-        # Its fused loss returns no log-probabilities.
+    if settings.trains_preferences:
+        # Log-probabilities of its models were not compared with those of Transformers; --backend unsloth takes it.
         return f"task {settings.task}"
     if offload == "parameters":
         return "parameters in host memory"
@@ -224,17 +220,9 @@ def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offl
 
 
 def check_sharding(sharding: Sharding, settings: Settings, device_type: str, backend: str, world_size: int) -> None:
-    """Refuse settings that do not work with this sharding.
-
-    Raises:
-        UserError: a setting, the device or the number of processes does not fit; it names both and the reason.
-    """
+    """Refuse settings that do not work with this sharding."""
     if sharding == "none":
         return
-    if sharding in ("zero2", "zero3") and settings.trains_pairs:
-        raise UserError(
-            f"task {settings.task} was not tried with sharding {sharding}; use accelerate_configs/fsdp2.yaml, or ddp.yaml."
-        )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:
@@ -277,11 +265,7 @@ def _reads_whole_weights(optimizer: str) -> bool:
 def check_offload(
     offload: Offload, sharding: Sharding, settings: Settings, backend: str, device_type: str = "cuda"
 ) -> None:
-    """Refuse settings that do not work with weights or optimizer states in host memory.
-
-    Raises:
-        UserError: naming the setting, the reason and the fix.
-    """
+    """Refuse settings that do not work with weights or optimizer states in host memory."""
     if offload == "none":
         return
     config = f"accelerate_configs/{sharding}.yaml"

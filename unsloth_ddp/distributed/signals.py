@@ -34,6 +34,9 @@ IGNORABLE = (signal.SIGINT, signal.SIGHUP)
 # launcher signals the ranks again.
 ONE_REQUEST_SECONDS = 3.0
 PR_SET_PDEATHSIG = 1
+DEATH_SECONDS = 0.3
+# The cause of a stop that nobody asked for: a launcher that was killed.
+LAUNCHER_ENDED = "the end of its launcher"
 
 
 class SignalCounter:
@@ -46,14 +49,16 @@ class SignalCounter:
     def __init__(self, parent: int) -> None:
         self._parent = parent
         self._first: float | None = None
+        # Whether the last signal told of the launcher's death.
+        self.orphaned = False
 
     def classify(self, now: float, parent: int) -> Literal["first", "repeated", "second"]:
         """Return what a signal at `now` (seconds) is, while `parent` is the parent's process id."""
-        orphaned, self._parent = parent != self._parent, parent
+        self.orphaned, self._parent = parent != self._parent, parent
         if self._first is None:
             self._first = now
             return "first"
-        return "repeated" if orphaned or now - self._first < ONE_REQUEST_SECONDS else "second"
+        return "repeated" if self.orphaned or now - self._first < ONE_REQUEST_SECONDS else "second"
 
 
 def seconds_since_launch(environ: Mapping[str, str]) -> float:
@@ -89,6 +94,11 @@ class StopRequest:
         self._runtime: Runtime | None = None
         self._group: Any = None
         self._poll: tuple[Any, Any] | None = None
+        # The launcher's process id, if this process is told of its death.
+        self._launcher: int | None = None
+        # Whether this rank asks for a checkpoint, and whether the last exchange asked for one.
+        self.save_is_due: Callable[[], bool] = lambda: False
+        self.save_agreed = False
         # Why this rank was asked to stop, and why all ranks have agreed to stop.
         self.local_cause: str | None = None
         self.agreed_cause: str | None = None
@@ -115,6 +125,7 @@ class StopRequest:
         )
         threading.Thread(target=self._read_signals, name="signals", daemon=True).start()
         if under_launcher(environ) and sys.platform == "linux":
+            self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def end_with(self, end_process: Callable[[int], Any]) -> None:
@@ -155,7 +166,7 @@ class StopRequest:
 
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.request_stop(f"max_time {self._max_time}")
-        flag = torch.tensor([int(self.local_cause is not None)])
+        flag = torch.tensor([int(self.local_cause is not None), int(self.save_is_due())])
         work = None
         if self._group is not None:
             import torch.distributed as dist
@@ -171,11 +182,12 @@ class StopRequest:
         self._poll = None
         if work is not None:
             work.wait()
-        if flag.item() and self.agreed_cause is None:
+        stop, self.save_agreed = map(bool, flag.tolist())
+        if stop and self.agreed_cause is None:
             assert self._runtime is not None
             causes = [cause for cause in self._runtime.gather(self.local_cause) if cause]
             self.agreed_cause = causes[0]
-        return bool(flag.item())
+        return stop
 
     def interrupt_evaluation(self) -> None:
         """Exchange the flags during an evaluation; every rank calls this after each batch.
@@ -202,7 +214,7 @@ class StopRequest:
         if kind == "repeated":
             return
         if kind == "first" and self._training:
-            self.request_stop(name)
+            self.request_stop(LAUNCHER_ENDED if name == "SIGTERM" and self._has_lost_launcher() else name)
             action = "the run is finishing" if self._finishing else "saving a checkpoint after this step"
             self._print(f"{name}: {action}; a second signal ends it at once.")
             return
@@ -212,6 +224,14 @@ class StopRequest:
         else:
             # The sender may be the launcher, which ends all ranks when one has failed.
             self._print_and_end(f"{name}: stopped before the first step; nothing is lost.", EXIT_FAILURE)
+
+    def _has_lost_launcher(self) -> bool:
+        """Return whether the signal told of the launcher's death; the kernel sends it before the last thread has ended."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        while not self._signals.orphaned and self._launcher is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self._signals.orphaned = os.getppid() != self._launcher
+        return self._signals.orphaned
 
     def _print_and_end(self, text: str, code: int) -> None:
         self._print(text)

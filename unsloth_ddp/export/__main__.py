@@ -53,11 +53,7 @@ def make_parser() -> Parser:
 
 
 def check(given: argparse.Namespace) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse options that do not go together."""
     for option in ("quantize", "llama_cpp"):
         if getattr(given, option) and given.to not in WITH_LLAMA_CPP:
             raise UserError(f"--{option} is for --to gguf and --to ollama, but --to is {given.to}; leave it out.")
@@ -66,11 +62,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def export(argv: list[str]) -> None:
-    """Read the command line and export.
-
-    Raises:
-        UserError: a mistake in the options, a missing program, or a run that cannot be exported.
-    """
+    """Read the command line and export."""
     given = make_parser().parse_args(argv)
     check(given)
     result = find_result(given.run, in_shards=given.to == "merged")

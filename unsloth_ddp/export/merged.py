@@ -91,9 +91,6 @@ OF_THE_RUN = ("trainer_state.json", "training_args.bin", manifest.FILE_NAME, *ma
 def assemble(settings: Settings, checkpoint: Path, target: Path) -> None:
     """Write the model whose weights `checkpoint` holds in shards to `target`, which exists or is made.
 
-    Args:
-        settings: of the run.
-
     Raises:
         UserError: the shards do not hold every weight of the model.
     """

@@ -52,9 +52,6 @@ def vllm_command(result: RunResult, make_folder: Callable[[], Path]) -> str:
 def _rank_for_vllm(adapter: dict[str, Any]) -> int:
     """Return the smallest value of --max-lora-rank that an adapter fits in.
 
-    Args:
-        adapter: content of its adapter_config.json.
-
     Raises:
         UserError: vLLM does not load the adapter.
     """

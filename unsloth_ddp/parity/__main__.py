@@ -101,7 +101,7 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
     if min(sizes) <= 0:
         raise UserError(f"--micro_batches holds {min(sizes)}, but every number of rows has to be above 0.")
     launches = plan_launches(processes, sizes)
-    tolerance = choose_tolerance(backend, precision)
+    tolerance = choose_tolerance(backend, precision, settings.task)
     if given.tolerance:
         tolerance = Tolerance(given.tolerance, "given on the command line")
     return ParityCheck(

@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser, run_command
 from unsloth_ddp.config.options import Settings
@@ -27,6 +28,12 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
+
+if TYPE_CHECKING:
+    from unsloth_ddp.sizing.rows import RowLengths
+
+# Transformers accepts these only on a GPU, and the check of the training arguments runs on the CPU.
+GPU_ONLY = ("tf32",)
 
 
 def make_parser() -> Parser:
@@ -57,11 +64,7 @@ def make_parser() -> Parser:
 
 
 def plan(argv: list[str]) -> None:
-    """Read the command line, compute the plan and print it.
-
-    Raises:
-        UserError: a mistake in the options.
-    """
+    """Read the command line, compute the plan and print it."""
     given, rest = make_parser().parse_known_args(argv)
     settings = parse_settings(rest, __doc__ or "", make_parser())
     _check_options(given)
@@ -77,10 +80,8 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
-    from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.sizing.choose import planned_packing
     from unsloth_ddp.sizing.count import read_model_shape
-    from unsloth_ddp.training.early_checks import check_training_arguments
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
     _silence_transformers()
@@ -96,6 +97,46 @@ def plan(argv: list[str]) -> None:
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
         write_as_asked("--json", given.json, plan_as_json(made))
+
+
+def tokenize_rows(settings: Settings) -> RowLengths:
+    """Tokenize the training rows with the model's tokenizer, with the checks of train_ddp.py.
+
+    Raises:
+        UserError: as in a run, for a bad row, a missing tokenizer or data without supervised tokens.
+    """
+    from unsloth_ddp.data.dataset import tokenize_examples
+    from unsloth_ddp.data.node_folder import node_folder
+    from unsloth_ddp.data.sources.examples import read_examples
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
+    from unsloth_ddp.model.loading.load import load_tokenizer
+    from unsloth_ddp.sizing.rows import RowLengths
+
+    runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
+    with node_folder(runtime) as folder:
+        read_examples(settings, runtime, folder)
+        rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
+        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
+        lengths = rows.lengths()[:-1]
+    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed, images=rows.processing is not None)
+
+
+def check_training_arguments(settings: Settings) -> None:
+    """Build TRL's config, the optimizer and the schedule of a run on the CPU, with a model of one parameter.
+
+    Raises:
+        UserError: as in a run, for an unknown optimizer, schedule or trainer_args that the libraries refuse.
+    """
+    from unsloth_ddp.data.order.batch_plan import BatchPlan
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
+    from unsloth_ddp.training.sft_config import make_config
+
+    runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
+    anywhere = {name: value for name, value in settings.trainer_args.items() if name not in GPU_ONLY}
+    on_cpu = dataclasses.replace(settings, trainer_args=anywhere, use_cpu=True, precision="fp32")
+    make_config(on_cpu, runtime, BatchPlan(1, 1, 1), Path(settings.output_dir) / "plan")
 
 
 def _check_options(given: argparse.Namespace) -> None:

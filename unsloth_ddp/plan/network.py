@@ -59,9 +59,6 @@ def balance_efficiency(lengths: Sequence[int], per_device: int, accumulation: in
 
     A step takes as long as its process with the most tokens, padding included. Rows are dealt as in a run
     (batch_plan.arrange). Only full steps count, and only a sample of many; None without a full step.
-
-    Args:
-        lengths: tokens of each row, in the order of an epoch.
     """
     plan = BatchPlan(per_device, accumulation, processes)
     steps = len(lengths) // plan.global_batch

@@ -26,20 +26,17 @@ def render_plan(plan: Plan, *, width: int | None = None, colour: bool = False) -
     settings, hardware = plan.settings, plan.hardware
     width = width or output_width()
     of_gpu = f" (of {shown_bytes(hardware.gpu_memory)})" if hardware.gpu_memory else ""
+    unit, one = ("GiB", GIB) if max(row.memory.total for row in plan.memory) >= GIB else ("MiB", MIB)
+    memory = _memory_table(settings, plan, one, width, colour)
     tables = [
         ("Run", render_pairs(dict(_run_rows(plan)), width=width)),
-        (_memory_title(plan, of_gpu), _memory_table(settings, plan, width, colour)),
+        (f"Memory of one GPU{of_gpu} in {unit}; * is the run as set, ≥ a lower bound", memory),
         *_time_table(hardware, plan, width),
     ]
     parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
     parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(plan), width))
-    lines = [line for text in notes(plan) for line in _bullet(text, width)]
+    lines = ["\n  ".join(wrap_text(f"- {text}", width - 2)) for text in notes(plan)]
     return "\n\n".join([*parts, "\n".join(lines)])
-
-
-def _bullet(text: str, width: int) -> list[str]:
-    first, *others = wrap_text(text, width - 2)
-    return [f"- {first}", *(f"  {line}" for line in others)]
 
 
 def _run_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -71,16 +68,7 @@ def describe_graphs(settings: Settings, graphs: StepChoice) -> str:
     return f"off: {graphs.reason}{refused}"
 
 
-def _memory_unit(plan: Plan) -> tuple[str, int]:
-    return ("GiB", GIB) if max(row.memory.total for row in plan.memory) >= GIB else ("MiB", MIB)
-
-
-def _memory_title(plan: Plan, of_gpu: str) -> str:
-    return f"Memory of one GPU{of_gpu} in {_memory_unit(plan)[0]}; * is the run as set, ≥ a lower bound"
-
-
-def _memory_table(settings: Settings, plan: Plan, width: int, colour: bool) -> str:
-    unit = _memory_unit(plan)[1]
+def _memory_table(settings: Settings, plan: Plan, unit: int, width: int, colour: bool) -> str:
     numbers = ("weights", "gradients", "optimizer", "working", "loading", "peak")
     columns = [Column("method"), Column("sharding"), Column("recompute")]
     columns += [Column(name, "right", optional=name in NOT_IN_NARROW) for name in numbers]
@@ -119,19 +107,11 @@ def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, s
     ]
     rows = [
         [shown_bandwidth(one.network) if hardware.nodes > 1 else "-",
-         shown_seconds(one.all_reduce), _percent(plan.even), _percent(one.efficiency), _show_duration(one.hours), _show_gpu_hours(one.hours * hardware.processes)]
+         shown_seconds(one.all_reduce), _percent(plan.even), _percent(one.efficiency), "< 1 min" if one.hours < 1 / 60 else shown_seconds(one.hours * 3600),
+         "< 0.1" if (spent := one.hours * hardware.processes) < 0.1 else f"{spent:,.1f}"]
         for one in shown
     ]  # fmt: skip
     return [("Time of the run with DDP", render_table(columns, rows, width=width))] if rows else []
-
-
-def _show_duration(hours: float) -> str:
-    """Return the duration of a run; a measured speed says nothing about runs of seconds, which mostly start up."""
-    return "< 1 min" if hours < 1 / 60 else shown_seconds(hours * 3600)
-
-
-def _show_gpu_hours(hours: float) -> str:
-    return "< 0.1" if hours < 0.1 else f"{hours:,.1f}"
 
 
 def _percent(value: float | None) -> str:

@@ -87,11 +87,7 @@ def render(ported: Ported, source: Path) -> str:
 
 
 def port_file(argv: list[str]) -> None:
-    """Read the file, port it, and print or write the result.
-
-    Raises:
-        UserError: the file cannot be read or ported, or the result not be written.
-    """
+    """Read the file, port it, and print or write the result."""
     given = make_parser().parse_args(argv)
     content = read_file(given.file)
     try:

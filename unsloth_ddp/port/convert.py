@@ -232,7 +232,9 @@ def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> N
 
 
 def _pair_loss(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    """TRL's loss of a pair, with sft beside it for the cross entropy of the chosen answers."""
+    """TRL's loss of a pair or of a labelled answer, with sft beside it for the cross entropy of the chosen answers."""
+    if ported.options.get("task") == "kto":
+        return
     losses, weights = losses_of(given), given.get("loss_weights") or [1.0] * len(losses_of(given))
     found = dict(zip(losses, weights if isinstance(weights, list) else [weights], strict=False))
     if ported.options.get("task") != "dpo":
@@ -297,7 +299,7 @@ RULES: dict[str, Rule] = {
 def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     """Add the tool's own defaults, and take out what contradicts the rest."""
     options = ported.options
-    of_task = {"learning_rate": 1e-6} if ported.tool == TRL and options["task"] == "dpo" else {}
+    of_task = {"learning_rate": 1e-6} if ported.tool == TRL and options["task"] != "sft" else {}
     for option, value in {**DEFAULTS[ported.tool], **of_task}.items():
         options.setdefault(option, value)
     if options.get("task", "sft") != "sft":
@@ -330,17 +332,12 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
 
 
 def _fit_task(ported: Ported) -> None:
-    """Take out what the kit refuses with pairs of answers, so that the result runs."""
-    refused = {"packing": ("on",), "loss_on": ("all",), "backend": ("unsloth",)}
+    """Take out what the kit refuses when it compares answers, so that the result runs."""
+    refused = {"packing": ("on",), "loss_on": ("all",)}
     for option, values in refused.items():
         if ported.options.get(option) in values:
             del ported.options[option]
-            ported.left_out[option] = "it does not work with pairs of answers"
-    if ported.launch_config in ("zero2", "zero3"):
-        ported.launch_config = "fsdp2"
-        ported.left_out["deepspeed"] = (
-            "start with accelerate_configs/fsdp2.yaml, since ZeRO was not tried with pairs of answers"
-        )
+            ported.left_out[option] = f"it does not work with task {ported.options['task']}"
 
 
 def _fit_sharding(ported: Ported) -> None:

@@ -13,8 +13,8 @@ from unsloth_ddp.utils.errors import UserError
 
 # Kinds of rows that the kit tells apart by the names of their columns.
 KNOWN_KINDS = ("alpaca", "chat_template", "sharegpt", "completion")
-# Kinds of pairs, likewise.
-KNOWN_PAIRS = ("chat_template", "chatml", "llama3", "orpo")
+# Kinds of pairs and labelled answers, likewise.
+KNOWN_PREFERENCES = ("chat_template", "chatml", "llama3", "orpo")
 TEXT_COLUMNS = ("field", "text_column")
 # Names of a message's role and text, and the columns in which the kit reads messages with these names.
 OPENAI, SHAREGPT = ("role", "content"), ("from", "value")
@@ -30,6 +30,7 @@ AS_HERE = {
 KNOWN_LLAMA_FACTORY = {
     "prompt": ("instruction",), "query": ("input",), "response": ("output",), "messages": ("messages", "conversations"),
     "system": ("system",), "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",),
+    "kto_tag": ("kto_tag", "label"),
 }  # fmt: skip
 
 
@@ -80,9 +81,10 @@ def _sources(ported: Ported, name: str, entry: dict[str, Any]) -> list[str]:
 def _note_columns(ported: Ported, name: str, entry: dict[str, Any]) -> None:
     kind = entry.get("type") or "chat_template"
     base = kind.split(".")[0].split(":")[0] if isinstance(kind, str) else "a mapping"
-    if ported.options.get("task", "sft") != "sft":
-        if base not in KNOWN_PAIRS:
-            ported.to_do.append(f"{name} is of type {base}; give its rows the columns prompt, chosen and rejected.")
+    if (task := ported.options.get("task", "sft")) != "sft":
+        if base not in KNOWN_PREFERENCES:
+            columns = "prompt, completion and label" if task == "kto" else "prompt, chosen and rejected"
+            ported.to_do.append(f"{name} is of type {base}; give its rows the columns {columns}.")
         return
     if base not in KNOWN_KINDS:
         ported.to_do.append(
@@ -155,7 +157,7 @@ def _dataset_info(folder: Path, named: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _registered(ported: Ported, name: str, entry: dict[str, Any], place: Path, option: str) -> str:
-    if entry.get("ranking") and ported.options.get("task", "sft") == "sft":
+    if entry.get("ranking") and ported.options.get("task", "sft") in ("sft", "kto"):
         raise UserError(f"dataset {name} holds pairs of answers, and the file trains on single ones; give stage: dpo.")
     for column, title in (entry.get("columns") or {}).items():
         if title not in KNOWN_LLAMA_FACTORY.get(column, ()):

@@ -13,7 +13,7 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
-from unsloth_ddp.preflight import job, training_arguments
+from unsloth_ddp.preflight import job
 from unsloth_ddp.preflight.between import bandwidth
 from unsloth_ddp.preflight.between.arrivals import missing_answers
 from unsloth_ddp.preflight.between.bandwidth import CollectiveBenchmark, CollectiveTiming
@@ -40,7 +40,7 @@ from unsloth_ddp.utils.units import counted
 
 # Hashing the data takes its time.
 IDENTITY_SECONDS = 200
-REPORT_SECONDS = 380
+REPORT_SECONDS = 220
 # The measurement has its own limits inside.
 MEASURE_SECONDS = 150
 SPARE_SECONDS = 20
@@ -112,7 +112,10 @@ class Preflight:
         self.devices, self.no_gpu_reason = read_gpus(self.cpu)
         checks = self._check_node() if reports_node else []
         if self.process.ranks.world_size == 1:
-            return self._finish_single_process(checks)
+            # There is nothing to compare one process's facts with.
+            rows = self._compare({0: self._report(checks, None)}, {0: self._own_gpu()})
+            rows.append(bandwidth.not_measured("one process", "", [0], "ok"))
+            return self._show(rows, "Preflight of this node", {0: self.process.host}, [])
         return self._run_with_others(checks)
 
     # ---- this node ----
@@ -125,25 +128,12 @@ class Preflight:
         machine = MachineChecks(process, self.settings, environ, self.devices, self.no_gpu_reason)
         return [environment, *network_checks(process, environ), *machine.run()]
 
-    def _finish_single_process(self, checks: list[Check]) -> int:
-        """Show one process's own facts; there is nothing to compare them with."""
-        rows = self._compare({0: self._report(checks, None)}, {0: self._own_gpu()})
-        rows.append(bandwidth.not_measured("one process", "", [0], "ok"))
-        return self._show(rows, "Preflight of this node", {0: self.process.host}, [])
-
     def _report(self, checks: list[Check], shared: bool | None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
         identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
-        # It takes a while, for which the others need not wait at the meeting.
-        arguments = run_check(
-            "training arguments",
-            self.process.node_rank,
-            lambda: training_arguments.check_in_process(self.settings),
-            training_arguments.LIMIT_SECONDS + SPARE_SECONDS,
-        )
         return {
             "host": self.process.host,
-            "checks": [dataclasses.asdict(check) for check in (*checks, arguments)],
+            "checks": [dataclasses.asdict(check) for check in checks],
             "identity": identity,
             "fast_ports": any("ACTIVE" in port["state"] for port in read_infiniband_ports()),
             "shared": shared,
@@ -163,7 +153,7 @@ class Preflight:
                 f"preflight: node {process.node_rank} of {process.nodes} ({process.host}) waits up to "
                 f"{self.options.timeout:.0f} s for the others at {process.master}:{process.port}."
             )
-        meeting, arrived = join_rendezvous(process, self._master_is_here(), self.options.timeout)
+        meeting, arrived = join_rendezvous(process, is_here(resolve_name(process.master)), self.options.timeout)
         if meeting is None or any(check.verdict == "failure" for check in arrived):
             code = self._finish_without_others(checks, arrived)
             if meeting is not None:
@@ -175,9 +165,6 @@ class Preflight:
             code = self._finish_disconnected([*checks, *arrived], error)
         meeting.leave()
         return code
-
-    def _master_is_here(self) -> bool:
-        return is_here(resolve_name(self.process.master))
 
     def _finish_without_others(self, checks: list[Check], arrived: list[Check]) -> int:
         """Show this node's own checks, and which processes are missing."""

@@ -13,6 +13,7 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.data.sources.revisions import pin_revisions
+from unsloth_ddp.distributed.exit_codes import forget_exit_code
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
@@ -57,6 +58,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         RunEnd: as raised by the run.
     """
     began, named = time.perf_counter(), settings.run_name is not None
+    forget_exit_code()
     stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     if ranks.nodes == 1:

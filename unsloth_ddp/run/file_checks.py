@@ -26,12 +26,6 @@ def check_files(settings: Settings, processes: int) -> None:
     """Refuse a run that its options, or this machine's files and packages, show to be impossible.
 
     Every rank calls this. Nothing slow is imported, so a mistake is reported within seconds.
-
-    Args:
-        processes: of the job.
-
-    Raises:
-        UserError: naming the option or file and the fix.
     """
     if os.path.expanduser("~") == "~":
         raise UserError(
@@ -46,11 +40,7 @@ def check_files(settings: Settings, processes: int) -> None:
 
 
 def check_data(settings: Settings, processes: int) -> None:
-    """Refuse rows, a chat template or a batch that a run would refuse; the model's weights need not be there.
-
-    Raises:
-        UserError: naming the option or file and the fix.
-    """
+    """Refuse rows, a chat template or a batch that a run would refuse; the model's weights need not be there."""
     # Divides or not on any device: what is computed from it later only makes more micro-batches of it.
     _ = BatchRequest.of(settings, processes).plan
     check_chat_template(settings.chat_template)

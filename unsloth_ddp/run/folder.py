@@ -20,6 +20,7 @@ from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run.documents.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
@@ -42,11 +43,7 @@ def default_run_name(settings: Settings) -> str:
 
 
 def check_run_folder(settings: Settings) -> None:
-    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned.
-
-    Raises:
-        UserError: --resume names no checkpoint, or the folder holds a finished run or cannot be written.
-    """
+    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned."""
     folder = _folder_of(settings, settings.run_name or default_run_name(settings))
     named_folder(settings.resume)
     if os.path.lexists(folder / SUMMARY_FILE):
@@ -94,11 +91,7 @@ def _look(settings: Settings, folder: Path) -> None:
 
 
 def offer_unfinished(settings: Settings, folder: Path) -> str | None:
-    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none.
-
-    Args:
-        folder: of the run that is about to begin.
-    """
+    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none."""
     try:
         others = [path for path in folder.parent.iterdir() if path != folder and (path / SETTINGS_FILE).is_file()]
         unfinished = [path for path in others if step_folders(path) and continues(settings, path)]
@@ -155,7 +148,10 @@ def _wait_for_another_job(folder: Path) -> None:
 
 
 def restarted() -> bool:
-    """Return whether a launcher or Slurm restarted this job after a failure or a stop."""
+    """Return whether a launcher or Slurm restarted this job after a failure or a stop, or may have."""
+    if node_range():
+        # torchrun counts no restart for a node that comes back.
+        return True
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, describe_exit_code
+from unsloth_ddp.distributed.signals import LAUNCHER_ENDED
 
 
 class RunEnd(Exception):
@@ -17,14 +18,18 @@ class RunEnd(Exception):
 
 
 class RunStopped(RunEnd):
-    """A signal or the time limit stopped the run, and a complete checkpoint holds its state."""
+    """A signal or the time limit stopped the run, and a complete checkpoint holds its state.
+
+    A launcher that was killed is a failure, after which the job's script starts the run again.
+    """
 
     exit_code = EXIT_STOPPED
 
     def __init__(self, cause: str, checkpoint: Path, *, named: bool = True) -> None:
+        self.exit_code = EXIT_FAILURE if cause == LAUNCHER_ENDED else EXIT_STOPPED
         name = "" if named else f" with --run_name {checkpoint.parent.name}"
         super().__init__(
-            f"Stopped on {cause}; the same command{name} resumes from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
+            f"Stopped on {cause}; the same command{name} resumes from {checkpoint} ({describe_exit_code(self.exit_code)})."
         )
 
 

@@ -51,11 +51,7 @@ class RunResult:
         return self.settings.method != "full"
 
     def sentences(self, *, plain: bool) -> list[str]:
-        """Return what to tell before the result is used.
-
-        Args:
-            plain: it is asked without the chat template.
-        """
+        """Return what to tell before the result is used."""
         found = [self.sentence] if self.sentence else []
         if self.other_base:
             found.append(

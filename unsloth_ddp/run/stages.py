@@ -21,12 +21,14 @@ from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
 from unsloth_ddp.data.chat.preview import preview_first_row
 from unsloth_ddp.data.images.processing import load_processing
+from unsloth_ddp.data.order.batch_plan import check_layouts
 from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources import examples
 from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
@@ -67,7 +69,7 @@ def import_backend(run: Run) -> None:
     """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
     reason = sharding.unsupported_by_unsloth(run.settings, run.runtime.sharding, run.runtime.offload)
     if reason and run.settings.backend == "auto" and run.runtime.device_type == "cuda":
-        print(f"Using backend transformers, because Unsloth cannot train with {reason}.", flush=True)
+        print(f"Using backend transformers, because Unsloth is not taken for {reason}.", flush=True)
     run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Importing {'Unsloth' if run.runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
     with run.runtime.progress.timing("import"):
@@ -135,6 +137,14 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
         choice = choose_packing(settings, runtime, model, images=train.processing is not None)
         choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
     plan, train, packing = dataset.fill_steps(_request(run), train, choice)
+    if nodes := node_range():
+        check_layouts(
+            plan,
+            nodes,
+            runtime.ranks.local_world_size,
+            lambda processes: dataset.fill_steps(BatchRequest.of(settings, processes), train, choice)[0],
+            f"{'--packing on ' if train.packing and settings.packing != 'on' else ''}--global_batch_size",
+        )
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if evaluation:
         same_everywhere(evaluation, runtime, "evaluation")

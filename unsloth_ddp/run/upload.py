@@ -20,11 +20,7 @@ PRIVATE = [
 
 
 def check_upload(settings: Settings) -> None:
-    """Refuse an upload that would fail when the run is done; the network is not asked.
-
-    Raises:
-        UserError: there is no token, the Hub's libraries are offline, or the Hub takes no repository of that name.
-    """
+    """Refuse an upload that would fail when the run is done; the network is not asked."""
     if not settings.push_to_hub:
         return
     import huggingface_hub

@@ -46,11 +46,7 @@ def make_parser() -> Parser:
 
 
 def show_runs(argv: list[str]) -> None:
-    """Read the command line and print what it asks for.
-
-    Raises:
-        UserError: a mistake in the options, or a folder that holds no readable run.
-    """
+    """Read the command line and print what it asks for."""
     given = make_parser().parse_args(argv)
     if given.compare and given.report:
         raise UserError("--compare and --report are two uses of this command; give one of them.")

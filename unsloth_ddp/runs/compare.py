@@ -8,8 +8,9 @@ from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged
+from unsloth_ddp.config.options import OPTIONS
 from unsloth_ddp.run.documents.described import MACHINE, gaps, results, show, show_result
-from unsloth_ddp.run.documents.record import RunRecord, is_number, unknown_settings
+from unsloth_ddp.run.documents.record import RunRecord, is_number
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.tables import Column, fit_text, render_pairs, render_table
@@ -114,7 +115,7 @@ def _notes(run: RunRecord, name: str) -> list[str]:
             f"its newest checkpoint, of step {run.step:,}" if run.checkpoint else "its settings: it has no checkpoint"
         )
         notes.append(f"{name} is {run.state}; it is compared by {kept}.")
-    if unknown := unknown_settings(run.settings):
+    if unknown := [option for option in run.settings if option not in OPTIONS]:
         notes.append(f"{name} was made by another version of the kit: this one has no option {', '.join(unknown[:5])}.")
     notes += [f"{name}: {sentence}" for sentence in gaps(run)]
     if not run.record:

@@ -10,7 +10,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import (
     IMAGES_ARE_PADDED,
-    PAIRS_ARE_PADDED,
+    PREFERENCES_ARE_PADDED,
     PackingDecision,
     decide_packing,
     describe_backend,
@@ -19,7 +19,6 @@ from unsloth_ddp.data.order.packing import (
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
-from unsloth_ddp.model.loading.whole_model import tried_in_shards
 from unsloth_ddp.sizing.estimate import (
     CHECKPOINTING_KINDS,
     Checkpointing,
@@ -159,7 +158,7 @@ def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tupl
 def as_loaded(
     settings: Settings, shape: ModelShape, sharding: Sharding, work: Workload, gpu_memory: float | None
 ) -> Workload:
-    """Return the load with the backend of the run, and whether Unsloth loads in shards.
+    """Return the load with the backend of the run.
 
     Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/whole_model.py).
     """
@@ -169,14 +168,7 @@ def as_loaded(
         return work
     if estimate_memory(shape, settings.method, sharding, work).loading <= FILLED * gpu_memory:
         return work
-    if settings.backend == "auto":
-        return dataclasses.replace(work, backend="transformers")
-    return dataclasses.replace(work, in_shards=unsloth_in_shards(settings, shape, work.copies))
-
-
-def unsloth_in_shards(settings: Settings, shape: ModelShape, copies: int = 1) -> bool:
-    """Return whether Unsloth loads the model in shards with FSDP2 if the whole does not fit (model/whole_model.py)."""
-    return tried_in_shards(settings, shape.model_type, quantized=shape.quantized, copies=copies)
+    return dataclasses.replace(work, backend="transformers") if settings.backend == "auto" else work
 
 
 def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> bool:
@@ -191,8 +183,8 @@ def planned_packing(
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
     if images:
         return PackingDecision(False, IMAGES_ARE_PADDED)
-    if settings.trains_pairs and settings.packing != "off":
-        return PackingDecision(False, PAIRS_ARE_PADDED)
+    if settings.trains_preferences and settings.packing != "off":
+        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

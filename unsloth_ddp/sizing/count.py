@@ -6,7 +6,6 @@ and every tensor that autograd saves is added up.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,7 @@ def read_model_shape(settings: Settings) -> ModelShape:
     try:
         config = read_config(settings)
         # The empty model is built of plain linear layers, also for a quantized checkpoint.
-        quantized = hasattr(config, "quantization_config")
-        if quantized:
+        if hasattr(config, "quantization_config"):
             del config.quantization_config
         with init_empty_weights():
             auto = model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
@@ -57,7 +55,7 @@ def read_model_shape(settings: Settings) -> ModelShape:
     # Tied parameters are separated when they are made empty.
     model.tie_weights()
     model.to("meta")
-    return dataclasses.replace(count_shape(model, settings), quantized=quantized)
+    return count_shape(model, settings)
 
 
 def count_shape(model: Any, settings: Settings) -> ModelShape:
@@ -107,7 +105,6 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         active_experts=experts * used // known if counted and known else experts,
         adapted_experts=with_adapter,
         has_experts=known > 0,
-        model_type=model.config.model_type,
         layer_weights=weights_of_first_layer(adapted),
         towers=0 if settings.train_towers else sum(p.numel() for p in towers.values()),
         tower_linear=tower_linear,

@@ -59,7 +59,6 @@ class Workload:
         packed: rows are joined to packs.
         offload: what lies in host memory between its uses (see distributed/sharding.py).
         copies: copies of the model that FSDP2 shards, each over processes / copies GPUs.
-        in_shards: Unsloth loads the model in shards for FSDP2.
         ddp_buckets: DistributedDataParallel sends gradients from buckets beside them; the kit's exchange has none.
     """
 
@@ -75,7 +74,6 @@ class Workload:
     offload: Offload = "none"
     copies: int = 1
     ddp_buckets: bool = False
-    in_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,9 +205,6 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
     # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
     loading = held + (0 if method == "qlora" else held / parts)
-    if work.in_shards:
-        # Adapters are made whole, and then split.
-        loading = held / parts + trained * master
     bound = (method, "fsdp2") not in MEASURED or work.copies > 1
     return MemoryEstimate(
         held / parts,

@@ -26,8 +26,6 @@ class ModelShape:
     active_experts   of those, the ones that a token is multiplied with; all where the config does not say how many
     adapted_experts  of those, the ones that the adapter changes
     has_experts      the model is a mixture of experts
-    model_type       of config.json
-    quantized        the model's files are quantized
     layer_weights    in linear layers of the first block, those of the adapter included; 0 if it is not known
     towers           parameters beside the text decoder that full training freezes
     tower_linear     of those, in linear layers
@@ -48,8 +46,6 @@ class ModelShape:
     active_experts: int = 0
     adapted_experts: int = 0
     has_experts: bool = False
-    model_type: str = ""
-    quantized: bool = False
     layer_weights: int = 0
     towers: int = 0
     tower_linear: int = 0

@@ -243,7 +243,7 @@ def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, n
         return [first | {name: np.pad(first[name], (0, more), "edge") for name in ("input_ids", "labels")}] * size
     parts = {"parts": np.full_like(first["parts"], max_length)} if "parts" in first else {}
     tokens = max_length * (len(first["parts"]) if parts else 1)
-    row = {**{name: np.resize(first[name], tokens) for name in ("input_ids", "labels")}, **parts}
+    row = {**first, **{name: np.resize(first[name], tokens) for name in ("input_ids", "labels")}, **parts}
     return [row if rows.packing is None else join_rows([row])] * size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any, Literal
 
 import torch
@@ -202,13 +203,29 @@ class NameUntrained(TrainerCallback):
 class StopTogether(TrainerCallback):
     """End training on all ranks at the same step, with a checkpoint, when one of them received a stop request.
 
+    With `save_seconds` it also saves one after that time, by the clock of the main process.
+
     It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
     skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run does it
     first.
     """
 
-    def __init__(self, stop: StopRequest) -> None:
+    def __init__(self, stop: StopRequest, save_seconds: int | None = None) -> None:
         self.stop = stop
+        self.save_seconds = save_seconds
+        self.saved_at = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the seconds from here."""
+        self.saved_at = time.monotonic()
+        if self.save_seconds is not None and state.is_world_process_zero:
+            self.stop.save_is_due = self._save_is_due
+
+    def _save_is_due(self) -> bool:
+        return self.save_seconds is not None and time.monotonic() - self.saved_at >= self.save_seconds
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_at = time.monotonic()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stop.start_poll()
@@ -217,6 +234,7 @@ class StopTogether(TrainerCallback):
         if self.stop.finish_poll() and state.global_step < state.max_steps:
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
+        control.should_save = control.should_save or self.stop.save_agreed
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stop.interrupt_evaluation()

@@ -37,11 +37,7 @@ class _Builder(Trainer):
 
 
 def check_optimizer(settings: Settings) -> None:
-    """Refuse an optimizer or a schedule that cannot be built, or cannot train with several micro-batches and ranks.
-
-    Raises:
-        UserError: naming the option, what the library says, and the fix.
-    """
+    """Refuse an optimizer or a schedule that cannot be built, or cannot train with several micro-batches and ranks."""
     if "lomo" in settings.optim or settings.optim.endswith("layerwise"):
         raise UserError(
             f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over micro-batches "

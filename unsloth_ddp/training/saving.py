@@ -6,21 +6,24 @@ Transformers 5.17 offers no callback at these places; tests check the signatures
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import tempfile
+import io
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
+from transformers.training_args import ParallelMode
 from trl import SFTTrainer
 
 from unsloth_ddp.checkpoints import manifest
+from unsloth_ddp.checkpoints.host_copy import HostCopies, has_room_for, tensor_bytes
 from unsloth_ddp.checkpoints.manifest import STEP_FOLDER, is_whole
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.sharded_state import has_shards
@@ -32,7 +35,7 @@ from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.training.broken_weights import check_weights
 from unsloth_ddp.training.callbacks import SavedTotals
 from unsloth_ddp.training.row_feed import RowFeed
-from unsloth_ddp.training.sharded_saving import ShardedSaving
+from unsloth_ddp.training.sharded_saving import ShardedSaving, saved_weights, write_weights
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer
 from unsloth_ddp.training.step.deepspeed_precision import (
     gather_fp32_weights,
@@ -42,6 +45,7 @@ from unsloth_ddp.training.step.deepspeed_precision import (
 )
 from unsloth_ddp.training.tasks.task import Task
 from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.units import shown_bytes
 
 
 class ResumableTrainer(SFTTrainer):
@@ -63,6 +67,9 @@ class ResumableTrainer(SFTTrainer):
         self.resume_point: ResumePoint | None = None
         self.tokens_before = 0
         self._aside: str | None = None
+        # Copies of what a checkpoint holds, if it is written beside training.
+        self._copies: HostCopies | None = None
+        self._beside: bool | None = None
         self._trained_parts: list[list[torch.Tensor]] | None = None
         self._fp32_weights: dict[str, torch.Tensor] = {}
         self._best_until_now: tuple[float | None, int | None] = (None, None)
@@ -144,14 +151,25 @@ class ResumableTrainer(SFTTrainer):
 
     def save_interrupted(self) -> None:
         """Save the step whose evaluation was interrupted, unless it is saved; every rank calls this after training."""
+        self.settle()
         last = self.checkpoints.last
         if last is None or last.name != f"checkpoint-{self.state.global_step}":
             # The same control flags as after a finished evaluation.
             self.control.should_evaluate = False
             self._save_checkpoint(self.model_wrapped, None)
 
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one; every rank calls this at the same point."""
+        with self.meter.paused():
+            self.checkpoints.settle()
+
     def _save_whole_checkpoint(self, model: Any, trial: Any) -> None:
-        step, best_before = self.state.global_step, self.state.best_model_checkpoint
+        self.checkpoints.settle()
+        step, best_before, best_until_now = (
+            self.state.global_step,
+            self.state.best_model_checkpoint,
+            self._best_until_now,
+        )
 
         def write(aside: Path) -> None:
             self._aside = str(aside)
@@ -169,18 +187,48 @@ class ResumableTrainer(SFTTrainer):
             if self.args.should_save and self.state.best_model_checkpoint:
                 self.state.save_to_json(str(aside / f"checkpoint-{step}" / "trainer_state.json"))
 
-        with self.runtime.progress.doing("saving"):
-            saved = self.checkpoints.save(step, write, self._best_step)
-        if not saved:
+        def undo() -> None:
             self.state.best_model_checkpoint = best_before
             if self.state.best_global_step == step:
                 # The best checkpoint that is on the disk.
-                self.state.best_metric, self.state.best_global_step = self._best_until_now
+                self.state.best_metric, self.state.best_global_step = best_until_now
+
+        beside = self._is_written_beside()
+        with self.runtime.progress.doing("saving"):
+            self.checkpoints.save(step, write, self._best_step, undo)
+            if not beside:
+                self.checkpoints.settle()
+
+    def _is_written_beside(self) -> bool:
+        """Return whether checkpoints are written while training continues; decided at the first one, on every rank alike."""
+        if self._beside is None:
+            self._beside = self.runtime.sharding == "none" and self.runtime.broadcast_from_main(
+                self._has_room_for_copies
+            )
+            self._copies = HostCopies() if self._beside else None
+        return self._beside
+
+    def _has_room_for_copies(self) -> bool:
+        assert self.optimizer is not None
+        size = tensor_bytes([saved_weights(self._bare_model), self.optimizer.state_dict()])
+        fits = has_room_for(size)
+        if not fits:
+            print(
+                f"Training waits while a checkpoint is written, because host memory has no room for a copy of {shown_bytes(size)}.",
+                flush=True,
+            )
+        return fits
+
+    @property
+    def _bare_model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._aside or super()._get_output_dir(trial)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        # If the best checkpoint so far could not be written, this one is compared with the one before.
+        self.settle()
         self._best_until_now = self.state.best_metric, self.state.best_global_step
         return super()._determine_best_metric(metrics, trial)
 
@@ -224,10 +272,10 @@ class ResumableTrainer(SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter or model in the main process; every rank calls this."""
+        folder = Path(output_dir or str(self.args.output_dir))
         if self.is_fsdp_enabled:
-            folder = Path(output_dir or str(self.args.output_dir))
             self.sharded.save_model(
-                self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+                self._bare_model,
                 folder,
                 lambda state_dict: self._save(str(folder), state_dict),
                 checkpoint=self._aside is not None,
@@ -236,8 +284,18 @@ class ResumableTrainer(SFTTrainer):
             self._fp32_weights = self._gather_fp32_weights()
             super().save_model(output_dir, _internal_call)
             self._fp32_weights = {}
-        else:
+        elif self.is_deepspeed_enabled:
             self.checkpoints.attempt(lambda: super(ResumableTrainer, self).save_model(output_dir, _internal_call))
+        elif self.args.should_save:
+            self.checkpoints.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
+            model = self._bare_model
+            weights = self._copied(saved_weights(model))
+            self.checkpoints.later(
+                lambda: write_weights(model, weights, folder, lambda state_dict: self._save(str(folder), state_dict))
+            )
+
+    def _copied(self, values: dict[str, Any]) -> dict[str, Any]:
+        return self._copies.of(values) if self._copies else values
 
     def _gather_fp32_weights(self) -> dict[str, torch.Tensor]:
         """Return the fp32 weights that DeepSpeed's optimizers hold, in the main process; upstream saves 16-bit copies."""
@@ -257,15 +315,21 @@ class ResumableTrainer(SFTTrainer):
             name_fp32_in_config(Path(output_dir or str(self.args.output_dir)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled:
+            with self.checkpoints.every_write_attempted():
+                self.checkpoints.attempt(
+                    lambda: super(ResumableTrainer, self)._save_optimizer_and_scheduler(output_dir)
+                )
+            return
+        assert self.optimizer is not None and self.lr_scheduler is not None
         if self.is_fsdp_enabled:
             self.sharded.save_optimizer(Path(output_dir), self.model, self._bare_optimizer)
-            if self.args.should_save:
-                assert self.lr_scheduler is not None
-                schedule = self.lr_scheduler.state_dict()
-                self.checkpoints.attempt(lambda: torch.save(schedule, Path(output_dir, "scheduler.pt")))
-            return
-        with self.checkpoints.every_write_attempted() if self.is_deepspeed_enabled else contextlib.nullcontext():
-            self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_optimizer_and_scheduler(output_dir))
+        elif self.args.should_save:
+            state = self._copied({"optimizer": self.optimizer.state_dict()})["optimizer"]
+            self.checkpoints.later(lambda: torch.save(state, Path(output_dir, "optimizer.pt")))
+        if self.args.should_save:
+            schedule = self.lr_scheduler.state_dict()
+            self.checkpoints.attempt(lambda: torch.save(schedule, Path(output_dir, "scheduler.pt")))
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:
@@ -276,17 +340,29 @@ class ResumableTrainer(SFTTrainer):
         self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_scaler(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.checkpoints.shared:
+        if self.runtime.sharding != "none":
             self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_rng_state(output_dir))
             return
-        # Only the main process's disk keeps checkpoints, so it writes the files of all ranks.
-        with tempfile.TemporaryDirectory() as own:
-            super()._save_rng_state(own)
-            files = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-        everyones = self.runtime.gather(files)
+        # Upstream's other ranks write their files themselves, which other nodes may do to a disk of their own.
+        states = self.runtime.gather(self._random_states())
         if self.args.should_save:
-            for name, content in (item for files in everyones for item in files.items()):
-                self.checkpoints.attempt(functools.partial(Path(output_dir, name).write_bytes, content))
+            for rank, state in enumerate(states):
+                name = f"rng_state_{rank}.pth" if len(states) > 1 else "rng_state.pth"
+                self.checkpoints.attempt(functools.partial(Path(output_dir, name).write_bytes, state))
+
+    def _random_states(self) -> bytes:
+        """Return what upstream writes of this rank's random numbers."""
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.random.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            every = self.args.parallel_mode == ParallelMode.DISTRIBUTED
+            states["cuda"] = torch.cuda.get_rng_state_all() if every else torch.cuda.get_rng_state()
+        file = io.BytesIO()
+        torch.save(states, file)
+        return file.getvalue()
 
     # ---- resuming ----
 
@@ -349,6 +425,7 @@ class ResumableTrainer(SFTTrainer):
         return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
         if self.state.global_step >= self.state.max_steps and self._evaluation_is_due():
             self._determine_best_metric(self._evaluate(None, None), None)
         self._name_best_checkpoint()

@@ -25,11 +25,7 @@ from unsloth_ddp.utils.errors import UserError
 
 
 def check_compiler(given: Mapping[str, Any]) -> None:
-    """Refuse a backend of torch.compile that torch or accelerate does not know; it would fail at the first step.
-
-    Raises:
-        UserError: naming the known backends.
-    """
+    """Refuse a backend of torch.compile that torch or accelerate does not know; it would fail at the first step."""
     backend = given.get("torch_compile_backend")
     known = [name for name in torch._dynamo.list_backends(None) if name.upper() in DynamoBackend.__members__]
     if backend is not None and backend not in known:
@@ -40,11 +36,7 @@ def check_compiler(given: Mapping[str, Any]) -> None:
 
 
 def check_precision(config: Any, settings: Settings, runtime: Runtime) -> None:
-    """Refuse a precision that the trainer has changed in its SFTConfig.
-
-    Raises:
-        UserError: naming the precision that Unsloth trains the model in.
-    """
+    """Refuse a precision that the trainer has changed in its SFTConfig."""
     used = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.
     bf16_weights = settings.method == "full" and settings.full_weights == "bf16"

@@ -1,4 +1,4 @@
-"""Save and load runs whose weights FSDP2 shards over the ranks, without a whole model in any process.
+"""Write the weights of checkpoints; save and load runs whose weights FSDP2 shards over the ranks, without a whole model.
 
 A checkpoint contains one shard per rank; with hybrid sharding only the shards of one replica. A run with adapters also
 saves the adapter, which is small. The finished adapter or model is gathered weight by weight. Upstream gathers all
@@ -61,9 +61,9 @@ class ShardedSaving:
 
         target = folder if main else None
         if hasattr(model, "peft_config"):
-            names = self.runtime.broadcast_from_main(lambda: _adapter_names(model, tensors))
+            names = self.runtime.broadcast_from_main(lambda: adapter_names(model, _empty(tensors)))
             if main:
-                attempt(lambda: describe({name: torch.empty(0) for name in tensors}))
+                attempt(lambda: describe(_empty(tensors)))
             write_adapter(names, fetch, target, attempt)
         else:
             if main:
@@ -113,10 +113,44 @@ class ShardedSaving:
             )
 
 
-def _adapter_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, str]:
+def adapter_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, str]:
     """Return a mapping from the model's name of each adapter weight to the name that PEFT saves it under."""
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=model.active_adapter)
     return {names[id(tensor)]: name for name, tensor in saved.items()}
+
+
+def _empty(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a tensor of its own without values for every name."""
+    return {name: torch.empty(0) for name in tensors}
+
+
+def saved_weights(model: Any) -> dict[str, Tensor]:
+    """Return what save_pretrained would write of an unsharded adapter or model, under the model's names."""
+    tensors = named_tensors(model)
+    if hasattr(model, "peft_config"):
+        return {name: tensors[name] for name in adapter_names(model, _empty(tensors))}
+    return saved_tensors(model, tensors)
+
+
+def write_weights(
+    model: Any, weights: dict[str, Tensor], folder: Path, describe: Callable[[dict[str, Tensor]], None]
+) -> None:
+    """Write an unsharded adapter or model from its `saved_weights`, or copies of them.
+
+    Args:
+        describe: see ShardedSaving.save_model.
+    """
+
+    def run(write: Callable[[], Any]) -> None:
+        write()
+
+    if hasattr(model, "peft_config"):
+        empty = _empty(named_tensors(model))
+        describe(empty)
+        write_adapter(adapter_names(model, empty), weights.__getitem__, folder, run)
+    else:
+        describe_without_weights(describe, folder)
+        write_model(model, list(weights), weights.__getitem__, folder, run)

@@ -37,7 +37,7 @@ from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_pack
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
+from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.parts import trains_beside_text
 from unsloth_ddp.sizing.graphs import too_short
@@ -60,6 +60,7 @@ from unsloth_ddp.training.shown.log_metrics import LogMetrics
 from unsloth_ddp.training.shown.meter import peak_memory_bytes, real_tokens
 from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.step.deepspeed_precision import reduce_in_fp32
+from unsloth_ddp.training.step.divisor import step_divisor
 from unsloth_ddp.training.step.gradient_exchange import make_exchange
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.step.zero3_release import release_after_each_block
@@ -109,19 +110,22 @@ class DDPTrainer(ResumableTrainer):
         seed = config.seed if config.data_seed is None else config.data_seed
         # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        with trained_by_unsloth(model, runtime.backend):
-            super().__init__(
-                runtime,
-                checkpoints,
-                RowFeed(settings, runtime, data.train, tokenizer, seed),
-                model=model,
-                args=config,
-                train_dataset=data.train.dataset,
-                eval_dataset=data.evaluation.dataset if data.evaluation else None,
-                processing_class=tokenizer,
-                data_collator=self.collate,
-                callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
-            )
+        super().__init__(
+            runtime,
+            checkpoints,
+            RowFeed(settings, runtime, data.train, tokenizer, seed),
+            model=model,
+            args=config,
+            train_dataset=data.train.dataset,
+            eval_dataset=data.evaluation.dataset if data.evaluation else None,
+            processing_class=tokenizer,
+            data_collator=self.collate,
+            callbacks=[
+                ReportProgress(runtime.progress),
+                LogSteps(settings.logging_steps),
+                StopTogether(stop, settings.save_seconds),
+            ],
+        )
         self._undo_changes_of_the_backend()
         self._set_gradient_precision()
         self.view = choose_view(lines=bool(config.disable_tqdm))
@@ -214,6 +218,11 @@ class DDPTrainer(ResumableTrainer):
             self.model, self.args.device, self.step.task.loss, self.data_collator, self.accelerator.autocast
         )
 
+    def _trained_runner(self) -> MicroBatchRunner:
+        """Return the runner with the model as it is trained: sharded where it is."""
+        model = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        return dataclasses.replace(self._runner(), model=model)
+
     def _tuned_task(self, plan: BatchPlan) -> Task:
         # The search has to allow for rows with all tokens supervised, so it uses the task as it was.
         # Sharded weights cannot be used before training begins.
@@ -252,7 +261,7 @@ class DDPTrainer(ResumableTrainer):
         if not batches:
             return batches, None
         reading = self.feed.seconds_waited(time.perf_counter() - began)
-        return batches, self.step.begin(batches, reading, self._sum_over_ranks)
+        return batches, self.step.begin(batches, reading, self._trained_runner(), self._sum_over_ranks)
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
         return self.accelerator.reduce(count.to(self.args.device), reduction="sum")
@@ -301,16 +310,19 @@ class DDPTrainer(ResumableTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Return means over the whole set with each row counted once, independent of the layout."""
-        model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
-        task = self.step.task
-        one = torch.ones((), device=self.args.device)
+        runner, task = self._trained_runner(), self.step.task
+        model: Any = runner.model
+        divisor = torch.ones((), device=self.args.device)
         sums = torch.zeros(len(task.columns), dtype=torch.float64, device=self.args.device)
         self.callback_handler.eval_dataloader = dataloader
         with self.meter.paused(), evaluation_mode(model), torch.no_grad():
             with self.runtime.progress.doing("evaluating"):
+                if task.units_need_model:
+                    units = [task.units(inputs, runner) for inputs in dataloader]
+                    divisor = step_divisor(units, 1, self._sum_over_ranks)
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
-                    sums += self._evaluate_batch(model, inputs, one)
+                    sums += self._evaluate_batch(model, inputs, divisor)
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             of_all = self._gather_sums(sums).sum(dim=0).tolist()
         found = task.metrics(dict(zip(task.columns, of_all, strict=True)))
@@ -339,12 +351,9 @@ class DDPTrainer(ResumableTrainer):
             self._count_steps_taken(logs)
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
-        if "loss" in logs:
-            # Stored with the losses for the report but not logged, because trackers take one number per name.
-            self.state.log_history[-1]["ranks"] = self.meter.per_rank()  # type: ignore[assignment]
-            if not math.isfinite(logs["loss"]):
-                # Check the weights first: a step that overflowed in fp16 does not change them.
-                self.check_weights()
+        if "loss" in logs and not math.isfinite(logs["loss"]):
+            # Check the weights first: a step that overflowed in fp16 does not change them.
+            self.check_weights()
 
     def _count_steps_taken(self, logs: dict[str, float]) -> None:
         """Correct upstream's rates, which count all planned steps, even those before a resume and after a stop."""
@@ -361,9 +370,9 @@ class DDPTrainer(ResumableTrainer):
             self.step.exchange.broadcast()
         if self.runtime.sharding == "zero3" and self.step.checkpointing.recomputes_reentrantly:
             release_after_each_block(self.model_wrapped)
-        model = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
-        runner = dataclasses.replace(self._runner(), model=model)
-        self.step.task.begin(runner, self.runtime, self.data, self.resume_point.folder if self.resume_point else None)
+        self.step.task.begin(
+            self._trained_runner(), self.runtime, self.data, self.resume_point.folder if self.resume_point else None
+        )
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -375,7 +384,7 @@ class DDPTrainer(ResumableTrainer):
             make_cpu_checkpoints_readable()
         self.resume_point = resume
         if resume and resume.of_this_run:
-            self.checkpoints.resumed_from(resume.folder)
+            self.checkpoints.resumed_from(resume.folder, resume.manifest.step)
         self.stop.begin_training(
             self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
         )
@@ -385,6 +394,7 @@ class DDPTrainer(ResumableTrainer):
         except EvaluationInterrupted:
             self.evaluation_interrupted = True
             self.save_interrupted()
+            self.settle()
         else:
             self.check_weights()
         finally:

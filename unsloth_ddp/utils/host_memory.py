@@ -18,11 +18,7 @@ GROUPS = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that processes can still allocate on this machine, swap included; None where the system does not tell.
-
-    Args:
-        root: of the file system.
-    """
+    """Return the bytes that processes can still allocate on this machine, swap included; None where the system does not tell."""
     machine = _fields(root / "proc/meminfo")
     found = [room for group in GROUPS if (room := _of_group(root, *group)) is not None]
     if "MemAvailable:" in machine:

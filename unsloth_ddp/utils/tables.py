@@ -120,11 +120,7 @@ def wrap_text(text: str, width: int) -> list[str]:
 
 
 def fit_text(text: str, width: int | None = None) -> str:
-    """Return text wrapped between words to `width` columns; the words of a line that fits stay as they are.
-
-    Args:
-        width: [output_width()]
-    """
+    """Return text wrapped between words to `width` columns; the words of a line that fits stay as they are."""
     columns = width or output_width()
     return "\n".join(
         part

@@ -52,11 +52,7 @@ def turns_left_out(
 
 
 def refuse_repeated(repeated: Collection[Part], values: dict[Part, Any]) -> None:
-    """Refuse texts that the template renders more than once.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Refuse texts that the template renders more than once."""
     for part in sorted(repeated):
         raise UserError(
             f"the chat template renders the {part.kind} of message {part.number + 1} more than once "

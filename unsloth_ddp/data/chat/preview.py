@@ -17,7 +17,10 @@ MOST_CHARACTERS = 1500
 def preview_first_row(rows: TokenizedRows, tokenizer: Any, max_length: int) -> str:
     """Return the first training row decoded, for the start of a run; see preview_row."""
     first = rows.dataset.with_format(None)[0]
-    return preview_row(tokenizer, first["input_ids"], first["labels"], max_length if first["overlong"] else None)
+    # The mismatched row of a labelled answer is the kit's.
+    own = first["parts"][0] if "desirable" in first else len(first["labels"])
+    cut_at = max_length if first["overlong"] else None
+    return preview_row(tokenizer, first["input_ids"][:own], first["labels"][:own], cut_at)
 
 
 def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at: int | None) -> str:

@@ -65,11 +65,7 @@ def parsed(source: str) -> Template:
 
 
 def check_chat_template(wanted: str | None) -> None:
-    """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read.
-
-    Raises:
-        UserError: the file cannot be read (see read_chat_template), or it has a syntax error.
-    """
+    """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read."""
     if wanted in (None, TRAINING):
         return
     source = read_chat_template(str(wanted))

@@ -37,6 +37,7 @@ class EncodedRow:
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
         images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
         cuts_image: whether the row was cut before the end of its last image.
+        desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
     """
 
     input_ids: list[int]
@@ -50,6 +51,7 @@ class EncodedRow:
     rendered: str = ""
     image_end: int = 0
     cuts_image: bool = False
+    desirable: list[int] = field(default_factory=list)
 
 
 class Encoder:
@@ -301,7 +303,9 @@ def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRo
         UserError: see Encoder.encode.
     """
     if example.rejected is None:
-        return _encode_and_cut(encoder, example, max_length)
+        row = _encode_and_cut(encoder, example, max_length)
+        row.desirable = [] if example.desirable is None else [int(example.desirable)]
+        return row
     return _join_pair(*(_encode_and_cut(encoder, one, max_length) for one in (example, example.rejected)))
 
 

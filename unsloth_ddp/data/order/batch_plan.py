@@ -13,7 +13,7 @@ packed (packing.py), a "row" here is a pack.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import counted
 
 DEFAULT_GLOBAL_BATCH = 16
+# A global batch that is so many times larger is not proposed.
+MOST_TIMES = 16
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,47 @@ def plan_batch(per_device: int, processes: int, global_batch: int | None, accumu
             f"{counted(per_device, 'row')} a device x {accumulation} x {counted(processes, 'process')} = {plan.global_batch}; give only one of the two."
         )
     return plan
+
+
+def check_layouts(
+    plan: BatchPlan, nodes: range, per_node: int, plan_of: Callable[[int], BatchPlan], option: str
+) -> None:
+    """Refuse a job that could lose nodes and go on with a number of processes that cannot take the same steps.
+
+    Args:
+        nodes: the numbers of nodes with which the job may go on.
+        per_node: processes on each node.
+        plan_of: returns the plan that a number of processes makes, or raises a UserError.
+        option: sets the global batch in the units of `plan`, rows or packs.
+
+    Raises:
+        UserError: naming the first number of nodes that cannot share a step.
+    """
+
+    def takes_the_same(count: int) -> bool:
+        if plan.global_batch % (count * per_node):
+            return False
+        try:
+            return plan_of(count * per_node).global_batch == plan.global_batch
+        except UserError:
+            return False
+
+    wrong = [count for count in nodes if not takes_the_same(count)]
+    if not wrong:
+        return
+    remedies = []
+    slots = plan.per_device
+    for count in nodes:
+        slots = min(math.lcm(slots, plan.per_device * count * per_node), MOST_TIMES * plan.global_batch + 1)
+    larger = math.ceil((plan.global_batch + 1) / slots) * slots if plan.global_batch % slots else plan.global_batch
+    if larger <= MOST_TIMES * plan.global_batch:
+        remedies.append(f"{option} {larger}, which {nodes.start} to {nodes.stop - 1} nodes can share")
+    if wrong[-1] < nodes.stop - 1:
+        remedies.append(f"--min_nodes {wrong[-1] + 1}")
+    raise UserError(
+        f"min_nodes {nodes.start} allows this job to go on with {counted(wrong[0], 'node')}, but {counted(wrong[0] * per_node, 'process')} "
+        f"cannot share the {plan.global_batch} of a step; give {', or '.join(remedies) or 'another number of nodes'}."
+    )
 
 
 def nearest_multiple(wanted: float, slots: int) -> int:

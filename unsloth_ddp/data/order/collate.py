@@ -8,12 +8,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from unsloth_ddp.data.arrow_rows import ROW_KEYS
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 
-# What an example holds of its rows.
-ROW_KEYS = {"input_ids", "labels", "parts", "images", "rendered"}
+# Begins the names of a batch of mismatched rows (see mismatched.py).
+MISMATCHED = "mismatched_"
+# What a row holds beside its own tokens; all else is stacked.
+OF_ROWS = {*ROW_KEYS, "images", "rendered"}
 
 
 @dataclass
@@ -35,7 +38,7 @@ class PadRight:
             and not any(len(one["images"]) for one in rows)
         ):
             rows.append({**row, "labels": np.full(len(row["input_ids"]), IGNORED)})
-        added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in ROW_KEYS}
+        added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in OF_ROWS}
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -111,6 +114,8 @@ class Collate:
         self.shape = shape
 
     def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        if "desirable" in examples[0]:
+            return self._labelled(examples)
         packed = "lengths" in examples[0]
         batch: dict[str, Any] = self.flatten(examples) if packed else self.pad(examples)
         if self.head_chooses:
@@ -121,3 +126,18 @@ class Collate:
             if padded_batch is not None:
                 batch["padded_batch"] = padded_batch
         return batch
+
+    def _labelled(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows, each padded by themselves."""
+        both = zip(*(split_parts(one) for one in examples), strict=True)
+        batch, mismatched = (
+            self([row | _added(one, half) for row, one in zip(rows, examples, strict=True)])
+            for half, rows in enumerate(both)
+        )
+        desirable = torch.from_numpy(np.concatenate([one["desirable"] for one in examples]) > 0)
+        return batch | {"desirable": desirable} | {MISMATCHED + name: value for name, value in mismatched.items()}
+
+
+def _added(example: dict[str, np.ndarray], half: int) -> dict[str, np.ndarray]:
+    """Return what the task has added to one of the two rows of an example."""
+    return {name: values[half] for name, values in example.items() if name not in ROW_KEYS}

@@ -166,7 +166,7 @@ class PackingObstacles:
 
 
 # Why the packs of a kernel that keeps rows apart are not used for pairs of answers.
-PAIRS_ARE_PADDED = "pairs of answers are padded"
+PREFERENCES_ARE_PADDED = "rows of preference tasks are padded"
 IMAGES_ARE_PADDED = "rows with images are padded"
 
 

@@ -22,14 +22,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.arrow_rows import ROW_KEYS
 from unsloth_ddp.data.chat.tokenize import EncodedRow, encode_row
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
 from unsloth_ddp.data.images.files import ImageFiles
 from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.mismatched import join_mismatched
 from unsloth_ddp.data.order.packing import Packing
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows
-from unsloth_ddp.data.sources.formats import to_example
-from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
 from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
@@ -63,8 +64,8 @@ class TokenizedWindow:
 class StreamedWindows(IterableDataset[TokenizedWindow]):
     """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows.
 
-    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. With `images`, rows keep what is needed to
-    process their images.
+    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window. With `images`,
+    rows keep what is needed to process their images.
     """
 
     read: Callable[[], Iterable[SourceRow]]
@@ -75,6 +76,7 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
     seed: int
     drop: bool
     images: bool = False
+    join: Callable[[list[Unit]], list[Unit]] = list
     start: StreamPosition = FIRST
 
     def __iter__(self) -> Iterator[TokenizedWindow]:
@@ -100,13 +102,12 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
             except UserError as error:
                 return dataclasses.replace(window, problem=f"{row.location}: {error}")
             if not (self.drop and encoded.overlong) and not encoded.cuts_image:
-                columns = {"input_ids": encoded.input_ids, "labels": encoded.labels}
-                columns |= {"parts": encoded.parts} if encoded.parts else {}
+                columns = {name: values for name in ROW_KEYS if (values := getattr(encoded, name))}
                 unit: Unit = {name: np.array(values, dtype=np.int32) for name, values in columns.items()}
                 if self.images:
                     unit |= {"images": encoded.images, "rendered": encoded.rendered}
                 window.rows.append(unit)
-        return window
+        return dataclasses.replace(window, rows=self.join(window.rows))
 
 
 def _take(rows: Iterator[T], count: int) -> tuple[list[T], str | None]:
@@ -171,8 +172,10 @@ def streamed_windows(
             revision = revisions.get(source)
             yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
+    convert = converter(settings.task)
+
     def encode(row: SourceRow) -> EncodedRow:
-        example = to_pair(row.columns) if settings.trains_pairs else to_example(row.columns)
+        example = convert(row.columns)
         if example.images and processing is None:
             raise UserError(
                 "the row has images and none of the first rows has; move a row with an image to the beginning."
@@ -188,6 +191,7 @@ def streamed_windows(
         seed=seed,
         drop=settings.overlong == "drop",
         images=processing is not None,
+        join=functools.partial(join_mismatched, max_length=settings.max_length) if settings.task == "kto" else list,
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images.files import ImageFiles
-from unsloth_ddp.data.sources.formats import Example, to_example
-from unsloth_ddp.data.sources.preference import to_pair
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
 
@@ -21,7 +21,7 @@ def checked_rows(
     config: str | None = None,
     revision: str | None = None,
     *,
-    pairs: bool,
+    task: str,
     image_folder: str | None = None,
     streaming: bool = False,
     may_be_empty: bool = False,
@@ -29,17 +29,22 @@ def checked_rows(
     """Yield the location of each row of one source, and its example.
 
     Args:
-        pairs: whether the rows are pairs of answers.
+        task: --task, which says how a row is read.
         image_folder: where the images are that rows name by relative paths; by default beside the file.
 
     Raises:
         UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
             unless `may_be_empty`.
     """
-    location, files = "", ImageFiles.of(image_folder, [source] if is_file(source) else [])
+    files = ImageFiles.of(image_folder, [source] if is_file(source) else [])
+    location, convert = "", converter(task)
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
-            example = to_pair(columns) if pairs else to_example(columns)
+            example = convert(columns)
+            if example.images and task != "sft":
+                raise UserError(
+                    f"the row has images, which task {task} does not take; give --task sft, or remove them."
+                )
             example.images = [files.checked(image) for image in example.images]
         except UserError as error:
             raise UserError(f"{location}: {error}") from None
@@ -74,7 +79,7 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
             rows = checked_rows(
                 source,
                 "train",
-                pairs=settings.trains_pairs,
+                task=settings.task,
                 image_folder=settings.image_folder,
                 may_be_empty=source not in sources,
             )

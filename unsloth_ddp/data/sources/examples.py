@@ -50,7 +50,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
             settings.dataset_config,
             revisions,
             folder,
-            pairs=settings.trains_pairs,
+            task=settings.task,
             image_folder=settings.image_folder,
             streaming=settings.streaming,
         )
@@ -61,7 +61,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
                 settings.dataset_config,
                 revisions,
                 folder,
-                pairs=settings.trains_pairs,
+                task=settings.task,
                 image_folder=settings.image_folder,
             )
             evaluation.save_to_disk(folder / "examples_eval")
@@ -74,12 +74,12 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
 
 
 def held_out_examples(folder: Path, limit: int) -> list[Example]:
-    """Return the first `limit` evaluation examples."""
+    """Return the first `limit` evaluation examples, without answers that are labelled as undesirable."""
     path = folder / "examples_eval"
     if not limit or not path.exists():
         return []
-    rows = datasets.load_from_disk(path)
-    return [Example.from_json(row["example"]) for row in rows.select(range(min(limit, len(rows))))]
+    read = (Example.from_json(row["example"]) for row in datasets.load_from_disk(path))
+    return list(itertools.islice((one for one in read if one.desirable is not False), limit))
 
 
 def have_images(folder: Path) -> bool:
@@ -112,7 +112,7 @@ def _examples(
     revisions: dict[str, str],
     folder: Path,
     *,
-    pairs: bool,
+    task: str,
     image_folder: str | None,
     streaming: bool = False,
 ) -> datasets.Dataset:
@@ -138,7 +138,7 @@ def _examples(
                 split,
                 config,
                 revisions.get(source),
-                pairs=pairs,
+                task=task,
                 image_folder=image_folder,
                 streaming=streaming,
                 may_be_empty=may_be_empty,

@@ -55,7 +55,7 @@ class Example:
     supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
     parts of the messages that have several or an image, by the message's index; a part is text, or None for the next of the
     `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read. Of a pair (preference.py) this is the chosen answer after its prompt,
-    and `rejected` the other one.
+    and `rejected` the other one; of a labelled answer, `desirable` is its label.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -68,6 +68,7 @@ class Example:
     images: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list, compare=False, repr=False)
     rejected: Example | None = None
+    desirable: bool | None = None
 
     @classmethod
     def from_json(cls, text: str) -> Example:
@@ -123,11 +124,11 @@ def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
     """Refuse an answer that preference data marks as not to learn, as KTO's label and LLaMA-Factory's kto_tag do."""
     for name in ("label", "kto_tag"):
         # A CSV file holds text. Beside plain text, 0 is the number of a class.
-        undesired = ("false",) if columns == ("text",) else ("false", "0", "0.0")
+        undesired = ("false",) if columns == ("text",) else ("false", "0", "0.0", "undesirable")
         if str(row.get(name)).strip().lower() in undesired:
             raise UserError(
-                f"the row has {name} {str(row[name]).lower()}, which in KTO's format marks an answer not to learn; remove such "
-                "rows, or the column."
+                f"the row has {name} {str(row[name]).lower()}, which in KTO's format marks an answer not to learn; give --task "
+                "kto, or remove such rows, or the column."
             )
 
 

@@ -76,9 +76,13 @@ def _checksum_of_images(rows: TokenizedRows) -> str:
 
 
 def checksum_of_rows(rows: TokenizedRows) -> str:
-    """Return a checksum of every token id and label of the set, and of the borders in pairs."""
+    """Return a checksum of every token id and label of the set, and of borders in pairs and labels of answers."""
     digests = []
-    for name in ("input_ids", "labels", *(["parts"] if "parts" in rows.dataset.column_names else [])):
+    for name in (
+        "input_ids",
+        "labels",
+        *(name for name in ("parts", "desirable") if name in rows.dataset.column_names),
+    ):
         values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
         for chunk in rows.dataset.data.column(name).chunks:
             values.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False).data)

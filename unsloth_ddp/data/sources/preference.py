@@ -1,19 +1,30 @@
-"""Convert a row with a chosen and a rejected answer into a pair: two examples with the same prompt.
+"""Convert a row with a chosen and a rejected answer into a pair, and a row with a labelled answer into an example.
+
+A pair is two examples with the same prompt:
 
     prompt, chosen, rejected                  texts, or lists of messages (TRL)
     chosen, rejected                          whole conversations or texts, which begin with the same prompt (TRL, UltraFeedback)
     conversations or messages, and both       the prompt, and one answer each (LLaMA-Factory's ShareGPT form, axolotl)
     instruction or question, [input,] both    Alpaca (LLaMA-Factory), Intel's form (axolotl), with `history` if there is one
 
-The two answers may be named chosen_response and rejected_response. Each half becomes a row of formats.py, so that roles, tool
-calls, system prompts and texts are read and refused in the same way as in any other row.
+The two answers may be named chosen_response and rejected_response. A labelled answer has a column label or kto_tag:
+
+    prompt, completion                        texts, or lists of messages (TRL)
+    completion                                a whole conversation (axolotl's argilla_chat)
+    conversations or messages                 a whole conversation, whose last assistant turn is labelled (LLaMA-Factory)
+    instruction or question, [input,] output  Alpaca (LLaMA-Factory, axolotl), with `history` if there is one
+
+Each answer becomes a row of formats.py, so that roles, tool calls, system prompts and texts are read and refused in the same way
+as in any other row.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+from unsloth_ddp.config.task_options import PAIR_TASKS
 from unsloth_ddp.data.sources.formats import Example, alpaca_turns, messages_or_text, to_example
 from unsloth_ddp.data.sources.messages import read_sharegpt_turn
 from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missing, kind_of
@@ -28,6 +39,20 @@ ACCEPTED = (
     "chosen and rejected, with prompt, messages, conversations or instruction beside them, or as whole conversations"
 )
 
+# Columns of the label, its values, and names of the labelled answer.
+LABELS = ("label", "kto_tag")
+DESIRABLE = {"true": True, "1": True, "1.0": True, "desirable": True,
+             "false": False, "0": False, "0.0": False, "undesirable": False}  # fmt: skip
+LABELLED = ("completion", "output", "response")
+ACCEPTED_LABELLED = (
+    "label (true or false) beside prompt and completion, messages, conversations, or instruction and output"
+)
+
+
+def converter(task: str) -> Callable[[Any], Example]:
+    """Return the function that converts a row for a task."""
+    return to_labelled if task == "kto" else to_pair if task in PAIR_TASKS else to_example
+
 
 def to_pair(row: Any) -> Example:
     """Convert a row.
@@ -35,12 +60,7 @@ def to_pair(row: Any) -> Example:
     Raises:
         UserError: the row is no pair, or one of its answers cannot be read.
     """
-    if not isinstance(row, dict):
-        raise UserError(f"the row is {kind_of(row)}, not an object with columns; a pair has {ACCEPTED}.")
-    row = {name: value for name, value in row.items() if not is_missing(value)}
-    for other, name in RENAMED.items():
-        if other in row and name not in row:
-            row[name] = row.pop(other)
+    row = _renamed(row, f"a pair has {ACCEPTED}")
     if missing := [name for name in ANSWERS if name not in row]:
         raise UserError(_refusal(row, missing))
     halves = [_read(name, {**_rest(row), **half}) for name, half in zip(ANSWERS, _halves(row), strict=True)]
@@ -49,7 +69,79 @@ def to_pair(row: Any) -> Example:
     return dataclasses.replace(chosen, rejected=rejected)
 
 
+def to_labelled(row: Any) -> Example:
+    """Convert a row with an answer and its label.
+
+    Raises:
+        UserError: the row has no label, or its answer cannot be read.
+    """
+    row = _renamed(row, f"a labelled answer has {ACCEPTED_LABELLED}")
+    if "chosen" in row and "rejected" in row:
+        raise UserError("the row is a preference pair (chosen, rejected); give --task dpo.")
+    column = next((name for name in LABELS if name in row), None)
+    if column is None:
+        raise UserError(
+            f"the row has no label, which --task kto learns from; give it {ACCEPTED_LABELLED}, or learn all answers with --task sft."
+        )
+    desirable = DESIRABLE.get(str(row[column]).strip().lower())
+    if desirable is None:
+        raise UserError(
+            f"{column} is {str(row[column])[:50]!r}, and a label is true (desirable) or false (undesirable); correct it or remove "
+            "the row."
+        )
+    rest = {name: value for name, value in _rest(row).items() if name not in (*LABELS, *LABELLED)}
+    return dataclasses.replace(to_example({**rest, **_labelled_answer(row)}), desirable=desirable)
+
+
+def _labelled_answer(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the prompt and the completion of a labelled row."""
+    name = next((name for name in LABELLED if name in row), None)
+    answer = messages_or_text(row[name], name) if name else None
+    for column in ("conversations", "messages"):
+        if not is_empty(row.get(column)):
+            turns = _turns(as_list(row[column], column))
+            return (
+                _last_answer(turns) if answer is None else {"prompt": turns, "completion": _turns(_one_or_more(answer))}
+            )
+    if answer is None:
+        raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}.")
+    if "instruction" in row:
+        return {"prompt": alpaca_turns({**row, "output": ""})[:-1], "completion": _turns(_one_or_more(answer))}
+    if "prompt" not in row:
+        if isinstance(answer, list):
+            return _last_answer(_turns(answer))
+        raise UserError(f"the row has an answer and no prompt; it needs {ACCEPTED_LABELLED}.")
+    prompt = messages_or_text(row["prompt"], "prompt")
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return {"prompt": prompt, "completion": answer}
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _turns(_one_or_more(prompt))
+    return {"prompt": asked, "completion": _turns(_one_or_more(answer))}
+
+
+def _last_answer(turns: list[Any]) -> dict[str, Any]:
+    """Return a conversation as the prompt and its last assistant turn, which the label is about."""
+    answers = [i for i, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "assistant"]
+    if not answers:
+        raise UserError(
+            "the conversation has no assistant turn that the label could be about; add one or remove the row."
+        )
+    return {"prompt": turns[: answers[-1]], "completion": turns[answers[-1] :]}
+
+
+def _renamed(row: Any, needed: str) -> dict[str, Any]:
+    """Return the columns that have a value, by the names that are used here."""
+    if not isinstance(row, dict):
+        raise UserError(f"the row is {kind_of(row)}, not an object with columns; {needed}.")
+    row = {name: value for name, value in row.items() if not is_missing(value)}
+    for other, name in RENAMED.items():
+        if other in row and name not in row:
+            row[name] = row.pop(other)
+    return row
+
+
 def _refusal(row: dict[str, Any], missing: list[str]) -> str:
+    if any(label in row for label in LABELS) and len(missing) == 2:
+        return f"the row is one answer with a label, which --task kto learns from; a pair has {ACCEPTED}."
     if len(missing) == 1:
         return f"the row has no {missing[0]} answer beside the other; add it or remove the row."
     try:

@@ -108,14 +108,15 @@ def find_commit(name: str, kind: Literal["model", "dataset"], revision: str | No
     except HFValidationError:
         return None
     except Exception:  # the Hub's own errors, those of its HTTP client, and OfflineModeIsEnabled have no common class
-        return _cached_commit(name, revision or "main") if kind == "model" else None
+        return find_cached_commit(name, kind, revision or "main") if kind == "model" else None
 
 
-def _cached_commit(name: str, revision: str) -> str | None:
+def find_cached_commit(name: str, kind: str, revision: str) -> str | None:
+    """Return the commit of a branch or tag of a Hub repository in this machine's cache; None if it is not there."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
-    reference = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "refs" / revision
+    reference = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "refs" / revision
     try:
         commit = reference.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

@@ -136,9 +136,6 @@ def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
     """Refuse a name that matches no module or parameter, which PEFT ignores if another name matches, or an adapted head.
 
     A name matches if it is the end of the dotted path.
-
-    Raises:
-        UserError: naming the most similar module, or what to give for the output head.
     """
     modules = [f".{name}" for name, _ in model.named_modules()]
     for option in ("lora_target_modules", "lora_modules_to_save"):

@@ -34,11 +34,7 @@ JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", 
 
 
 def check_local_model(model: str, *, safetensors_only: bool) -> None:
-    """Refuse a local model folder that is incomplete; Hub ids are not checked.
-
-    Raises:
-        UserError: there is no such folder, or it is an adapter, has no config.json, or check_folder refuses it.
-    """
+    """Refuse a local model folder that is incomplete; Hub ids are not checked."""
     path = Path(model).expanduser()
     if not path.exists() and HUB_ID.fullmatch(model):
         return
@@ -57,11 +53,7 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
 
 
 def check_folder(folder: Path, *, safetensors_only: bool) -> None:
-    """Refuse a folder that cannot be loaded completely.
-
-    Raises:
-        UserError: naming the file and what is wrong with it.
-    """
+    """Refuse a folder that cannot be loaded completely."""
     for name in JSON_FILES:
         if (folder / name).is_file():
             _read_json(folder, name)
@@ -117,11 +109,7 @@ def _refuse_impossible_sizes(folder: Path, config: dict[str, Any], stored: dict[
 
 
 def check_adapter_file(folder: Path) -> None:
-    """Refuse an adapter whose file cannot be read or is shorter than its header says.
-
-    Raises:
-        UserError: naming the damage and where another copy may be.
-    """
+    """Refuse an adapter whose file cannot be read or is shorter than its header says."""
     from safetensors import SafetensorError, safe_open
 
     path = folder / ADAPTER_WEIGHTS
@@ -136,11 +124,7 @@ def check_adapter_file(folder: Path) -> None:
 
 
 def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> None:
-    """Refuse a model if some of its weights are not in its files, because they would be random.
-
-    Raises:
-        UserError: naming the first missing weight.
-    """
+    """Refuse a model if some of its weights are not in its files, because they would be random."""
     absent = sorted(missing) or [str(item[0] if isinstance(item, tuple) else item) for item in mismatched]
     if absent:
         raise UserError(

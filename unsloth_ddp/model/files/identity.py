@@ -36,7 +36,7 @@ def model_identity(settings: Settings) -> dict[str, str]:
     if not folder.is_dir():
         return {}
     found = {
-        name: _describe(folder, [path for pattern in patterns for path in folder.glob(pattern)])
+        name: describe_files(folder, [path for pattern in patterns for path in folder.glob(pattern)])
         for name, patterns in PARTS.items()
     }
     weights = weights_identity(folder)
@@ -50,10 +50,10 @@ def weights_identity(folder: Path) -> str | None:
         OSError: a file cannot be read.
     """
     files = weight_files(folder)
-    return _describe(folder, files) if files else None
+    return describe_files(folder, files) if files else None
 
 
-def _describe(folder: Path, paths: Iterable[Path]) -> str:
+def describe_files(folder: Path, paths: Iterable[Path]) -> str:
     """Return number, bytes and checksum of the files among `paths`, such as "2 files, 1,204 bytes, xxh3 8c1f..."."""
     files = sorted({path for path in paths if path.is_file()})
     sizes = [path.stat().st_size for path in files]

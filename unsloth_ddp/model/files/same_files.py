@@ -25,7 +25,7 @@ def check_same_files(settings: Settings, runtime: Runtime) -> None:
     Raises:
         UserError: on every rank, naming the file and the rank.
     """
-    everyones = runtime.gather(runtime.broadcast_from_node_main(lambda: describe_files(settings)))
+    everyones = runtime.gather(runtime.broadcast_from_node_main(lambda: describe_model(settings)))
     for rank, files in enumerate(everyones):
         if difference := first_difference(everyones[0], files):
             raise UserError(
@@ -34,7 +34,7 @@ def check_same_files(settings: Settings, runtime: Runtime) -> None:
             )
 
 
-def describe_files(settings: Settings) -> dict[str, str]:
+def describe_model(settings: Settings) -> dict[str, str]:
     """Return size and checksum of config.json and of each weight file (see _describe).
 
     The result is empty if the files are not on this machine; loading raises the error then.

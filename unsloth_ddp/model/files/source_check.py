@@ -22,9 +22,6 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
 
     Args:
         adapter: content of its adapter_config.json; None for a model that is not an adapter.
-
-    Raises:
-        UserError: naming the base model.
     """
     if adapter is None:
         return
@@ -59,9 +56,6 @@ def check_quantization(
 
     Args:
         config: content of the model's config.json; None if it cannot be read yet.
-
-    Raises:
-        UserError: naming the quantization and the alternative.
     """
     quantization = (config or {}).get("quantization_config")
     if not isinstance(quantization, dict):
@@ -89,11 +83,7 @@ def check_quantization(
 
 
 def check_source(settings: Settings, backend: str, sharding: Sharding = "none") -> None:
-    """Refuse an adapter or a model quantized in a way that cannot be trained, in a folder or on the Hub.
-
-    Raises:
-        UserError: see check_no_adapter and check_quantization.
-    """
+    """Refuse an adapter or a model quantized in a way that cannot be trained, in a folder or on the Hub."""
     model, revision = str(settings.model), settings.model_revision
     check_no_adapter(model, read_model_file(model, ADAPTER_FILE, revision))
     check_quantization(settings, backend, read_model_file(model, "config.json", revision), sharding)

@@ -151,11 +151,7 @@ def _dtype_of(path: Path, name: str) -> torch.dtype:
 
 
 def _add_tensors(folder: Path, tensors: dict[str, Path]) -> None:
-    """Add tensors to a model's weight files, in files of their own that the index lists.
-
-    Args:
-        tensors: name and file of each.
-    """
+    """Add tensors to a model's weight files, in files of their own that the index lists."""
     files = ModelFiles(folder, list(tensors), stem="base")
     try:
         for name, path in tensors.items():

@@ -50,11 +50,7 @@ def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that save_pretrained would write: no duplicates of tied weights, no keys to ignore on save.
-
-    Args:
-        tensors: parameters and buffers under all of their names.
-    """
+    """Return the tensors that save_pretrained would write: no duplicates of tied weights, no keys to ignore on save."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept: dict[int, str] = {}

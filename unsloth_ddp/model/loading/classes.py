@@ -42,10 +42,6 @@ def read_config(settings: Settings) -> Any:
 def model_class(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
     """Return the auto class of Transformers whose from_pretrained and from_config make the class that the config names.
 
-    Args:
-        name: of the model, for messages.
-        trust_remote_code: classes that come with the model may be used.
-
     Raises:
         UserError: the model is not a causal language model, with or without images.
     """
@@ -165,9 +161,6 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
     """Refuse a loaded model whose logits depend on later tokens, or that cannot be called with text alone.
 
     Two rows that differ in the last token are compared, in evaluation mode and without gradients.
-
-    Raises:
-        UserError: naming the class.
     """
     ids = torch.arange(CHECKED_TOKENS, device=model.device)[None] + 1
     ids = ids % model.get_input_embeddings().num_embeddings

@@ -26,13 +26,12 @@ from unsloth_ddp.model.adapter.experts import full_shape, stacked_experts
 from unsloth_ddp.model.adapter.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.model.files.check import check_complete, check_local_model
 from unsloth_ddp.model.files.download import download_model
-from unsloth_ddp.model.files.find import is_folder, model_folder
+from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.model.files.same_files import check_same_files
-from unsloth_ddp.model.files.source_check import check_source, read_model_file
+from unsloth_ddp.model.files.source_check import check_source
 from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config
-from unsloth_ddp.model.loading.whole_model import short_of_memory, tried_in_shards
 from unsloth_ddp.model.modules import DTYPES, name_present_layers
 from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.utils.errors import UserError, one_line
@@ -41,12 +40,7 @@ from unsloth_ddp.utils.panics import panics_raised
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:
-    """Refuse settings that this machine or backend cannot load, before anything is loaded.
-
-    Raises:
-        UserError: the model is an adapter, has no config.json or is quantized in a way that cannot be trained, or this
-            machine or backend does not support a method or option.
-    """
+    """Refuse settings that this machine or backend cannot load, before anything is loaded."""
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
     runtime.on_main(lambda: check_source(settings, runtime.backend, runtime.sharding))
     if settings.method == "qlora" and runtime.device_type == "cpu":
@@ -55,10 +49,6 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
     check_full_weights(settings.method, settings.full_weights, runtime.precision)
     check_fp8(settings, runtime)
-    if runtime.backend == "unsloth" and settings.trains_pairs:
-        raise UserError(
-            f"task {settings.task} needs log-probabilities, which Unsloth's fused loss does not return; use --backend transformers."
-        )
     asked = settings.attn_implementation
     if runtime.device_type == "cuda" and asked and "flash" in asked and torch.cuda.get_device_capability() < AMPERE:
         raise UserError(
@@ -82,9 +72,7 @@ def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -
     """
     runtime.on_main(lambda: check_class(settings))
     download_model(settings, runtime)
-    in_shards = loads_in_shards(
-        runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)
-    )
+    in_shards = loads_in_shards(runtime.sharding, runtime.backend)
     # No rank sends the frozen weights to the others, and with FSDP2 none at all. Of a Hub id every node has the same commit,
     # and Unsloth may load another repository than it names.
     read_by_ranks = runtime.ranks.nodes > 1 or runtime.sharding == "fsdp2"
@@ -100,11 +88,7 @@ def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -
 
 
 def check_class(settings: Settings) -> None:
-    """Refuse a model that is no causal language model, by its config.json; before its weights are downloaded.
-
-    Raises:
-        UserError: see model_class.
-    """
+    """Refuse a model that is no causal language model, by its config.json; before its weights are downloaded."""
     try:
         config = read_config(settings)
     except Exception as error:
@@ -114,25 +98,6 @@ def check_class(settings: Settings) -> None:
     model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
 
 
-def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
-    """Return whether Unsloth trains this model from shards: it does not fit on a GPU, and its type was tested.
-
-    Every rank calls this.
-    """
-    if runtime.backend != "unsloth" or runtime.sharding != "fsdp2" or short_of_memory(settings, runtime) is None:
-        return False
-
-    def tried() -> bool:
-        folder = model_folder(settings)
-        config = (read_model_file(str(folder), "config.json") if folder is not None else None) or {}
-        return tried_in_shards(
-            settings, str(config.get("model_type")), quantized="quantization_config" in config, copies=runtime.copies
-        )
-
-    # All ranks have to load in the same way; check_same_files finds out later whether nodes have different files.
-    return runtime.broadcast_from_main(tried)
-
-
 def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
     """Load model and tokenizer, without collectives.
 
@@ -140,10 +105,12 @@ def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: Devic
         also: see load_model.
         mesh: over which the weights are sharded while loading; None loads the whole model.
     """
-    load = _load_unsloth if runtime.backend == "unsloth" else _load_transformers
     try:
         with panics_raised():
-            model, tokenizer = load(settings, runtime, also, mesh)
+            if runtime.backend == "unsloth":
+                model, tokenizer = _load_unsloth(settings, runtime, also)
+            else:
+                model, tokenizer = _load_transformers(settings, runtime, also, mesh)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
@@ -230,61 +197,50 @@ def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
     return DTYPES[runtime.precision]
 
 
-def _load_unsloth(
-    settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None
-) -> tuple[Any, Any]:
+def _load_unsloth(settings: Settings, runtime: Runtime, also: Sequence[str]) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
-    from unsloth_ddp.model.loading import sharded_load, shards
-
     checkpointing = UNSLOTH_NAMES[loaded_with(runtime, settings)]
-    with contextlib.ExitStack() as stack:
-        if mesh is not None:
-            stack.enter_context(sharded_load.reading_shards(mesh, str(settings.model)))
-            stack.enter_context(sharded_load.patched_by_unsloth())
-        model, tokenizer = FastLanguageModel.from_pretrained(
-            model_name=str(settings.model),
-            revision=settings.model_revision,
-            max_seq_length=settings.max_length,
-            dtype=DTYPES[runtime.precision],
-            load_in_4bit=settings.method == "qlora",
-            full_finetuning=settings.method == "full",
-            float32_mixed_precision=settings.full_weights == "fp32" if settings.method == "full" else None,
-            use_gradient_checkpointing=checkpointing,
-            # An automatic device map would put every rank's model on the first GPU, or spread one model over all GPUs.
-            device_map=runtime.device_map,
-            # DDP averages gradients on the GPU, so the embedding must not stay in host memory.
-            offload_embedding=False,
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=safetensors_only(settings),
-        )
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=str(settings.model),
+        revision=settings.model_revision,
+        max_seq_length=settings.max_length,
+        dtype=DTYPES[runtime.precision],
+        load_in_4bit=settings.method == "qlora",
+        full_finetuning=settings.method == "full",
+        float32_mixed_precision=settings.full_weights == "fp32" if settings.method == "full" else None,
+        use_gradient_checkpointing=checkpointing,
+        # An automatic device map would put every rank's model on the first GPU, or spread one model over all GPUs.
+        device_map=runtime.device_map,
+        # DDP averages gradients on the GPU, so the embedding must not stay in host memory.
+        offload_embedding=False,
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=safetensors_only(settings),
+    )
     _check_class_of_unsloth(settings, model)
     name_present_layers(model)
     if settings.method != "full":
         check_module_names(settings, model)
         # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
         parts = {"finetune_vision_layers": True} if os.environ.get("UNSLOTH_USE_NEW_MODEL") == "1" else {}
-        with shards.copied_with_modules():
-            model = FastLanguageModel.get_peft_model(
-                model,
-                **parts,
-                r=settings.lora_r,
-                lora_alpha=settings.lora_alpha,
-                lora_dropout=settings.lora_dropout,
-                target_modules=target_modules(settings, model, also),
-                # With None, Unsloth would choose experts of an MoE model itself.
-                target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
-                modules_to_save=settings.lora_modules_to_save or None,
-                use_rslora=settings.use_rslora,
-                bias="none",
-                use_gradient_checkpointing=checkpointing,
-                random_state=settings.seed,
-            )
+        model = FastLanguageModel.get_peft_model(
+            model,
+            **parts,
+            r=settings.lora_r,
+            lora_alpha=settings.lora_alpha,
+            lora_dropout=settings.lora_dropout,
+            target_modules=target_modules(settings, model, also),
+            # With None, Unsloth would choose experts of an MoE model itself.
+            target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
+            modules_to_save=settings.lora_modules_to_save or None,
+            use_rslora=settings.use_rslora,
+            bias="none",
+            use_gradient_checkpointing=checkpointing,
+            random_state=settings.seed,
+        )
     if runtime.precision == "fp32":
         # Unsloth's trainer enables bf16 autocast for fp32 weights unless the model has this attribute.
         model._unsloth_forced_float32 = True
-    if mesh is not None:
-        model = sharded_load.wrap(model, mesh, runtime.precision, quantized=False)
     return model, getattr(tokenizer, "tokenizer", tokenizer)
 
 
@@ -376,11 +332,7 @@ def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
 
 
 def check_positions(settings: Settings, model: Any, longest: int) -> None:
-    """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE).
-
-    Raises:
-        UserError: naming both lengths.
-    """
+    """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE)."""
     config = model.config.get_text_config()
     known = getattr(config, "max_position_embeddings", None)
     if not known or longest <= known:

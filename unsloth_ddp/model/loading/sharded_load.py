@@ -15,14 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
@@ -100,45 +99,6 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def patched_by_unsloth() -> Iterator[None]:
-    """Make Unsloth's patching work inside the block for a model whose weights are DTensors.
-
-    Unsloth compares the addresses of embedding and output head, and treats them as tied if they are equal. All DTensors
-    have the address 0, so the output head would be lost.
-    """
-    from unsloth import tokenizer_utils
-
-    def address(tensor: DTensor) -> int:
-        return tensor.to_local().data_ptr()
-
-    # Inherited from Tensor otherwise.
-    DTensor.data_ptr = address  # type: ignore[method-assign, assignment]
-    try:
-        # It zeroes the embedding of the padding token, which does not work on a shard. Padded positions are masked anyway.
-        with _replaced(tokenizer_utils, "zero_pad_embedding_rows", lambda *_: None):
-            yield
-    finally:
-        del DTensor.data_ptr
-
-
-@contextlib.contextmanager
-def trained_by_unsloth(model: Any, backend: str) -> Iterator[None]:
-    """Make Unsloth's trainer accept a model whose weights are DTensors inside the block; do nothing for other models.
-
-    The trainer searches for tokens whose embedding was never trained, in inference mode, in which DTensors cannot be
-    sliced. It would set them to the mean of the others, or refuse rows with them if the embedding is frozen. The
-    transformers backend does neither.
-    """
-    if backend != "unsloth" or not isinstance(model, FSDPModule):
-        yield
-        return
-    # Unsloth has imported this module, and its trainer looks the function up there.
-    tokenizer_utils = sys.modules["unsloth_zoo.tokenizer_utils"]
-    with _replaced(tokenizer_utils, "fix_untrained_tokens", lambda *_, **__: None):
-        yield
-
-
 def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
     """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
 
@@ -148,7 +108,6 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     Raises:
         UserError: FSDP2 cannot wrap this model.
     """
-    # Imported here, because Unsloth replaces it to keep its LoRA kernels when FSDP2 gathers whole blocks.
     from accelerate.accelerator import fsdp2_prepare_model
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -239,11 +198,7 @@ def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> N
 
 
 def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:
-    """Refuse a shard that does not fit on this process's device.
-
-    Raises:
-        UserError: naming the bytes of the shard and of the device.
-    """
+    """Refuse a shard that does not fit on this process's device."""
     if mesh.device_type != "cuda":
         return
     free, total = torch.cuda.mem_get_info()

@@ -25,9 +25,6 @@ def check_trust(settings: Settings, *, trusted: bool) -> None:
     """Refuse to run the Python code of a run's base model without a new --trust_remote_code.
 
     The run's folder, and so its settings, may come from someone else.
-
-    Raises:
-        UserError: the run was trained with --trust_remote_code, and `trusted` is not set.
     """
     if settings.trust_remote_code and not trusted:
         raise UserError(
@@ -37,11 +34,7 @@ def check_trust(settings: Settings, *, trusted: bool) -> None:
 
 
 def check_trained(settings: Settings, trained: Path) -> None:
-    """Refuse a base model, an adapter or a trained model with missing or damaged files; nothing is loaded.
-
-    Raises:
-        UserError: naming the file that is missing or broken.
-    """
+    """Refuse a base model, an adapter or a trained model with missing or damaged files; nothing is loaded."""
     if settings.method == "full":
         check_local_model(str(trained), safetensors_only=True)
         return
@@ -56,10 +49,6 @@ def check_trained(settings: Settings, trained: Path) -> None:
 
 def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
     """Return the trained model on this process's device, ready to generate.
-
-    Args:
-        settings: of the run.
-        trained: the folder with the adapter or model that the run wrote.
 
     Raises:
         UserError: the model needs a GPU and there is none, or it cannot be loaded.
@@ -88,11 +77,7 @@ def load_base(settings: Settings, runtime: Runtime) -> Any:
 
 
 def _load(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> Any:
-    """Return the model of `settings` as for training: with a new adapter unless the method is full.
-
-    Args:
-        also: further modules with an adapter.
-    """
+    """Return the model of `settings` as for training: with a new adapter unless the method is full."""
     weights: Literal["fp32", "bf16"] = "fp32" if runtime.precision == "fp32" else "bf16"
     # The run's folder has the tokenizer with its template, so the template's file may be gone.
     # Generation uses the 16-bit weights, not those of --fp8. The run's attention kernel may need a GPU.

@@ -10,41 +10,31 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.find import is_folder, model_folder, safetensors_files
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.memory_limits import BYTES_PACKED, FILLED
 from unsloth_ddp.utils.units import shown_bytes
 
-# Model types that benchmarks/correctness/unsloth_shards.py trained from shards with Unsloth.
-TRIED_IN_SHARDS = ("llama", "qwen3")
-
 
 def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
-    """With FSDP2 and --backend auto, replace Unsloth by Transformers if the whole model does not fit on every GPU.
+    """With FSDP2, replace Unsloth by Transformers if the whole model does not fit on every GPU.
 
     Every rank calls this, before the backend is imported. A model of unknown size keeps Unsloth.
+
+    Raises:
+        UserError: the user asks for Unsloth.
     """
-    if runtime.sharding != "fsdp2" or runtime.backend != "unsloth" or settings.backend != "auto":
+    if runtime.sharding != "fsdp2" or runtime.backend != "unsloth":
         return
-    short = short_of_memory(settings, runtime)
-    if short is None:
-        return
-    runtime.use_backend("transformers")
-    if runtime.ranks.is_main:
-        needed, room = map(shown_bytes, short)
-        print(
-            f"Using backend transformers, which loads model {settings.model} in shards: Unsloth would load it whole, which "
-            f"takes {needed}, and a GPU has {room}.",
-            flush=True,
-        )
-
-
-def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | None:
-    """Return (bytes to load the whole model, bytes of the smallest GPU) if it does not fit; None if it fits.
-
-    Every rank calls this. A model of unknown size is assumed to fit.
-    """
     room = min(runtime.gather(gpu_bytes()))
     needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
-    return None if needed is None or needed <= FILLED * room else (needed, room)
+    if needed is None or needed <= FILLED * room:
+        return
+    why = f"Unsloth would load it whole, which takes {shown_bytes(needed)}, and a GPU has {shown_bytes(room)}"
+    if settings.backend == "unsloth":
+        raise UserError(f"model {settings.model}: {why}; give --backend transformers, which loads it in shards.")
+    runtime.backend = "transformers"
+    if runtime.ranks.is_main:
+        print(f"Using backend transformers, which loads model {settings.model} in shards: {why}.", flush=True)
 
 
 def gpu_bytes() -> int:
@@ -52,20 +42,6 @@ def gpu_bytes() -> int:
     import torch
 
     return int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
-
-
-def tried_in_shards(settings: Settings, model_type: str, *, quantized: bool, copies: int = 1) -> bool:
-    """Return whether training such a model from shards with Unsloth was tested: plain LoRA on TRIED_IN_SHARDS.
-
-    Args:
-        model_type: from the model's config.json.
-        quantized: whether the model's files are quantized.
-        copies: number of replicas with hybrid sharding.
-    """
-    plain = settings.method == "lora" and not (
-        settings.fp8 or settings.lora_modules_to_save or settings.lora_target_parameters or copies > 1
-    )
-    return plain and model_type in TRIED_IN_SHARDS and not quantized
 
 
 def bytes_while_loading(settings: Settings, parts: int) -> int | None:

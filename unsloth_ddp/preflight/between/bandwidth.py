@@ -148,7 +148,7 @@ def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
 def find_blockers(checks: Sequence[Check]) -> list[str]:
     """Return the failures with which a process group would hang or its measurement mean nothing."""
     names = {"arrived", "host name", "master address", "network interface"}
-    names |= {"GPUs", "same GPUs", "one GPU a rank", "driver and CUDA"}
+    names |= {"GPUs", "same GPUs", "one GPU a rank"}
     blocking = [c for c in checks if c.verdict == "failure" and (c.name in names or c.name.startswith("answers: "))]
     different = [c for c in checks if c.verdict == "failure" and c.name in ("version of torch", "version of nccl")]
     return [c.name for c in (*blocking, *different)]

@@ -12,7 +12,6 @@ from unsloth_ddp.preflight.checks import Check, Verdict, merge_checks, name_node
 from unsloth_ddp.preflight.node.disks import output_folder
 from unsloth_ddp.preflight.node.machine import list_gpus
 from unsloth_ddp.utils.errors import one_line
-from unsloth_ddp.utils.units import shown_bytes
 
 # Packages that only log or convert; every other one decides what a run computes or how ranks communicate.
 LOGGING_PACKAGES = ("tensorboard", "nbconvert")
@@ -46,24 +45,16 @@ def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
     return rows
 
 
-def compare_code(by_node: Mapping[int, Mapping[str, str]]) -> Check:
-    """Compare the kit itself: the `hash` of its files decides, the `commit` is shown beside it."""
-    shown = {node: f"{c['commit']} (files {c['hash'][:8]})" for node, c in sorted(by_node.items())}
-    if len({c["hash"] for c in by_node.values()}) > 1:
+def compare_code(by_node: Mapping[int, str]) -> Check:
+    """Compare the checksum of the kit's files."""
+    shown = {node: f"files {checksum[:10]}" for node, checksum in sorted(by_node.items())}
+    if len(set(shown.values())) > 1:
         return Check("kit", shown, "failure", "The nodes run different code: check out the same commit on every node.")
-    if len({c["commit"] for c in by_node.values()}) > 1:
-        return Check(
-            "kit", shown, "warning", "The kit's files are the same, but the commits differ; check out the same one."
-        )
     return Check("kit", shown)
 
 
 def compare_settings(by_node: Mapping[int, Mapping[str, Any]], paths: Sequence[str]) -> Check:
-    """Compare every option of the run; only paths may differ, since the content of files is compared too.
-
-    Args:
-        paths: options that name files or folders.
-    """
+    """Compare every option of the run; only paths may differ, since the content of files is compared too."""
     flat = {node: flatten_options(options) for node, options in by_node.items()}
     names = sorted({name for options in flat.values() for name in options})
     differing = [name for name in names if len({options.get(name) for options in flat.values()}) > 1]
@@ -104,48 +95,45 @@ def compare_files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any
     """Compare files by content: one row for all that agree, one for each that differs or is missing.
 
     Args:
-        by_node: for each node, label -> {"bytes", "digest"}, {"missing": path} or {"hub": commit or None}.
+        by_node: for each node, label -> {"content": text}, {"missing": path}, {"refused": reason} or {"hub": commit or None}.
         what: the word for these files in the remedy.
     """
-    labels = list(dict.fromkeys(label for found in by_node.values() for label in found))
     rows, alike = [], []
-    for label in labels:
+    for label in dict.fromkeys(label for found in by_node.values() for label in found):
         entries = {node: by_node[node].get(label, {"missing": label}) for node in sorted(by_node)}
         shown = {node: describe_file(entry) for node, entry in entries.items()}
         missing = [node for node, entry in entries.items() if "missing" in entry]
-        kinds = {json.dumps(e, sort_keys=True) for e in entries.values()}
-        if missing:
+        refused = [entry["refused"] for entry in entries.values() if "refused" in entry]
+        verdict: Verdict = "failure"
+        if refused:
+            remedy = refused[0]
+        elif missing:
             remedy = (
                 f"{label} is missing on {name_nodes(missing)}: copy it there, or keep it in a folder all nodes share."
             )
             if len(missing) == len(by_node):
                 remedy = f"{label} is missing: give a path that exists with --{what}."
-            rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
-        elif len(kinds) == 1:
-            alike.append(f"{label} {describe_file(next(iter(entries.values())))}")
-        elif all("hub" in entry for entry in entries.values()):
-            remedy = f"The nodes' caches hold different commits of this {what}: remove the older, or pin a revision."
-            verdict: Verdict = "warning" if any(e["hub"] is None for e in entries.values()) else "failure"
-            if verdict == "warning":
-                remedy = f"Some nodes still have to download this {what}: pin a revision, or download it on every node."
-            rows.append(Check(f"{name}: {label}", shown, verdict, remedy))
-        else:
+        elif len(set(shown.values())) == 1:
+            alike.append(f"{label} {shown[min(shown)]}")
+            continue
+        elif any("content" in entry for entry in entries.values()):
             remedy = f"The nodes would train on different {what}s: copy the same files to every node."
-            rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
+        elif any(entry["hub"] is None for entry in entries.values()):
+            verdict = "warning"
+            remedy = f"Some nodes still have to download this {what}: pin a revision, or download it on every node."
+        else:
+            remedy = f"The nodes' caches hold different commits of this {what}: remove the older, or pin a revision."
+        rows.append(Check(f"{name}: {label}", shown, verdict, remedy))
     if alike:
         rows.insert(0, Check(name, dict.fromkeys(sorted(by_node), ", ".join(alike))))
     return rows
 
 
 def describe_file(entry: Mapping[str, Any]) -> str:
-    """Return a file's size and the beginning of its checksum."""
-    if "missing" in entry:
-        return "missing"
+    """Return what a node has of a file or a Hub source."""
     if "hub" in entry:
         return f"from the Hub, commit {entry['hub'][:10]} in the cache" if entry["hub"] else "from the Hub, not cached"
-    sampled = " (sampled)" if entry.get("sampled") else ""
-    digest = f" {entry['digest'][:10]}" if entry.get("digest") else ""
-    return f"{shown_bytes(entry['bytes'])}{digest}{sampled}"
+    return str(entry.get("content") or ("missing" if "missing" in entry else "refused"))
 
 
 def compare_variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
@@ -188,12 +176,7 @@ def compare_gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
 
 
 def check_one_gpu_per_rank(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
-    """Check that no two ranks use one GPU, which NCCL refuses.
-
-    Args:
-        uuids: the GPU of each rank that has one.
-        node_of: the node of each rank.
-    """
+    """Check that no two ranks use one GPU, which NCCL refuses."""
     by_gpu: dict[str, list[int]] = {}
     for rank, uuid in sorted(uuids.items()):
         by_gpu.setdefault(uuid, []).append(rank)
@@ -248,11 +231,6 @@ def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: boo
 # ---- the reports of all nodes ----
 
 
-def decode_check(values: Mapping[str, Any]) -> Check:
-    """Return a Check that has been through JSON, where keys are text."""
-    return Check(**{**values, "values": {int(n): text for n, text in values["values"].items()}})
-
-
 def compare_reports(
     reports: Reports, gpus: Mapping[int, str], local_world_size: int, *, cpu: bool, settings: Settings, sharded: bool
 ) -> list[Check]:
@@ -263,7 +241,14 @@ def compare_reports(
         cpu: the run is on the CPU.
         sharded: every rank writes its part of a checkpoint.
     """
-    rows = merge_checks([decode_check(check) for report in reports.values() for check in report["checks"]])
+    # JSON has made text of the nodes' numbers.
+    rows = merge_checks(
+        [
+            Check(**{**check, "values": {int(node): text for node, text in check["values"].items()}})
+            for report in reports.values()
+            for check in report["checks"]
+        ]
+    )
     identities = {number: report["identity"] for number, report in reports.items()}
 
     def compare(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]], row: str = "") -> list[Check]:

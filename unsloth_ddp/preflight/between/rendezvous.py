@@ -41,11 +41,6 @@ class RendezvousError(Exception):
     """The store on node 0 does not answer (any more), or holds a value that no process of this job sent."""
 
 
-def uses_agent_store() -> bool:
-    """Return whether the launcher's own store listens at MASTER_ADDR:MASTER_PORT."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def hosts_store(process: ProcessInfo, master_is_here: bool) -> bool:
     """Return whether this process has to listen.
 
@@ -53,7 +48,8 @@ def hosts_store(process: ProcessInfo, master_is_here: bool) -> bool:
     """
     if process.ranks.rank != 0:
         return False
-    return not uses_agent_store() if process.launched else master_is_here
+    # Below a launcher its own store may listen at MASTER_ADDR:MASTER_PORT.
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" if process.launched else master_is_here
 
 
 def wait_for_port(host: str, port: int, seconds: float) -> str:

@@ -159,11 +159,6 @@ def adapter_parameters(config: Mapping[str, Any], parameters: int, r: int, saved
     return int(2 * r * parameters / (hidden or 1024)) + saved_modules * (vocabulary or 0) * (hidden or 0)
 
 
-def estimate_cache_bytes(data_bytes: int) -> int:
-    """Estimate the bytes in the datasets cache: reading, formatting and tokenizing each keep their result to the end."""
-    return 4 * data_bytes + 256 * MIB
-
-
 # ---- whether the nodes see one output folder: node 0 writes a file there and the others look for it ----
 
 

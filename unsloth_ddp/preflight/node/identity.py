@@ -6,20 +6,22 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources.revisions import COMMIT, find_cached_commit
 from unsloth_ddp.data.sources.rows import is_file
-from unsloth_ddp.model.files.find import weight_bytes
+from unsloth_ddp.model.files.find import TOKENIZER
+from unsloth_ddp.model.files.identity import describe_files
+from unsloth_ddp.model.files.same_files import describe_model
 from unsloth_ddp.preflight.between.cross_node import SECRET
 from unsloth_ddp.preflight.checks import run_with_limit
-from unsloth_ddp.utils.errors import one_line
-from unsloth_ddp.utils.units import GIB, MIB
-from unsloth_ddp.utils.versions import KIT, PACKAGES, kit_checksum, versions
+from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.units import shown_bytes
+from unsloth_ddp.utils.versions import PACKAGES, kit_checksum, versions
 
 OTHER_PACKAGES = ("bitsandbytes", "deepspeed", "tensorboard", "nbconvert")
 FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_", "UNSLOTH_")
@@ -29,31 +31,19 @@ FLAGS = (
 )  # fmt: skip
 # These belong to one node: the place of its caches, and the launcher's file for the exit code.
 NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
-TOKENIZER_FILES = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model",
-)  # fmt: skip
-
-# Hashing this many bytes takes about ten seconds of one core; a larger file is compared by samples.
-READ_WHOLE = 4 * GIB
-SAMPLES = 512
 
 
 def collect_identity(
     settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = (), seconds: float = 200
 ) -> dict[str, Any]:
-    """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`.
-
-    Args:
-        gpus: the GPUs that machine.read_gpus returned.
-        seconds: time limit of all parts together.
-    """
+    """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`."""
     deadline = time.monotonic() + seconds
-    parts = {
+    parts: dict[str, Callable[[], Any]] = {
         "versions": read_versions,
-        "code": hash_kit,
+        "code": kit_checksum,
         "settings": lambda: hide_secrets(settings),
-        "data": lambda: hash_data_files(settings),
-        "model": lambda: hash_model_files(settings),
+        "data": lambda: describe_data(settings),
+        "model": lambda: describe_model_files(settings),
         "flags": lambda: read_variables(environ),
         "gpus": lambda: list(gpus),
     }
@@ -88,26 +78,6 @@ def read_versions() -> dict[str, str]:
     return found
 
 
-def hash_kit(root: Path = KIT) -> dict[str, str]:
-    """`hash` of the kit's Python files and configs, and the git commit they are from (+dirty: with changes)."""
-    return {"hash": kit_checksum(root), "commit": git_commit(root.parent)}
-
-
-def git_commit(folder: Path) -> str:
-    """Return the commit, such as `1a2b3c4d5e`, with +dirty for changed files; `no git` outside a repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short=10", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return "no git"
-    return commit + ("+dirty" if changed else "")
-
-
 def read_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables that decide how ranks communicate and compute."""
     return {
@@ -117,7 +87,7 @@ def read_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def hash_data_files(settings: Settings) -> dict[str, dict[str, Any]]:
+def describe_data(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return an entry for every source of rows, by option and position, and for the chat template's file."""
     found = {}
     for option in ("dataset", "eval_dataset"):
@@ -128,63 +98,44 @@ def hash_data_files(settings: Settings) -> dict[str, dict[str, Any]]:
             if not is_file(source):
                 found[label] = read_hub_commit(source, "dataset")
             elif settings.streaming and option == "dataset" and path.is_dir():
-                found[label] = hash_folder(path)
+                found[label] = {"content": _describe_names(path)}
             else:
-                found[label] = hash_file(path)
-    if settings.chat_template and settings.chat_template != "chatml":
-        found["chat_template"] = hash_file(Path(settings.chat_template).expanduser())
+                found[label] = _describe_file(path)
+    if settings.chat_template and settings.chat_template not in ("chatml", "training"):
+        found["chat_template"] = _describe_file(Path(settings.chat_template).expanduser())
     return found
 
 
-def hash_model_files(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return checksums of config.json and tokenizer files and the bytes of the weights; a Hub model's commit."""
-    path = Path(str(settings.model)).expanduser()
+def describe_model_files(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return an entry for config, tokenizer and each weight file of a local model; a Hub model's commit."""
+    name = str(settings.model)
+    path = Path(name).expanduser()
     if not path.is_dir():
-        return {
-            "model": {"missing": str(path)}
-            if is_file(str(settings.model))
-            else read_hub_commit(str(settings.model), "model", settings.model_revision)
-        }
-    names: Iterable[Path] = {path / "config.json", *(f for pattern in TOKENIZER_FILES for f in path.glob(pattern))}
-    found = {file.name: hash_file(file) for file in sorted(names)}
-    found["weights"] = {"bytes": weight_bytes(path)}
-    return found
+        missing = {"missing": str(path)}
+        return {"model": missing if is_file(name) else read_hub_commit(name, "model", settings.model_revision)}
+    try:
+        found = {file: {"content": described} for file, described in describe_model(settings).items()}
+    except UserError as error:
+        return {"model": {"refused": str(error)}}
+    tokenizer = [file for pattern in TOKENIZER for file in path.glob(pattern)]
+    return {**found, "tokenizer": {"content": describe_files(path, tokenizer)}}
 
 
-def hash_file(path: Path) -> dict[str, Any]:
-    """Return a file's bytes and SHA-256; for a very large file, the SHA-256 of evenly spread samples."""
-    if not path.is_file():
-        return {"missing": str(path)}
-    length = path.stat().st_size
-    with path.open("rb") as file:
-        if length <= READ_WHOLE:
-            return {"bytes": length, "digest": hashlib.file_digest(file, "sha256").hexdigest()}
-        digest = hashlib.sha256()
-        for number in range(SAMPLES):
-            file.seek((length - MIB) * number // (SAMPLES - 1))
-            digest.update(file.read(MIB))
-    return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
+def _describe_file(path: Path) -> dict[str, Any]:
+    return {"content": describe_files(path.parent, [path])} if path.is_file() else {"missing": str(path)}
 
 
-def hash_folder(folder: Path) -> dict[str, Any]:
-    """Return a folder's bytes and the SHA-256 of its files' names and sizes, since streamed data is too large to read."""
+def _describe_names(folder: Path) -> str:
+    """Return the bytes of a folder, and a checksum of its files' names and sizes: streamed data is too large to read."""
     digest, length = hashlib.sha256(), 0
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
         length += size
-    return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
+    return f"{shown_bytes(length)}, names and sizes {digest.hexdigest()[:10]}"
 
 
 def read_hub_commit(name: str, kind: str, revision: str | None = None) -> dict[str, Any]:
     """Return the commit of a Hub model or dataset in the cache; None when it is not cached."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
-    if revision and (folder / "snapshots" / revision).is_dir():
-        return {"hub": revision}
-    try:
-        return {"hub": (folder / "refs" / (revision or "main")).read_text().strip()}
-    except OSError:
-        return {"hub": None}
+    given = revision if revision and COMMIT.fullmatch(revision) else None
+    return {"hub": given or find_cached_commit(name, kind, revision or "main")}

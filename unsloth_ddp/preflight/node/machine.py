@@ -1,10 +1,7 @@
-"""Read and check one node's clock, shared memory, GPUs and driver; works with torch 2.11 to 2.14."""
+"""Read and check one node's shared memory and GPUs; works with torch 2.11 to 2.14."""
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,26 +13,7 @@ from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 # Containers get 64 MB by default; NCCL and data loaders need more.
 SHARED_MEMORY_WANTED = GIB
-# Seconds of the kernel's own error bound, above which systemd too calls a clock unsynchronised.
-CLOCK_ERROR_LIMIT = 16.0
 GPU_SECONDS = 60
-SMI_SECONDS = 20
-
-
-def check_clock(error_seconds: float | None, nodes: int) -> Finding:
-    """Check that NTP keeps the kernel's clock.
-
-    Args:
-        error_seconds: the kernel's bound on its error; None where it cannot be read.
-    """
-    if error_seconds is None:
-        return Finding("not known whether synchronised")
-    if error_seconds < CLOCK_ERROR_LIMIT:
-        return Finding("synchronised")
-    if nodes == 1:
-        return Finding("not synchronised")
-    remedy = "Start chrony, ntpd or systemd-timesyncd: nodes whose clocks differ disagree on which file is newer."
-    return warning("not synchronised", remedy)
 
 
 def check_shared_memory(free: int, total: int, processes: int, gpu: bool) -> Finding:
@@ -131,45 +109,7 @@ def list_gpus(devices: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 
-def check_driver(driver_version: str | None, driver_cuda: int | None, torch_cuda: str | None) -> Finding:
-    """Check that the driver supports the CUDA version that torch was built for.
-
-    Within one major version of CUDA a newer toolkit runs on an older driver, but code compiled at run time (Triton)
-    may not (docs.nvidia.com/deploy/cuda-compatibility).
-
-    Args:
-        driver_cuda: the newest CUDA of the driver as cuDriverGetVersion gives it: 12080 for 12.8.
-        torch_cuda: torch.version.cuda: "12.8"; None for a build without CUDA.
-    """
-    if torch_cuda is None:
-        remedy = "This torch was built without CUDA; install the kit's own with uv sync."
-        return failure("torch without CUDA", remedy)
-    if driver_cuda is None:
-        return warning(f"torch for CUDA {torch_cuda}; the driver's is not known", "Run nvidia-smi.")
-    newest = (driver_cuda // 1000, driver_cuda % 1000 // 10)
-    built = tuple(int(part) for part in torch_cuda.split(".")[:2])
-    known = f"driver {driver_version}, " if driver_version else ""
-    shown = f"{known}up to CUDA {newest[0]}.{newest[1]}; torch for CUDA {torch_cuda}"
-    if newest[0] < built[0]:
-        remedy = f"Update the driver to one for CUDA {built[0]}, or install a torch built for CUDA {newest[0]}."
-        return failure(shown, remedy)
-    if newest < built:
-        remedy = "Mostly works within one major version; if kernels fail to compile or load, update the driver."
-        return warning(shown, remedy)
-    return Finding(shown)
-
-
 # ---- what is read ----
-
-
-def read_clock_error() -> float | None:
-    """Return the kernel's bound on its clock's error in seconds (adjtimex(2), no rights needed); None if not available."""
-    buffer = ctypes.create_string_buffer(512)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "adjtimex") or libc.adjtimex(buffer) < 0 or sys.maxsize < 2**32:
-        return None
-    # struct timex on 64 bit: int modes, padding, then longs: offset, freq, maxerror (microseconds).
-    return ctypes.c_long.from_buffer(buffer, 24).value / 1e6
 
 
 def read_gpus(cpu: bool) -> tuple[list[dict[str, Any]], str]:
@@ -204,23 +144,3 @@ def query_gpus() -> tuple[list[dict[str, Any]], str]:
             }
         )
     return devices, ""
-
-
-def read_driver_version() -> str | None:
-    """Return the driver's version from nvidia-smi; None where that fails."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()[0] if done.stdout.split() else None
-
-
-def read_driver_cuda() -> int | None:
-    """Return the newest CUDA version that the driver supports, 12080 for 12.8; None without a driver."""
-    version = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else version.value

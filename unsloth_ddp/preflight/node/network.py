@@ -135,12 +135,7 @@ def matches(wanted: str, name: str) -> bool:
 def check_network_interface(
     interfaces: Sequence[Interface], by_route: str | None, wanted: Mapping[str, str], nodes: int
 ) -> Finding:
-    """Check the network interface between the nodes.
-
-    Args:
-        by_route: the interface of the route to MASTER_ADDR.
-        wanted: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set.
-    """
+    """Check the network interface between the nodes."""
     if nodes == 1:
         return Finding("not needed for one node")
     shown: list[str] = []
@@ -231,14 +226,9 @@ def read_interfaces() -> list[Interface]:
     return found
 
 
-def read_addresses() -> set[str]:
-    """Return every address of this machine."""
-    return {address for interface in read_interfaces() for address in interface.addresses}
-
-
 def is_here(addresses: list[str]) -> bool:
     """Return whether one of these addresses belongs to this machine."""
-    own = read_addresses()
+    own = {address for interface in read_interfaces() for address in interface.addresses}
     return any(address in own or is_loopback(address) for address in addresses)
 
 

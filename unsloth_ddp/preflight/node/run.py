@@ -26,12 +26,12 @@ from unsloth_ddp.preflight.checks import CHECK_SECONDS, Check, Finding, failure,
 from unsloth_ddp.preflight.job import ProcessInfo, check_node_rank
 from unsloth_ddp.preflight.node import disks, machine, network
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.units import counted
+from unsloth_ddp.utils.units import MIB, counted
 
 # Rows of every file that are read; a .json file has to be read to its end for them.
 FIRST_ROWS = 100
 # Of checks that may take longer than others.
-SECONDS = {"rows": 60, "driver and CUDA": 60}
+SECONDS = {"rows": 60}
 
 
 def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Check]:
@@ -70,11 +70,7 @@ def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Che
 
 @dataclass(frozen=True)
 class MachineChecks:
-    """The checks of this node's clock, disks, shared memory, GPUs, sharding and driver.
-
-    Args:
-        devices, reason: the result of machine.read_gpus.
-    """
+    """The checks of this node's disks, rows, shared memory, GPUs, precision and sharding."""
 
     process: ProcessInfo
     settings: Settings
@@ -95,7 +91,6 @@ class MachineChecks:
     def run(self) -> list[Check]:
         """Run the checks one after the other."""
         checks: dict[str, Callable[[], Finding]] = {
-            "clock": lambda: machine.check_clock(machine.read_clock_error(), self.process.nodes),
             "output folder": self._output,
             "compiled cache": self._temporary,
             "datasets cache": self._cache,
@@ -104,10 +99,7 @@ class MachineChecks:
             "GPUs": self._gpus,
             "precision": self._precision,
             "sharding": self._sharding,
-            "driver and CUDA": self._driver,
         }
-        if self.cpu or not (self.devices or has_nvidia()):
-            del checks["driver and CUDA"]
         node = self.process.node_rank
         return [run_check(name, node, check, SECONDS.get(name, CHECK_SECONDS)) for name, check in checks.items()]
 
@@ -126,7 +118,8 @@ class MachineChecks:
         return disks.check_folder(folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR")
 
     def _cache(self) -> Finding:
-        needed = disks.estimate_cache_bytes(sum(disks.read_data_sizes(self.settings)))
+        # Reading, formatting and tokenizing each keep their result to the end.
+        needed = 4 * sum(disks.read_data_sizes(self.settings)) + 256 * MIB
         folder = disks.probe(disks.find_datasets_cache(self.environ))
         return disks.check_folder(folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
 
@@ -148,11 +141,6 @@ class MachineChecks:
             processes=self.processes,
             visible=visible,
         )
-
-    def _driver(self) -> Finding:
-        import torch
-
-        return machine.check_driver(machine.read_driver_version(), machine.read_driver_cuda(), torch.version.cuda)
 
     def _precision(self) -> Finding:
         used = [] if self.cpu else self.devices

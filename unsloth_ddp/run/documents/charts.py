@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Point = tuple[float, float]
 WIDTH, HEIGHT = 560, 250
@@ -17,24 +17,14 @@ MOST_POINTS = 200
 MARKED_POINTS = 12
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a chart: its name, and its points by rising x; a value that is not finite is a gap."""
 
     name: str
     points: Sequence[Point]
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A tick: where it stands, in pixels, and its text."""
-
-    at: float
-    text: str
-
-
-@dataclass(frozen=True)
-class DrawnLine:
+class DrawnLine(NamedTuple):
     """A line in pixels: an SVG path, marks with a text each, and a colour from 1 on."""
 
     name: str
@@ -43,27 +33,14 @@ class DrawnLine:
     marks: list[tuple[float, float, str]]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A chart in pixels."""
+class Chart(NamedTuple):
+    """A chart in pixels; a tick is its place and its text."""
 
     title: str
-    x_name: str
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
     lines: list[DrawnLine]
-    note: str = ""
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = LEFT
-    right: int = WIDTH - RIGHT
-    top: int = TOP
-    bottom: int = HEIGHT - BOTTOM
-
-    @property
-    def legend(self) -> list[DrawnLine]:
-        """The lines that the legend names; a single line needs none."""
-        return self.lines if len(self.lines) > 1 else []
+    note: str
 
 
 def line_chart(
@@ -74,12 +51,7 @@ def line_chart(
     shown: Callable[[float], str] | None = None,
     note: str = "",
 ) -> Chart | None:
-    """Return a line chart; None if no line has a point.
-
-    Args:
-        from_zero: begin the y axis at 0.
-        shown: text of a y value [4 digits].
-    """
+    """Return a line chart; None if no line has a point."""
     lines = [line for line in lines if any(math.isfinite(y) for _, y in line.points)]
     if not lines:
         return None
@@ -94,11 +66,10 @@ def line_chart(
     place_y = _scale(y_axis[0], y_axis[-1], HEIGHT - BOTTOM, TOP)
     return Chart(
         title,
-        "step",
-        [Tick(round(place_x(x), 1), short_number(x)) for x in x_axis],
-        [Tick(round(place_y(y), 1), text(y)) for y in y_axis],
+        [(round(place_x(x), 1), short_number(x)) for x in x_axis],
+        [(round(place_y(y), 1), text(y)) for y in y_axis],
         [_draw(line, colour, place_x, place_y, text) for colour, line in enumerate(lines, 1)],
-        note=note,
+        note,
     )
 
 
@@ -146,12 +117,6 @@ def _scale(low: float, high: float, first: float, last: float) -> Callable[[floa
     return lambda value: first + (value - low) / span * (last - first)
 
 
-def _pieces(points: Sequence[Point]) -> list[list[Point]]:
-    """Return the stretches of points with finite values."""
-    grouped = itertools.groupby(points, key=lambda point: math.isfinite(point[1]))
-    return [list(piece) for finite, piece in grouped if finite]
-
-
 def _draw(
     line: Line,
     colour: int,
@@ -159,7 +124,8 @@ def _draw(
     place_y: Callable[[float], float],
     text: Callable[[float], str],
 ) -> DrawnLine:
-    pieces = _pieces(line.points)
+    grouped = itertools.groupby(line.points, key=lambda point: math.isfinite(point[1]))
+    pieces = [list(piece) for finite, piece in grouped if finite]
     count = sum(map(len, pieces))
     path, marks = "", []
     for piece in pieces:

@@ -4,4 +4,4 @@ SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.l
 # What the report needs and no other file holds (see record.py).
 RECORD_FILE = "record.json"
 LOGS = "logs"
-STATE_FILE, REPORT_FILE, CARD_FILE, CURVES_FILE = "trainer_state.json", "report.html", "README.md", "curves.svg"
+STATE_FILE, REPORT_FILE, CARD_FILE = "trainer_state.json", "report.html", "README.md"

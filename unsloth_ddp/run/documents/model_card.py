@@ -1,4 +1,4 @@
-"""Write the model card of a finished adapter or model, with its curves as a picture beside it.
+"""Write the model card of a finished adapter or model.
 
 The Hub shows the card, so it names local models and files without their folders.
 """
@@ -14,9 +14,9 @@ import jinja2
 
 from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.run.documents.described import describe_data, describe_method, results, show, show_result
-from unsloth_ddp.run.documents.files import CARD_FILE, CURVES_FILE
+from unsloth_ddp.run.documents.files import CARD_FILE
 from unsloth_ddp.run.documents.record import RunRecord
-from unsloth_ddp.run.documents.report import TEMPLATES, loss_chart, templates
+from unsloth_ddp.run.documents.report import TEMPLATES
 from unsloth_ddp.utils.files.safe import write_new_file
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.units import counted
@@ -30,7 +30,7 @@ FULL_ONLY = ("full_weights",)
 
 
 def write_card(run: RunRecord) -> list[Path]:
-    """Write card and curves of a run into its folder, and into the merged model's; return the cards.
+    """Write the card of a run into its folder, and into the merged model's; return the cards.
 
     Raises:
         OSError: they cannot be written.
@@ -39,28 +39,13 @@ def write_card(run: RunRecord) -> list[Path]:
     folders = {run.folder: run.settings.get("method") != "full"}
     if run.settings.get("merge") and merged.is_dir():
         folders[merged] = False
-    picture = render_curves(run)
     for folder, is_adapter in folders.items():
-        if picture:
-            write_new_file(folder / CURVES_FILE, picture)
         write_new_file(folder / CARD_FILE, render_card(run, adapter=is_adapter))
     return [folder / CARD_FILE for folder in folders]
 
 
-def render_curves(run: RunRecord) -> str:
-    """Return the curves of the losses as an SVG file; empty if nothing was logged."""
-    chart = loss_chart(run)
-    if chart is None:
-        return ""
-    return str(templates().get_template("chart.svg.jinja").module.draw(chart, standalone=True)) + "\n"  # type: ignore[attr-defined]
-
-
 def render_card(run: RunRecord, *, adapter: bool) -> str:
-    """Return the card as Markdown with the Hub's metadata.
-
-    Args:
-        adapter: the folder holds an adapter, and not a whole model.
-    """
+    """Return the card as Markdown with the Hub's metadata."""
     # Escaping is that of Markdown here (see code), not of HTML.
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined)  # noqa: S701
     kind = "adapter" if adapter else "model"
@@ -76,7 +61,6 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
         intro=f"This {kind} is {origin}, fine-tuned with {how}, on {_rows(run)}. It was trained with "
         f"{'[Unsloth](https://github.com/unslothai/unsloth), ' if uses_unsloth(run) else ''}"
         "[TRL](https://github.com/huggingface/trl) and unsloth-ddp.",
-        curves=CURVES_FILE if loss_chart(run) else "",
         results=_results(run),
         loaders=_loaders(run, adapter=adapter),
         sources=_sources(run),

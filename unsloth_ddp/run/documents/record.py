@@ -7,17 +7,14 @@ the result, or of the newest checkpoint of an unfinished run.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.checkpoints.manifest import is_whole, step_folders
-from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.run.documents.files import RECORD_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
@@ -184,7 +181,8 @@ def read_run(folder: Path) -> RunRecord:
     summary = _read_json(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     record = _read_record(folder) if (folder / RECORD_FILE).is_file() else {}
     # The result's state is the newest one; a run that was resumed after it finished has newer checkpoints.
-    checkpoint = _newest_checkpoint(folder)
+    folders = step_folders(folder)
+    checkpoint = next((folders[step] for step in sorted(folders, reverse=True) if is_whole(folders[step])), None)
     source = folder if summary else checkpoint
     state = _read_json(source / STATE_FILE) if source and (source / STATE_FILE).is_file() else {}
     history = [entry for entry in _list_of_dicts(state.get("log_history")) if is_number(entry.get("step"))]
@@ -228,17 +226,6 @@ def find_runs(outputs: Path) -> tuple[list[RunRecord], list[str]]:
         except UserError as error:
             problems.append(str(error))
     return runs, problems
-
-
-def unknown_settings(settings: Iterable[str]) -> list[str]:
-    """Return the options of a run that this release does not have."""
-    known = {one.name for one in dataclasses.fields(Settings)}
-    return [name for name in settings if name not in known]
-
-
-def _newest_checkpoint(folder: Path) -> Path | None:
-    folders = step_folders(folder)
-    return next((folders[step] for step in sorted(folders, reverse=True) if is_whole(folders[step])), None)
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

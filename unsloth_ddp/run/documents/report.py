@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.run.documents.charts import Chart, Line, line_chart
+from unsloth_ddp.run.documents.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, Line, line_chart
 from unsloth_ddp.run.documents.described import (
     MACHINE,
     describe_data,
@@ -29,18 +28,7 @@ from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What a page shows of long lists.
-OPEN_ANSWERS, MOST_ANSWERS, MOST_RANKS = 4, 50, 32
-
-
-@functools.cache
-def templates() -> jinja2.Environment:
-    """Return the templates; what they print is escaped for HTML and XML, whatever the file's name."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_printable,
-    )
+OPEN_ANSWERS, MOST_ANSWERS = 4, 50
 
 
 def write_report(run: RunRecord) -> Path:
@@ -56,71 +44,72 @@ def write_report(run: RunRecord) -> Path:
 
 def render_report(run: RunRecord) -> str:
     """Return the report of a run as HTML."""
-    parts = run.parts
-    return (
-        templates()
-        .get_template("report.html.jinja")
-        .render(
-            name=run.name,
-            state=run.state,
-            sentence=_sentence(run),
-            problems=_problems(run),
-            tiles=_tiles(run),
-            charts=curves(run),
-            ranks=_ranks(run),
-            answers=_answers(run),
-            data=_data(run),
-            given=_given(run.settings),
-            settings=[(name, show(value)) for name, value in run.settings.items()],
-            hardware=_hardware(run),
-            versions=list((run.fact("versions") or {}).items()),
-            parts=[_part(part) for part in parts],
-            next_steps=next_steps(run),
-        )
+    # What the template prints is escaped, and made printable.
+    loader, undefined = jinja2.FileSystemLoader(TEMPLATES), jinja2.StrictUndefined
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=undefined, finalize=_printable)
+    default = dataclasses.asdict(Settings())
+    settings = [(name, show(value)) for name, value in run.settings.items()]
+    return environment.get_template("report.html.jinja").render(
+        name=run.name,
+        state=run.state,
+        sentence=_sentence(run),
+        problems=[
+            *gaps(run),
+            *([] if run.record else ["The run has no record.json, so rows, parts and answers are not known."]),
+        ],
+        tiles=_tiles(run),
+        charts=curves(run),
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=WIDTH - RIGHT,
+        bottom=HEIGHT - BOTTOM,
+        answers=_answers(run),
+        data=_data(run),
+        given=[(name, value) for name, value in settings if default.get(name) != run.settings[name]],
+        settings=settings,
+        hardware=_hardware(run),
+        versions=list((run.fact("versions") or {}).items()),
+        parts=[_part(part) for part in run.parts],
+        next_steps=next_steps(run),
     )
 
 
 def curves(run: RunRecord) -> list[Chart]:
     """Return the charts of what was logged, those without a value left out."""
-    memory = [
-        (float(entry["step"]), max(values) / GIB)
-        for entry in run.history
-        if (values := _per_rank(entry, "memory_bytes"))
-    ]
+
+    def lines(gaps: bool = False, **keys: str) -> list[Line]:
+        return [Line(name, run.series(key, gaps=gaps)) for name, key in keys.items()]
+
+    def plain(title: str, key: str) -> Chart | None:
+        return line_chart(title, [Line(title.lower(), run.series(key))], from_zero=True)
+
+    evaluated = run.series("eval_loss", gaps=True)
+    memory = [(step, peak / GIB) for step, peak in run.series("peak_memory_bytes")]
     charts = [
-        loss_chart(run),
-        *pair_charts(run),
-        line_chart("Learning rate", [Line("learning rate", run.series("learning_rate"))], from_zero=True),
-        line_chart("Tokens per second, all ranks", [Line("tokens/s", run.series("tokens_per_second"))], from_zero=True),
         line_chart(
-            "Memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown=lambda gib: f"{gib:.3g} GiB"
+            "Loss",
+            lines(gaps=True, training="loss", evaluation="eval_loss"),
+            note="" if evaluated else "The run has no evaluation rows, or ended before the first evaluation.",
         ),
-        line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"))], from_zero=True),
+        line_chart("Rewards", lines(gaps=True, chosen="rewards/chosen", rejected="rewards/rejected")),
+        line_chart(
+            "KL of the model and its reference", lines(gaps=True, training="kl", evaluation="eval_kl"), from_zero=True
+        ),
+        line_chart(
+            "Reward accuracy",
+            lines(gaps=True, training="rewards/accuracies", evaluation="eval_rewards/accuracies"),
+            from_zero=True,
+            shown="{:.0%}".format,
+        ),
+        plain("Learning rate", "learning_rate"),
+        plain("Tokens per second, all ranks", "tokens_per_second"),
+        line_chart(
+            "Peak memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown="{:.3g} GiB".format
+        ),
+        plain("Gradient norm", "grad_norm"),
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def pair_charts(run: RunRecord) -> list[Chart | None]:
-    """Return the charts of a run on pairs of answers; None for what was not logged."""
-    rewards = [Line(name, run.series(f"rewards/{name}", gaps=True)) for name in ("chosen", "rejected")]
-    accuracy = [
-        Line(name, run.series(key, gaps=True))
-        for name, key in (("training", "rewards/accuracies"), ("evaluation", "eval_rewards/accuracies"))
-    ]
-    return [
-        line_chart("Rewards", rewards),
-        line_chart("Pairs whose chosen answer has the higher reward", accuracy, from_zero=True, shown="{:.0%}".format),
-    ]
-
-
-def loss_chart(run: RunRecord) -> Chart | None:
-    """Return the chart of training and evaluation loss; None if nothing was logged."""
-    found = run.series("eval_loss", gaps=True)
-    return line_chart(
-        "Loss",
-        [Line("training", run.series("loss", gaps=True)), Line("evaluation", found)],
-        note="" if found else "The run has no evaluation rows, or ended before the first evaluation.",
-    )
 
 
 def _printable(value: Any) -> Any:
@@ -143,13 +132,6 @@ def _sentence(run: RunRecord) -> str:
     return f"{model}, {describe_method(run)}{on}: {end}."
 
 
-def _problems(run: RunRecord) -> list[str]:
-    found = gaps(run)
-    if not run.record:
-        found.append("The run has no record.json, so rows, parts and answers are not known.")
-    return found
-
-
 def _tiles(run: RunRecord) -> list[dict[str, str]]:
     before = run.summary.get("demo_accuracy_before")
     notes = {
@@ -163,39 +145,6 @@ def _tiles(run: RunRecord) -> list[dict[str, str]]:
         {"name": name, "value": show_result(name, value), "note": notes.get(name, "")}
         for name, value in results(run).items()
     ]
-
-
-def _per_rank(entry: dict[str, Any], name: str) -> list[float]:
-    """Return a log entry's value of each rank; empty if it has none."""
-    ranks = entry.get("ranks")
-    values = ranks.get(name) if isinstance(ranks, dict) else None
-    return values if isinstance(values, list) and all(map(is_number, values)) else []
-
-
-def _ranks(run: RunRecord) -> dict[str, Any] | None:
-    """Return the mean own seconds a step and the last memory of the slowest ranks; None for one process."""
-    entries = [entry for entry in run.history if _per_rank(entry, "memory_bytes")]
-    memory = _per_rank(entries[-1], "memory_bytes") if entries else []
-    if len(memory) < 2:
-        return None
-    timed = [s for entry in entries if len(s := _per_rank(entry, "seconds")) == len(memory)]
-    means = [sum(values) / len(timed) for values in zip(*timed, strict=True)]
-    order = sorted(range(len(memory)), key=lambda rank: -means[rank] if means else rank)
-    sentence = "Own seconds were not measured: with sharded weights every forward pass waits for other ranks."
-    if means:
-        sentence = (
-            "Own seconds are those of a step in which a rank waits for no other: reading its rows, and its forward and "
-            "backward passes without the last backward pass, in which gradients are exchanged. The slowest rank makes all "
-            "others wait."
-        )
-    if len(memory) > MOST_RANKS:
-        sentence += f" The table has the first {MOST_RANKS} of {len(memory)} ranks."
-    return {
-        "rows": [
-            (rank, f"{means[rank]:.4f}" if means else "-", shown_bytes(memory[rank])) for rank in order[:MOST_RANKS]
-        ],
-        "sentence": sentence,
-    }
 
 
 def _answers(run: RunRecord) -> dict[str, Any] | None:
@@ -218,12 +167,6 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
     if run.settings.get("eval_dataset"):
         sources.append(("evaluated on", show(run.settings["eval_dataset"])))
     return [*sources, *describe_data(run)]
-
-
-def _given(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the settings that are not the defaults."""
-    default = dataclasses.asdict(Settings())
-    return [(name, show(value)) for name, value in settings.items() if default.get(name) != value]
 
 
 def _hardware(run: RunRecord) -> list[tuple[str, str]]:

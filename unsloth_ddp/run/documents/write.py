@@ -35,11 +35,7 @@ def begin(
     *,
     plain_text: bool,
 ) -> None:
-    """Write record.json before the first step.
-
-    Args:
-        plain_text: the rows are texts, without messages.
-    """
+    """Write record.json before the first step."""
 
     def write() -> None:
         part = part_facts(runtime, trainer, resume.manifest.step if resume else 0)

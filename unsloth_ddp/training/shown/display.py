@@ -7,61 +7,33 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.training.shown.live_display import LiveDisplay, can_draw
-from unsloth_ddp.training.shown.status import Status, shown_clock, shown_number
+from unsloth_ddp.training.shown.status import Status, View, shown_as, shown_clock, shown_number
 from unsloth_ddp.utils.units import shown_bytes, shown_seconds
 
 LINES_A_HEADER = 20
 GAP = "  "
 
 
-class View(Protocol):
-    """Display a run; only the main process has a view."""
-
-    def begin(self, status: Status) -> None:
-        """Show the state before the first step; `status` is updated in place from now on."""
-
-    def logged(self, status: Status) -> None:
-        """Show the metrics of a log step."""
-
-    def evaluated(self, status: Status) -> None:
-        """Show an evaluation."""
-
-    def end(self) -> None:
-        """Stop drawing; may be called twice."""
-
-
 def choose_view(*, lines: bool) -> View:
-    """Return the live display if standard output is a terminal that can show it, otherwise log lines.
-
-    Args:
-        lines: print lines on a terminal too.
-    """
+    """Return the live display if standard output is a terminal that can show it, otherwise log lines."""
     return LogLines() if lines or not can_draw(sys.stdout) else LiveDisplay(sys.stdout)  # type: ignore[arg-type]
 
 
 def shown_callbacks(callbacks: list[Any], trackers: tuple[type, ...]) -> list[Any]:
-    """Return a trainer's callbacks without those that print dictionaries and draw bars, and with trackers as BestEffort.
-
-    Args:
-        trackers: classes of the callbacks that report to a tracker.
-    """
+    """Return a trainer's callbacks without those that print dictionaries and draw bars, and with trackers as BestEffort."""
     kept = [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
     return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in kept]
 
 
 class BestEffort:
-    """Pass events to a tracker (TensorBoard and others) until one fails, without ending the training.
-
-    Args:
-        tracker: the callback that Transformers made for it.
-    """
+    """Pass events to a tracker (TensorBoard and others) until one fails, without ending the training."""
 
     def __init__(self, tracker: Any) -> None:
         self.tracker = tracker
@@ -83,15 +55,12 @@ class BestEffort:
             return None
 
 
-class LogLines:
+class LogLines(View):
     """Print the lines of one run, with a header above every LINES_A_HEADER of them."""
 
     def __init__(self) -> None:
         self._lines = 0
         self._header = ""
-
-    def begin(self, status: Status) -> None:
-        """Print nothing: the header comes with the first line."""
 
     def logged(self, status: Status) -> None:
         """Print the line of a log step."""
@@ -112,9 +81,6 @@ class LogLines:
         place = GAP.join(f"{text:>{width}}" for width, text in place_cells(status).values())
         print(f"{place}{GAP}evaluation: loss {shown_number(loss)}{accuracy}{took}", flush=True)
 
-    def end(self) -> None:
-        """Print nothing more."""
-
 
 def place_cells(status: Status) -> dict[str, tuple[int, str]]:
     """Return width and text of the columns for step and epoch."""
@@ -126,28 +92,22 @@ def place_cells(status: Status) -> dict[str, tuple[int, str]]:
 
 def training_cells(status: Status) -> dict[str, tuple[int, str]]:
     """Return width and text of every column of a log step's line; MFU, accuracy and margin only where they are known."""
-    rate = status.tokens_per_second
-    memory = status.memory_bytes
     return {
         **place_cells(status),
         "loss": (8, shown_number(status.losses[-1])),
         **({} if status.accuracy is None else {"accuracy": (8, f"{status.accuracy:.1%}")}),
         **({} if status.margin is None else {"margin": (8, shown_number(status.margin, 3))}),
         "grad norm": (9, shown_number(status.grad_norm, 3)),
-        "learning rate": (13, "-" if status.learning_rate is None else f"{status.learning_rate:.2e}"),
-        "tokens/s": (9, "-" if rate is None else f"{rate:,.0f}"),
+        "learning rate": (13, shown_as(status.learning_rate, "{:.2e}".format)),
+        "tokens/s": (9, shown_as(status.tokens_per_second, "{:,.0f}".format)),
         **({} if status.mfu is None else {"MFU": (5, f"{status.mfu:.1%}")}),
-        "memory": (10, "-" if memory is None else shown_bytes(memory)),
+        "memory": (10, shown_as(status.memory_bytes, shown_bytes)),
         "time left": (9, shown_clock(status.seconds_left)),
     }
 
 
 class ShowTraining(TrainerCallback):
-    """Pass the events of a run to the view, in the main process only.
-
-    Args:
-        last_checkpoint: returns the newest complete checkpoint of the run.
-    """
+    """Pass the events of a run to the view, in the main process only."""
 
     def __init__(self, view: View, progress: Progress, last_checkpoint: Callable[[], Path | None]) -> None:
         self.view = view
@@ -167,7 +127,9 @@ class ShowTraining(TrainerCallback):
             epoch=state.epoch or 0.0,
             losses=[entry["loss"] for entry in state.log_history if "loss" in entry],
             evaluation=_last_evaluation(state.log_history),
-            capacity_bytes=_capacity(args.device),
+            capacity_bytes=torch.cuda.get_device_properties(args.device).total_memory
+            if args.device.type == "cuda"
+            else None,
             phase=lambda: self.progress.phase,
         )
         self._find_checkpoint()
@@ -178,6 +140,8 @@ class ShowTraining(TrainerCallback):
         if self.status is not None:
             self.status.step, self.status.epoch = state.global_step, state.epoch or 0.0
             self.status.time_left.step_done(state.global_step)
+            # One is complete some time after it was begun.
+            self._find_checkpoint()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the metrics of a log step or of an evaluation."""
@@ -205,10 +169,9 @@ class ShowTraining(TrainerCallback):
         if self.status is not None:
             self.status.evaluated = None
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note a checkpoint, unless it could not be written."""
-        if self.status is not None:
-            self._find_checkpoint()
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the last checkpoint."""
+        self._find_checkpoint()
 
     def _find_checkpoint(self) -> None:
         folder = self.last_checkpoint()
@@ -231,7 +194,3 @@ def _age(folder: Path) -> float:
         return max(0.0, time.time() - folder.stat().st_mtime)
     except OSError:
         return 0.0
-
-
-def _capacity(device: torch.device) -> float | None:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from unsloth_ddp.training.shown.status import Status, shown_clock, shown_number, sparkline
+from unsloth_ddp.training.shown.status import Status, View, shown_as, shown_clock, shown_number, sparkline
 from unsloth_ddp.utils.redaction import printable
 from unsloth_ddp.utils.streams import ProtectedStream, diverted
 from unsloth_ddp.utils.units import shown_bytes
@@ -44,12 +44,8 @@ def can_draw(stream: Any) -> bool:
     )
 
 
-class LiveDisplay:
-    """Draw the state of one run until `end`; text that is printed meanwhile goes above it.
-
-    Args:
-        stream: the terminal (see can_draw).
-    """
+class LiveDisplay(View):
+    """Draw the state of one run until `end`; text that is printed meanwhile goes above it."""
 
     def __init__(self, stream: ProtectedStream) -> None:
         self._stream = stream
@@ -76,12 +72,6 @@ class LiveDisplay:
         )
         self._open.enter_context(diverted(self._print_above))
         self._live.start(refresh=True)
-
-    def logged(self, status: Status) -> None:
-        """Do nothing: the next frame shows it."""
-
-    def evaluated(self, status: Status) -> None:
-        """Do nothing: the next frame shows it."""
 
     def end(self) -> None:
         """Draw the last state, which stays on the terminal, and let text be printed below it."""
@@ -196,12 +186,11 @@ def _rows(status: Status) -> list[tuple[tuple[str, RenderableType], tuple[str, R
         if not math.isfinite(status.losses[-1]):
             loss.stylize("red")
         loss.append(f"  {sparkline(status.losses, CURVE)}", style="cyan")
-    rate, memory = status.tokens_per_second, status.memory_bytes
-    speed = "-" if rate is None else f"{rate:,.0f}"
+    speed = shown_as(status.tokens_per_second, "{:,.0f}".format)
     if status.mfu is not None:
         speed += f"  (MFU {status.mfu:.1%})"
-    peak = "-" if memory is None else shown_bytes(memory)
-    if memory is not None and status.capacity_bytes:
+    peak = shown_as(status.memory_bytes, shown_bytes)
+    if status.memory_bytes is not None and status.capacity_bytes:
         peak += f" of {shown_bytes(status.capacity_bytes)}"
     evaluation = checkpoint = "none yet"
     if status.evaluation is not None:
@@ -212,7 +201,7 @@ def _rows(status: Status) -> list[tuple[tuple[str, RenderableType], tuple[str, R
     return [
         (("loss", loss), ("epoch", f"{status.epoch:.2f}{epochs}")),
         (
-            ("learning rate", "-" if status.learning_rate is None else f"{status.learning_rate:.2e}"),
+            ("learning rate", shown_as(status.learning_rate, "{:.2e}".format)),
             ("gradient norm", shown_number(status.grad_norm, 3)),
         ),
         (("tokens/s", speed), ("peak memory", peak)),

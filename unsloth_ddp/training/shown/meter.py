@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from unsloth_ddp.training.tasks.task import Task
 # The column after the task's own sums: tokens without padding.
 TOKENS = "tokens"
 # Columns that are gathered after the sums.
-OWN_SECONDS, STEPS, LEVEL, MEMORY, PEAK = range(5)
+OWN_SECONDS, STEPS, LEVEL, PEAK = range(4)
 
 
 @dataclass
@@ -128,8 +127,6 @@ class Meter:
     pace: tuple[list[float], list[float], float] | None = None
     # Level of gradient checkpointing of each rank in the last collected interval (see oom_retry).
     levels: list[int] = field(default_factory=list)
-    # Memory of each rank in bytes at the end of the last collected interval (see memory_bytes).
-    memory: list[int] = field(default_factory=list)
     # Peak memory of the CUDA graphs of this rank: it is allocated at the capture, and a replay does not count it again.
     replayed_bytes: int = 0
 
@@ -193,11 +190,6 @@ class Meter:
         """Return the peak memory of this rank since training began, including that of replayed CUDA graphs."""
         return max(peak_memory_bytes(self.device.type), self.replayed_bytes)
 
-    def per_rank(self) -> dict[str, list[float]]:
-        """Return each rank's own seconds per step, if measured, and memory in bytes, in the last collected interval."""
-        seconds = {"seconds": [round(value, 5) for value in self.pace[0]]} if self.pace else {}
-        return {**seconds, "memory_bytes": list(self.memory)}
-
     def collect(self, level: int) -> dict[str, float]:
         """Return the interval's metrics over all ranks; every rank has to call this at the same step.
 
@@ -205,14 +197,13 @@ class Meter:
             level: this rank's level of gradient checkpointing; `levels` gets those of all ranks.
         """
         seconds = time.perf_counter() - self.began
-        memory = memory_bytes(self.device.type), self.peak_bytes()
-        own = torch.tensor((*self.own_work.take(), level, *memory), dtype=torch.float64, device=self.device)
+        own_values = (*self.own_work.take(), level, self.peak_bytes())
+        own = torch.tensor(own_values, dtype=torch.float64, device=self.device)
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
         measured, others = per_rank.tensor_split([len(self.columns)], dim=1)
         sums = dict(zip(self.columns, measured.sum(dim=0).tolist(), strict=True))
         tokens, steps = sums[TOKENS], others[:, STEPS].sum().item()
         self.levels = others[:, LEVEL].int().tolist()
-        self.memory = others[:, MEMORY].long().tolist()
         self.pace = None
         self.totals.add(sums)
         self.reset()
@@ -246,13 +237,6 @@ def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     begins = inputs["position_ids"][0] == 0
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     return begins.numel() - (begins & ends).sum()
-
-
-def memory_bytes(device_type: str) -> int:
-    """Return the memory that this process holds now: reserved on its GPU, or resident on a CPU."""
-    if device_type == "cuda":
-        return torch.cuda.memory_reserved()
-    return psutil.Process().memory_info().rss
 
 
 def peak_memory_bytes(device_type: str) -> int:

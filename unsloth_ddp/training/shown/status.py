@@ -16,9 +16,6 @@ class TimeLeft:
     """Estimate the seconds until the last step from the steps that this process has taken.
 
     The first step is left out, because it compiles and fills caches. Evaluations and checkpoints between the steps count.
-
-    Args:
-        clock: returns seconds; replaced in tests.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -94,6 +91,22 @@ class Status:
         return self.time_left.seconds(self.steps)
 
 
+class View:
+    """Display a run; only the main process has a view. `status` is updated in place."""
+
+    def begin(self, status: Status) -> None:
+        """Show the state before the first step."""
+
+    def logged(self, status: Status) -> None:
+        """Show the metrics of a log step."""
+
+    def evaluated(self, status: Status) -> None:
+        """Show an evaluation."""
+
+    def end(self) -> None:
+        """Stop drawing; may be called twice."""
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return values as a curve of at most `width` bars, scaled from their lowest to their highest.
 
@@ -111,6 +124,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(
         " " if not math.isfinite(mean) else BARS[round((mean - low) / span * top) if span else 0] for mean in means
     )
+
+
+def shown_as(value: float | None, form: Callable[[float], str]) -> str:
+    """Return a value as text; - for None."""
+    return "-" if value is None else form(value)
 
 
 def shown_number(value: float | None, decimals: int = 4) -> str:

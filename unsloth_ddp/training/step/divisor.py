@@ -27,11 +27,12 @@ def step_divisor(units: Sequence[Tensor], world_size: int, sum_over_ranks: Calla
     """Return the divisor of each rank's summed losses, for the micro-batches of one optimizer step.
 
     Args:
-        units: of each of this rank's micro-batches of the step, 0-dim or (kinds of units,).
+        units: of each of this rank's micro-batches of the step, 0-dim or (kinds of units,); all are 0 if the first is.
         world_size: number of ranks that average their gradients.
         sum_over_ranks: all-reduce; called exactly once on every rank.
 
     Returns global count / world size, float32, in the shape of `units`. A step without any unit counts as one, so that its loss is
     0 and not 0 / 0.
     """
-    return sum_over_ranks(torch.stack(list(units)).sum(dim=0)).clamp(min=1).to(torch.float32) / world_size
+    total = sum_over_ranks(torch.stack(list(units)).sum(dim=0))
+    return torch.where(total.flatten()[0] == 0, 1, total).to(torch.float32) / world_size

@@ -126,15 +126,20 @@ class OptimizerStep:
     # ---- the step, in order ----
 
     def begin(
-        self, batches: list[dict[str, Any]], reading: float, sum_over_ranks: Callable[[Tensor], Tensor]
+        self,
+        batches: list[dict[str, Any]],
+        reading: float,
+        runner: MicroBatchRunner,
+        sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Begin a step with its micro-batches, and return the divisor of their losses (see divisor.py).
 
         Args:
             reading: seconds that it took to read the micro-batches.
+            runner: computes micro-batches with the model as it is trained.
             sum_over_ranks: all-reduce.
         """
-        divisor = step_divisor([self.task.units(batch) for batch in batches], self.world_size, sum_over_ranks)
+        divisor = step_divisor([self.task.units(batch, runner) for batch in batches], self.world_size, sum_over_ranks)
         self.meter.own_work.start(reading, len(batches))
         self._start = None
         if self.checkpointing.next is not None:

@@ -12,6 +12,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.supervised_head import SupervisedHead, fits_fused_head
 from unsloth_ddp.training.tasks.images import ImageTask
+from unsloth_ddp.training.tasks.kto import KtoTask
 from unsloth_ddp.training.tasks.pairs import PairTask
 from unsloth_ddp.training.tasks.task import Task
 from unsloth_ddp.training.tasks.text import TextTask
@@ -32,7 +33,9 @@ def make_task(
         upstream: the backend's compute_loss.
         divides: whether the model takes the divisor of its loss.
     """
-    if settings.trains_pairs:
+    if settings.task == "kto":
+        return KtoTask.of(settings, model, data)
+    if settings.trains_preferences:
         return PairTask.of(settings, model, data)
     if data.train.processing is not None and runtime.backend == "transformers":
         return ImageTask(None, divides=False, fused_head=False, head=SupervisedHead(model))

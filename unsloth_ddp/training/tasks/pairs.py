@@ -12,26 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.task_options import REFERENCE_TASKS
-from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.forward.supervised_head import SupervisedHead
-from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.training.tasks.pair_losses import PairLoss, Two
-from unsloth_ddp.training.tasks.reference import AdapterOff, Precomputed, Reference
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.training.tasks.reference import Reference, check_same, make_reference
 
 COLUMNS = (
     "pairs", "pair_loss", "chosen_tokens", "chosen_nll", "supervised_tokens", "rewards_chosen", "rewards_rejected",
     "correct", "logps_chosen", "logps_rejected",
 )  # fmt: skip
-# Largest difference of policy and reference before step 1, per token: rounding of sums, and of kernels in 16 bit.
-SAME = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +47,11 @@ class PairTask:
     @classmethod
     def of(cls, settings: Settings, model: Any, data: TrainingData) -> PairTask:
         """Return the task that these settings name."""
-        compute = AnswerLogProbabilities(SupervisedHead(model))
+        compute = AnswerLogProbabilities.of(model)
         reference: Reference | None = None
         if settings.task in REFERENCE_TASKS:
-            precomputed = settings.reference == "precomputed" or settings.method == "full"
-            reference = Precomputed(compute, data) if precomputed else AdapterOff(compute)
+            of_pairs = lambda model, batch: compute(model, batch).view(-1, 2)  # noqa: E731
+            reference = make_reference(settings, compute, of_pairs, data)
         return cls(PairLoss.of(settings), settings.resolved_sft_weight, compute, reference)
 
     @property
@@ -81,7 +75,12 @@ class PairTask:
         """Return the task as it is."""
         return self
 
-    def units(self, batch: dict[str, Any]) -> Tensor:
+    @property
+    def units_need_model(self) -> bool:
+        """Return False: units are only counted."""
+        return False
+
+    def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the numbers of pairs and of tokens in chosen answers, (2,)."""
         tokens = answer_tokens(batch["labels"])
         return torch.stack([(tokens[0::2] > 0).sum(), tokens[0::2].sum()])
@@ -138,58 +137,12 @@ class PairTask:
             return
         self.reference.prepare(runner, runtime, data, checkpoint)
         if checkpoint is None:
-            self._check_same(runner, runtime, data)
-
-    def _check_same(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData) -> None:
-        assert self.reference is not None
-        examples = data.train.examples
-        batch = runner.batch_of([examples[index] for index in range(min(2, data.train.units))])
-        with torch.no_grad(), evaluation_mode(runner.model), runner.autocast():
-            policy, reference = self.log_probabilities(runner.model, batch), self.reference.of(runner.model, batch)
-        tokens = answer_tokens(batch["labels"]).clamp(min=1)
-        difference = ((policy - reference).abs() / tokens).max().item()
-        if not difference <= SAME[runtime.precision]:
-            raise UserError(
-                f"the model differs from its reference before step 1, by {difference:.2g} in the log-probability of a token, so the "
-                "rewards would not begin at 0; begin with a new adapter that changes nothing, or merge the old one first."
-            )
+            check_same(self.log_probabilities, self.reference, runner, runtime, data)
 
     def save(self, folder: Path) -> None:
         """Write the reference, if it is precomputed."""
         if self.reference is not None:
             self.reference.save(folder)
-
-
-@dataclass(frozen=True)
-class AnswerLogProbabilities:
-    """Compute the log-probability of the supervised tokens of each row, with logits for these tokens only.
-
-    Args:
-        head: selects the positions at which the model computes logits.
-    """
-
-    head: SupervisedHead
-
-    def __call__(self, model: Any, batch: dict[str, Any]) -> Tensor:
-        """Return log pi(y|x) of each row, float32 (rows,)."""
-        ids = batch["input_ids"]
-        # Where nearly all tokens are supervised, the batch names no positions (see supervised_positions).
-        positions, targets = batch.get("supervised_positions"), batch.get("shift_labels")
-        if positions is None:
-            targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
-        with self.head.at(positions):
-            logits = model(input_ids=ids, attention_mask=batch["attention_mask"], use_cache=False).logits
-        assert targets is not None
-        found = -cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="none")
-        if positions is None:
-            return found.view(ids.shape).sum(dim=1)
-        rows = positions.flatten() // ids.shape[1]
-        return found.new_zeros(len(ids)).index_add(0, rows, found)
-
-
-def answer_tokens(labels: Tensor) -> Tensor:
-    """Return the supervised tokens of each row, int64 (rows,); the first token of a row is never predicted."""
-    return (labels[:, 1:] != IGNORED).sum(dim=1)
 
 
 def two(of_rows: Tensor) -> Two:

@@ -13,19 +13,24 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.sources.identity import checksum_of_rows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.training.tasks.log_probabilities import answer_tokens
 from unsloth_ddp.utils.errors import UserError
 
 FILE_NAME = "reference_log_probabilities.safetensors"
 COLUMN = "reference"
 ROWS_AT_ONCE = 8
 
-# (model, batch) -> log-probability of each row's answer, (rows,).
+# Largest difference of policy and reference before step 1, per token: rounding of sums, and of kernels in 16 bit.
+SAME = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+
+# (model, batch) -> log-probability of each row's answer, (rows,), or of the two answers of each example, (examples, 2).
 LogProbabilities = Callable[[Any, dict[str, Any]], Tensor]
 
 
@@ -42,6 +47,41 @@ class Reference(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint what `prepare` needs to resume from it."""
+
+
+def make_reference(
+    settings: Settings, of_rows: LogProbabilities, of_examples: LogProbabilities, data: TrainingData
+) -> Reference:
+    """Return the reference that the settings name.
+
+    Args:
+        of_rows: computes the log-probability of each row of a batch, (rows,).
+        of_examples: computes those of the two answers of each example, (examples, 2).
+    """
+    if settings.reference == "precomputed" or settings.method == "full":
+        return Precomputed(of_examples, data)
+    return AdapterOff(of_rows)
+
+
+def check_same(
+    compute: LogProbabilities, reference: Reference, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData
+) -> None:
+    """Refuse a model that differs from its reference before step 1.
+
+    Raises:
+        UserError: with the difference.
+    """
+    examples = data.train.examples
+    batch = runner.batch_of([examples[index] for index in range(min(2, data.train.units))])
+    with torch.no_grad(), evaluation_mode(runner.model), runner.autocast():
+        policy, expected = compute(runner.model, batch), reference.of(runner.model, batch)
+    tokens = answer_tokens(batch["labels"]).clamp(min=1)
+    difference = ((policy - expected).abs() / tokens).max().item()
+    if not difference <= SAME[runtime.precision]:
+        raise UserError(
+            f"the model differs from its reference before step 1, by {difference:.2g} in the log-probability of a token, so the "
+            "rewards would not begin at 0; begin with a new adapter that changes nothing, or merge the old one first."
+        )
 
 
 class AdapterOff:
@@ -117,8 +157,7 @@ class Precomputed:
             for start in range(ranks.rank * ROWS_AT_ONCE, len(order), at_once):
                 taken = order[start : start + ROWS_AT_ONCE]
                 batch = runner.batch_of([examples[int(index)] for index in taken])
-                found = self.compute(runner.model, batch).view(-1, 2)
-                values[torch.as_tensor(taken, device=runner.device)] = found.float()
+                values[torch.as_tensor(taken, device=runner.device)] = self.compute(runner.model, batch).float()
         values[filler] = 0
         if ranks.world_size > 1:
             # Every row is one rank's, and 0 elsewhere.

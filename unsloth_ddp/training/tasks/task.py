@@ -24,17 +24,23 @@ class Task(Protocol):
     def columns(self) -> tuple[str, ...]:
         """Return the names of the sums that `measure` returns; `supervised_tokens` is one of them."""
 
-    def units(self, batch: dict[str, Any]) -> Tensor:
+    @property
+    def units_need_model(self) -> bool:
+        """Return whether `units` computes more than counts, on which the sums of `measure` depend too."""
+
+    def units(self, batch: dict[str, Any], runner: MicroBatchRunner) -> Tensor:
         """Return the number of units in a micro-batch, on its device, without waiting for the device.
 
-        int64, 0-dim, or (kinds of units,) if the loss is a sum of several means.
+        0-dim, or (kinds of units,) if the loss is a sum of several means; all are 0 if the first is. The loss of a task may
+        depend on a sum over the micro-batches of its step, computed with the model, which then comes after the number.
         """
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
         """Return the summed losses of the units in a micro-batch divided by `divisor` (shaped as units), 0-dim."""
 
     def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the sums of the micro-batch, float64 (columns,), which do not depend on the divisor."""
+        """Return the loss, and the sums of the micro-batch, float64 (columns,), which depend on the divisor only by
+        the ratios of its parts."""
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return what a log line shows of the sums of several micro-batches, ranks and steps: `loss`, if any unit was seen."""

@@ -39,7 +39,12 @@ class TextTask:
     fused_head: bool
     head: SupervisedHead | None = None
 
-    def units(self, batch: dict[str, Any]) -> Tensor:
+    @property
+    def units_need_model(self) -> bool:
+        """Return False: units are only counted."""
+        return False
+
+    def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the number of supervised tokens."""
         return supervised_tokens(batch["labels"])
 

@@ -34,9 +34,6 @@ class TensorFile:
     """One safetensors file, written tensor by tensor; the header is filled in when it is closed.
 
     The format wants the header first, and lets it be padded with spaces, so room is left for it.
-
-    Args:
-        room: bytes for the header.
     """
 
     def __init__(self, path: Path, room: int) -> None:

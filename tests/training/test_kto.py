@@ -1,0 +1,217 @@
+"""KTO takes the steps of a plain PyTorch loop, whose divergence is that of the whole step, whatever the layout."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import demo_rows, write_jsonl
+from tests.ranks import run_ranks, train
+
+GLOBAL_BATCH, STEPS, SEED, RATE, RANK, BETA, MOST = 8, 3, 5, 2.0, 8, 0.3, 36
+WEIGHTS = (1.5, 0.75)
+TOLERANCE = 5e-6
+METRICS = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory) -> Path:
+    """13 rows of very different lengths, so that the second step of an epoch holds 5; some mismatched rows are cut."""
+    rows = [row["messages"] for row in demo_rows()][:13]
+    found = []
+    for number, row in enumerate(rows):
+        answer = {"role": "assistant", "content": " ".join(["Oslo"] * (number % 4 * 4)) + row[1]["content"]}
+        asked = {"role": "user", "content": row[0]["content"] + " please" * (number % 5)}
+        found.append({"prompt": [asked], "completion": [answer], "label": number % 3 != 0})
+    return write_jsonl(tmp_path_factory.mktemp("labelled") / "labelled.jsonl", found)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, tiny_model, labelled):
+    """Run three steps once for each layout and options; returns the run's folder."""
+    cwd = tmp_path_factory.mktemp("kto")
+
+    def run(processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
+        name = name or f"{processes}x{per_device}"
+        if not (cwd / "outputs" / name / "summary.json").exists():
+            argv = (
+                f"--task kto --model {tiny_model} --dataset {labelled} --run_name {name} --optim sgd --learning_rate {RATE} "
+                f"--lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 --max_steps {STEPS} "
+                f"--seed {SEED} --global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size {per_device} "
+                f"--per_device_eval_batch_size 3 --max_length {MOST} --logging_steps 1 --save_strategy no --report_to none "
+                f"--gradient_checkpointing none --beta {BETA} --desirable_weight {WEIGHTS[0]} --undesirable_weight {WEIGHTS[1]} "
+                f"{'' if 'streaming' in extra else f'--eval_dataset {labelled}'} {extra}"
+            ).split()
+            run_ranks(
+                processes, train, argv, str(cwd), folder=cwd / f"{name}.out", environ=environ, timeout=600
+            ).check()
+        return cwd / "outputs" / name
+
+    return run
+
+
+def history(folder: Path, key: str = "loss") -> list[dict]:
+    return [e for e in json.loads((folder / "trainer_state.json").read_text())["log_history"] if key in e]
+
+
+class PlainLoop:
+    """An independent loop in double precision, one row at a time, on none of the kit's code."""
+
+    def __init__(self, folder: Path, rows: Path, full: bool = False) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        read = [json.loads(line) for line in rows.read_text().splitlines()]
+        own = []
+        for row in read:
+            # The role's token opens the answer, and is not part of it.
+            start = len(tokenizer.apply_chat_template(row["prompt"], return_dict=False)) + 1
+            ids = tokenizer.apply_chat_template(row["prompt"] + row["completion"], return_dict=False)
+            own.append((ids[:MOST], start))
+        cycle = np.arange(len(own))
+        np.random.default_rng(0).shuffle(cycle)
+        partner = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+        mixed = [(ids[:start] + own[partner[i]][0][own[partner[i]][1] :], start) for i, (ids, start) in enumerate(own)]
+        assert any(len(ids) > MOST for ids, _ in mixed), "no mismatched row is cut"
+        self.rows = [(a, (b[0][:MOST], b[1]), r["label"]) for a, b, r in zip(own, mixed, read, strict=True)]
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.untrained = copy.deepcopy(base).double()
+        torch.manual_seed(SEED)
+        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.model = (base if full else get_peft_model(base, config)).double()
+        self.initial = {n: p.detach().clone() for n, p in self.trained()}
+        self.logged = [self.step(rows) for rows in self.rows_of_steps()]
+        with torch.no_grad():
+            self.evaluated = self.measure(range(len(self.rows)))
+
+    def trained(self):
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+    def rows_of_steps(self) -> list[list[int]]:
+        steps: list[list[int]] = []
+        for epoch in range(STEPS):
+            order = np.arange(len(self.rows))
+            np.random.default_rng([SEED, epoch]).shuffle(order)
+            steps += [order[start : start + GLOBAL_BATCH].tolist() for start in range(0, len(order), GLOBAL_BATCH)]
+        return steps[:STEPS]
+
+    @staticmethod
+    def answer(model, row: tuple[list[int], int]) -> torch.Tensor:
+        ids, start = torch.tensor(row[0]), row[1]
+        scores = torch.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
+        return scores[torch.arange(len(ids) - 1), ids[1:]][start - 1 :].sum()
+
+    def measure(self, rows) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            mixed = [self.rows[i][1] for i in rows]
+            differences = [self.answer(self.model, row) - self.answer(self.untrained, row) for row in mixed]
+            kl = (sum(differences) / len(rows)).clamp(min=0)
+        losses, rewards, logps = [], {True: [], False: []}, {True: [], False: []}
+        for row, _, label in (self.rows[i] for i in rows):
+            policy = self.answer(self.model, row)
+            with torch.no_grad():
+                ratio = policy - self.answer(self.untrained, row)
+            ratio = policy - (policy - ratio).detach()
+            sign, weight = (1, WEIGHTS[0]) if label else (-1, WEIGHTS[1])
+            losses.append(weight * (1 - torch.sigmoid(BETA * sign * (ratio - kl))))
+            rewards[label].append(BETA * ratio)
+            logps[label].append(policy)
+        good, bad = (sum(rewards[label]) / len(rewards[label]) for label in (True, False))
+        return {
+            "loss": sum(losses) / len(losses),
+            "kl": kl,
+            "rewards/chosen": good,
+            "rewards/rejected": bad,
+            "rewards/margins": good - bad,
+            "logps/chosen": sum(logps[True]) / len(logps[True]),
+            "logps/rejected": sum(logps[False]) / len(logps[False]),
+        }
+
+    def step(self, rows) -> dict[str, float]:
+        found = self.measure(rows)
+        found["loss"].backward()
+        with torch.no_grad():
+            for _, parameter in self.trained():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+                    parameter.grad = None
+        return {name: float(torch.as_tensor(value).detach()) for name, value in found.items()}
+
+    def assert_equal(self, folder: Path) -> None:
+        """Compare log lines, the evaluation, and the update of all weights at once."""
+        assert max(one["kl"] for one in self.logged) > 0.01, self.logged
+        for found, expected in zip(history(folder), self.logged, strict=True):
+            assert [found[n] for n in METRICS] == pytest.approx([expected[n] for n in METRICS], rel=1e-5, abs=3e-6)
+        evaluated = history(folder, "eval_loss")[-1]
+        expected = [float(self.evaluated[n]) for n in METRICS]
+        assert [evaluated[f"eval_{n}"] for n in METRICS] == pytest.approx(expected, rel=1e-5, abs=3e-6)
+        path = folder / "adapter_model.safetensors"
+        weights = load_file(path if path.exists() else folder / "model.safetensors")
+        names = {n.replace(".default", ""): n for n, _ in self.trained()}
+        assert set(weights) >= names.keys()
+        now = dict(self.trained())
+        expected = torch.cat([(now[n] - self.initial[n]).flatten() for n in names.values()])
+        update = torch.cat([(weights[key].double() - self.initial[n]).flatten() for key, n in names.items()])
+        assert ((update - expected).norm() / expected.norm()).item() < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def loops(tiny_model, labelled):
+    made: dict[bool, PlainLoop] = {}
+    torch.set_num_threads(1)
+
+    def loop(full: bool = False) -> PlainLoop:
+        if full not in made:
+            made[full] = PlainLoop(tiny_model, labelled, full)
+        return made[full]
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("processes", "per_device"),
+    [(1, 8), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loops):
+    loops().assert_equal(job(processes, per_device))
+
+
+def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loops):
+    loops(True).assert_equal(job(2, 1, "--method full", "full"))
+
+
+@pytest.mark.parametrize("reference", ["precomputed", pytest.param("adapter_off", marks=pytest.mark.slow)])
+def test_a_killed_run_ends_like_a_whole_one(reference, job, loops):
+    options = f"--reference {reference} --lora_dropout 0 --save_strategy steps --save_steps 1"
+    whole = job(2, 2, options, f"whole-{reference}")
+    # Both routes to the reference take the same steps.
+    loops().assert_equal(whole)
+    resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", f"resumed-{reference}")
+    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    (end, again) = (history(folder)[-1] for folder in (whole, resumed))
+    assert all(end[name] == again[name] for name in METRICS)
+
+
+def test_a_streamed_run_does_not_depend_on_the_layout_and_ends_like_a_whole_one(job):
+    options = "--streaming --shuffle_buffer 5 --lora_dropout 0 --save_strategy steps --save_steps 1"
+    whole, other = job(2, 2, options, "streamed"), job(1, 4, options, "streamed-one")
+    resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", "streamed-resumed")
+    expected, found, again = (load_file(folder / "adapter_model.safetensors") for folder in (whole, other, resumed))
+    assert all(torch.equal(expected[name], again[name]) for name in expected)
+    assert all(torch.allclose(expected[name], found[name], rtol=1e-4, atol=1e-6) for name in expected)
+    kls = [entry["kl"] for entry in history(whole)]
+    assert kls == pytest.approx([entry["kl"] for entry in history(other)], rel=1e-4, abs=1e-6) and max(kls) > 0.01
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loops):
+    folder = job(2, 2, f"--method {method}", f"fsdp2-{method}", {"UNSLOTH_FSDP2": "1"})
+    loops(method == "full").assert_equal(folder)

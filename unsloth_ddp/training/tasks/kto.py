@@ -1,0 +1,155 @@
+"""Train on labelled answers with KTO, whose loss compares each answer with the divergence of a whole step.
+
+    r = log pi(y|x) - log ref(y|x)                                                        https://arxiv.org/abs/2402.01306, eq. 7
+    z = max(0, mean of log pi(y'|x) - log ref(y'|x) over the mismatched rows of the step, without gradient and dropout)
+    loss = desirable_weight (1 - s(beta (r - z))), or undesirable_weight (1 - s(beta (z - r)))
+
+z is one number for all ranks and micro-batches of a step: `units` computes its sum before the first loss, and it is added up with
+the number of rows. TRL's z is that of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.order.collate import MISMATCHED
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
+from unsloth_ddp.training.tasks.reference import Reference, check_same, make_reference
+
+COLUMNS = (
+    "rows", "loss_sum", "divergence", "supervised_tokens", "correct", "desirable", "undesirable",
+    "rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class KtoTask:
+    """Learn from answers that are labelled as desirable or undesirable.
+
+    Args:
+        weights: of desirable and of undesirable answers.
+        log_probabilities: of the answers under a model.
+    """
+
+    beta: float
+    weights: tuple[float, float]
+    log_probabilities: AnswerLogProbabilities
+    reference: Reference
+
+    @classmethod
+    def of(cls, settings: Settings, model: Any, data: TrainingData) -> KtoTask:
+        """Return the task that these settings name."""
+        compute = AnswerLogProbabilities.of(model)
+
+        def of_examples(model: Any, batch: dict[str, Any]) -> Tensor:
+            return torch.stack([compute(model, batch), compute(model, mismatched(batch))], dim=1)
+
+        weights = settings.desirable_weight, settings.undesirable_weight
+        return cls(settings.resolved_beta, weights, compute, make_reference(settings, compute, of_examples, data))
+
+    @property
+    def described(self) -> str:
+        """Return the line of the table on the loss."""
+        desirable, undesirable = self.weights
+        weights = "" if desirable == undesirable == 1 else f", weights {desirable:g} (desirable), {undesirable:g}"
+        return f"kto, beta {self.beta:g}{weights}; reference: {self.reference.described}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the sums that `measure` returns."""
+        return COLUMNS
+
+    @property
+    def head_chooses(self) -> bool:
+        """Return that a batch names its supervised tokens, since only their logits are computed."""
+        return True
+
+    @property
+    def units_need_model(self) -> bool:
+        """Return that the loss depends on the divergence, which `units` computes."""
+        return True
+
+    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> KtoTask:
+        """Return the task as it is."""
+        return self
+
+    def units(self, batch: dict[str, Any], runner: MicroBatchRunner) -> Tensor:
+        """Return the number of answers, and the summed divergence of the mismatched rows, float64 (2,)."""
+        with runner.autocast():
+            return self._units(runner.model, runner.to_device(batch))
+
+    def _units(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        other = mismatched(batch)
+        with torch.no_grad(), evaluation_mode(model):
+            ratios = self.log_probabilities(model, other).double() - self.reference.of(model, other).double()
+        counted = answer_tokens(other["labels"]) > 0
+        return torch.stack([counted.sum().double(), ratios.masked_fill(~counted, 0).sum()])
+
+    def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
+        """Return the summed losses / their divisor, 0-dim."""
+        # A trial of the memory has no step, and includes the pass before one.
+        return self.measure(model, batch, divisor if divisor.dim() else self._units(model, batch).float())[0]
+
+    def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the sums of COLUMNS, float64; the divergence is divisor[1] / divisor[0]."""
+        # The reference comes first, so that its activations are gone before those of the policy are kept.
+        reference, desirable = self.reference.of(model, batch), batch["desirable"]
+        policy = self.log_probabilities(model, batch)
+        tokens = answer_tokens(batch["labels"])
+        # A row without an answer (the filler, or one that was cut) counts as nothing, also in its gradient.
+        counted = tokens > 0
+        divergence = (divisor[1] / divisor[0].clamp(min=1e-30)).clamp(min=0)
+        margin = torch.where(desirable, 1.0, -1.0) * (policy - reference - divergence)
+        weight = torch.where(desirable, *self.weights)
+        # 1 - s(x) = s(-x), without cancellation.
+        loss_sum = (weight * torch.sigmoid(-self.beta * margin)).masked_fill(~counted, 0).sum()
+        with torch.no_grad():
+            rewards = self.beta * (policy - reference)
+            kinds = counted & desirable, counted & ~desirable
+            measured = [
+                counted.sum(), loss_sum, divergence * counted.sum(), tokens.sum(), ((margin > 0) & counted).sum(),
+                *(kind.sum() for kind in kinds),
+                *(values.masked_fill(~kind, 0).sum() for values in (rewards, policy) for kind in kinds),
+            ]  # fmt: skip
+            found = torch.stack([value.detach().double() for value in measured])
+        return loss_sum / divisor[0], found
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the loss, the divergence, and TRL's names for rewards and log-probabilities, as means over answers of a kind."""
+        rows = sums["rows"]
+        if not rows:
+            return {}
+        found = {"loss": sums["loss_sum"] / rows, "kl": sums["divergence"] / rows}
+        for name, kind in (("chosen", "desirable"), ("rejected", "undesirable")):
+            if sums[kind]:
+                found[f"rewards/{name}"] = sums[f"rewards_{name}"] / sums[kind]
+                found[f"logps/{name}"] = sums[f"logps_{name}"] / sums[kind]
+        if sums["desirable"] and sums["undesirable"]:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found | {"rewards/accuracies": sums["correct"] / rows}
+
+    def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Prepare the reference, and refuse a model that differs from it before step 1."""
+        self.reference.prepare(runner, runtime, data, checkpoint)
+        if checkpoint is None:
+            check_same(self.log_probabilities, self.reference, runner, runtime, data)
+
+    def save(self, folder: Path) -> None:
+        """Write the reference, if it is precomputed."""
+        self.reference.save(folder)
+
+
+def mismatched(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch of the mismatched rows."""
+    return {name.removeprefix(MISMATCHED): value for name, value in batch.items() if name.startswith(MISMATCHED)}

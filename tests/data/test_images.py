@@ -93,7 +93,7 @@ def test_bytes_in_any_form_are_the_same_image(image: Any, tmp_path: Path) -> Non
 def refusal(row: dict[str, Any], folder: Path) -> str:
     path = write_jsonl(folder / "rows.jsonl", [{"messages": [ASK, ANSWER]}, row])
     with pytest.raises(UserError) as refused:
-        list(checked_rows(str(path), "train", pairs=False))
+        list(checked_rows(str(path), "train", task="sft"))
     message = str(refused.value)
     assert message.startswith(f"{path}:2: ") and "\n" not in message and len(message) < 700
     return message
@@ -207,7 +207,7 @@ def test_images_of_datasets_in_parquet_are_read(tmp_path: Path) -> None:
     )
     table = datasets.Dataset.from_list(rows, features=features)
     table.to_parquet(tmp_path / "rows.parquet")
-    found = [example for _, example in checked_rows(str(tmp_path / "rows.parquet"), "train", pairs=False)]
+    found = [example for _, example in checked_rows(str(tmp_path / "rows.parquet"), "train", task="sft")]
     assert [len(example.images) for example in found] == [1, 0]
     assert open_image(found[0].images[0]).tobytes() == open_image(str(path)).tobytes()
 
@@ -223,7 +223,7 @@ def test_images_of_a_hub_set_are_checked_before_they_are_decoded(
         lambda row: {"messages": [ASK, ANSWER]}, remove_columns="text"
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: table)
-    read = checked_rows("owner/name", "train", pairs=False)
+    read = checked_rows("owner/name", "train", task="sft")
     assert len(next(read)[1].images) == 1
     with pytest.raises(UserError, match="owner/name train row 2: image in the row cannot be decoded"):
         next(read)
@@ -234,4 +234,4 @@ def test_a_pair_with_images_is_refused(tmp_path: Path) -> None:
     row = {"prompt": [asking({"type": "image", "image": "a.png"})], "chosen": [ANSWER], "rejected": [ANSWER]}
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(UserError, match="the pair has images, which preference training does not take"):
-        list(checked_rows(str(path), "train", pairs=True))
+        list(checked_rows(str(path), "train", task="dpo"))

@@ -199,7 +199,7 @@ def test_a_row_has_the_loss_of_a_plain_loop_alone_and_beside_all_others(kind, mo
     processing = load_processing(Settings(model=str(folder)))
     encoder = Encoder(plain.processor.tokenizer, supervise_all=False, processing=processing)
     plain.rows, units = [], []
-    for _, example in checked_rows(str(rows), "train", pairs=False):
+    for _, example in checked_rows(str(rows), "train", task="sft"):
         row = encoder.encode(example)
         units.append({**vars(row), "input_ids": np.array(row.input_ids), "labels": np.array(row.labels)})
     for line in rows.read_text().splitlines():

@@ -19,6 +19,7 @@ from unsloth_ddp.data.order.packing import Packing
 
 # The columns of a row; what else an example has is computed by its task.
 ROW_KEYS = ("input_ids", "labels", "parts", "desirable")
+IMAGE_KEYS = ("images", "rendered")
 
 
 class ListColumn:
@@ -46,8 +47,8 @@ class ListColumn:
 class ArrowRows:
     """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
-    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`.
-    Rows of a run with images have `images` and `rendered` (see chat.tokenize.EncodedRow).
+    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run with images
+    have `images` and `rendered` (see chat.tokenize.EncodedRow).
 
     Args:
         added: further values of each row by name, each (rows, ...).
@@ -58,7 +59,7 @@ class ArrowRows:
         names = [name for name in ROW_KEYS if name in tokenized.column_names]
         self.columns = {name: ListColumn(tokenized.data.column(name)) for name in names}
         self.added = {} if added is None else added
-        self.texts = {n: tokenized.data.column(n) for n in ("images", "rendered") if n in tokenized.column_names}
+        self.texts = {n: tokenized.data.column(n) for n in IMAGE_KEYS if n in tokenized.column_names}
 
     def __len__(self) -> int:
         return len(self.columns["input_ids"])

@@ -61,7 +61,7 @@ TOKEN_FEATURES = datasets.Features(
         "supervised": datasets.Value("int32"),
     }
 )
-# Further columns of the tasks.
+# Further columns of the tasks, and of rows with images.
 PARTS = {"parts": datasets.List(datasets.Value("int32"))}
 DESIRABLE = {"desirable": datasets.List(datasets.Value("int32"))}
 IMAGES = {"images": datasets.List(datasets.Value("string")), "rendered": datasets.Value("string")}

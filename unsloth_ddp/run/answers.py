@@ -102,11 +102,7 @@ def answer(
 def batches(
     tokenizer: Any, asked: list[Question], length: int, processing: ImageProcessing | None = None
 ) -> Iterator[list[Question]]:
-    """Yield the questions in order, as many at once as BATCH and BATCH_TOKENS allow, and at least one.
-
-    Args:
-        length: tokens that are generated for an answer.
-    """
+    """Yield the questions in order, as many at once as BATCH and BATCH_TOKENS allow, and at least one."""
     batch: list[Question] = []
     longest = 0
     for question in asked:

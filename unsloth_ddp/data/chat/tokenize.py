@@ -35,9 +35,9 @@ class EncodedRow:
         notes: keys of chat.renderer.NOTES.
         unread_keys: keys of messages that the chat template does not read.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
+        desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
         images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
         cuts_image: whether the row was cut before the end of its last image.
-        desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
     """
 
     input_ids: list[int]
@@ -47,11 +47,11 @@ class EncodedRow:
     notes: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
     parts: list[int] = field(default_factory=list)
+    desirable: list[int] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
     rendered: str = ""
     image_end: int = 0
     cuts_image: bool = False
-    desirable: list[int] = field(default_factory=list)
 
 
 class Encoder:

@@ -8,15 +8,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from unsloth_ddp.data.arrow_rows import ROW_KEYS
+from unsloth_ddp.data.arrow_rows import IMAGE_KEYS, ROW_KEYS
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 
+# What an example holds of its rows.
+OF_ROWS = (*ROW_KEYS, *IMAGE_KEYS)
 # Begins the names of a batch of mismatched rows (see mismatched.py).
 MISMATCHED = "mismatched_"
-# What a row holds beside its own tokens; all else is stacked.
-OF_ROWS = {*ROW_KEYS, "images", "rendered"}
 
 
 @dataclass
@@ -140,4 +140,4 @@ class Collate:
 
 def _added(example: dict[str, np.ndarray], half: int) -> dict[str, np.ndarray]:
     """Return what the task has added to one of the two rows of an example."""
-    return {name: values[half] for name, values in example.items() if name not in ROW_KEYS}
+    return {name: values[half] for name, values in example.items() if name not in OF_ROWS}

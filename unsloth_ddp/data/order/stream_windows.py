@@ -64,8 +64,8 @@ class TokenizedWindow:
 class StreamedWindows(IterableDataset[TokenizedWindow]):
     """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows.
 
-    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window. With `images`,
-    rows keep what is needed to process their images.
+    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window. With
+    `images`, rows keep what is needed to process their images.
     """
 
     read: Callable[[], Iterable[SourceRow]]
@@ -101,12 +101,13 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
                 encoded = self.encode(row)
             except UserError as error:
                 return dataclasses.replace(window, problem=f"{row.location}: {error}")
-            if not (self.drop and encoded.overlong) and not encoded.cuts_image:
-                columns = {name: values for name in ROW_KEYS if (values := getattr(encoded, name))}
-                unit: Unit = {name: np.array(values, dtype=np.int32) for name, values in columns.items()}
-                if self.images:
-                    unit |= {"images": encoded.images, "rendered": encoded.rendered}
-                window.rows.append(unit)
+            if (self.drop and encoded.overlong) or encoded.cuts_image:
+                continue
+            columns = {name: values for name in ROW_KEYS if (values := getattr(encoded, name, None))}
+            unit: Unit = {name: np.array(values, dtype=np.int32) for name, values in columns.items()}
+            if self.images:
+                unit |= {"images": encoded.images, "rendered": encoded.rendered}
+            window.rows.append(unit)
         return dataclasses.replace(window, rows=self.join(window.rows))
 
 
@@ -190,8 +191,8 @@ def streamed_windows(
         buffer=settings.shuffle_buffer,
         seed=seed,
         drop=settings.overlong == "drop",
-        images=processing is not None,
         join=functools.partial(join_mismatched, max_length=settings.max_length) if settings.task == "kto" else list,
+        images=processing is not None,
     )
 
 

@@ -36,15 +36,10 @@ def checked_rows(
         UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
             unless `may_be_empty`.
     """
-    files = ImageFiles.of(image_folder, [source] if is_file(source) else [])
-    location, convert = "", converter(task)
+    location, convert, files = "", converter(task), ImageFiles.of(image_folder, [source] if is_file(source) else [])
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
             example = convert(columns)
-            if example.images and task != "sft":
-                raise UserError(
-                    f"the row has images, which task {task} does not take; give --task sft, or remove them."
-                )
             example.images = [files.checked(image) for image in example.images]
         except UserError as error:
             raise UserError(f"{location}: {error}") from None

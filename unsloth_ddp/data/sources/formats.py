@@ -54,8 +54,9 @@ class Example:
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
     supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
     parts of the messages that have several or an image, by the message's index; a part is text, or None for the next of the
-    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read. Of a pair (preference.py) this is the chosen answer after its prompt,
-    and `rejected` the other one; of a labelled answer, `desirable` is its label.
+    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read. Of a pair
+    (preference.py) this is the chosen answer after its prompt, and `rejected` the other one; of a labelled answer, `desirable` is
+    its label.
     """
 
     messages: list[Message] = field(default_factory=list)

@@ -235,3 +235,11 @@ def test_a_pair_with_images_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(UserError, match="the pair has images, which preference training does not take"):
         list(checked_rows(str(path), "train", task="dpo"))
+
+
+def test_a_labelled_answer_with_images_is_refused(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", "red", "circle")
+    asked = [asking({"type": "image", "image": "a.png"})]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": asked, "completion": [ANSWER], "label": True}])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the row has images, which task kto does not take"):
+        list(checked_rows(str(path), "train", task="kto"))

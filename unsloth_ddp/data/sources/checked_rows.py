@@ -40,6 +40,10 @@ def checked_rows(
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
             example = convert(columns)
+            if example.images and task != "sft":
+                raise UserError(
+                    f"the row has images, which task {task} does not take; give --task sft, or remove them."
+                )
             example.images = [files.checked(image) for image in example.images]
         except UserError as error:
             raise UserError(f"{location}: {error}") from None

@@ -222,7 +222,6 @@ CALL = {
     "cu_seq_lens_q": torch.tensor([0, 4, 6]),
     "max_length_q": 4,
     "same_shapes": True,
-    "head_size": 16,
     "is_causal": True,
 }
 
@@ -234,7 +233,7 @@ CALL = {
         # Without either, `attend` would take a pack for one row.
         ({"cu_seq_lens_q": None}, False), ({"max_length_q": None}, False),
         ({"dropout": 0.0, "softcap": None}, True), ({"dropout": 0.1}, False), ({"softcap": 30.0}, False),
-        ({"head_size": 512}, True), ({"head_size": 512, "sliding_window": 8}, False), ({"sliding_window": 8}, True),
+        ({"sliding_window": 8}, True),
         ({"s_aux": torch.zeros(2)}, False), ({"position_bias": torch.zeros(2)}, False),
     ],
 )  # fmt: skip

@@ -205,11 +205,11 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offload) -> str | None:
-    """Return which of these settings Unsloth is not taken for, or None; with `--backend auto` Transformers trains them."""
+    """Return which of these settings Unsloth cannot train, or None; with `--backend auto` Transformers trains them."""
     if settings.fp8:
         return "fp8"
     if settings.trains_preferences:
-        # Log-probabilities of its models were not compared with those of Transformers; --backend unsloth takes it.
+        # Log-probabilities of its models were not compared with those of Transformers.
         return f"task {settings.task}"
     if offload == "parameters":
         return "parameters in host memory"

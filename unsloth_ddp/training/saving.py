@@ -140,6 +140,8 @@ class ResumableTrainer(SFTTrainer):
             RunError: it is.
         """
         assert self.model is not None
+        # The error names the last complete checkpoint.
+        self.settle()
         check_weights(self.model, self.runtime, self.state.global_step, self.checkpoints.last)
         self.drift.check(self.state.global_step)
 

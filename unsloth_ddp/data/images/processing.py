@@ -105,6 +105,11 @@ class ImageProcessing:
             raise
         except Exception as error:
             raise UserError(f"the model's processor refuses the row: {one_line(error, 300).rstrip('.')}.") from None
+        if images and "text_replacement_offsets" not in found:
+            raise UserError(
+                "the model's processor, as Unsloth replaces it, does not say where images stand in the text; use "
+                "--backend transformers."
+            )
         replaced = found["text_replacement_offsets"][0] if images else []
         expanded, end = "", 0
         for one in replaced:

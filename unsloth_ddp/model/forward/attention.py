@@ -33,8 +33,7 @@ from unsloth_ddp.model.forward.row_check import rows_mix
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.utils.errors import UserError
 
-# Of the kernels that varlen.py takes.
-LARGEST_HEAD = 512
+LARGEST_HEAD = 256
 TORCH_KERNEL = "torch's varlen_attn"
 
 
@@ -81,14 +80,11 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if setup.device_type != "cuda" or not setup.sixteen_bit or setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return None
     torch_kernel = TORCH_KERNEL if setup.torch_varlen and setup.capability >= AMPERE[0] else None
-    wide = setup.head_dim > varlen.LARGEST_FLASH_HEAD
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
-            return None if wide else "flash-attn"
+            return "flash-attn"
         usable = setup.implementation in REPLACED and setup.replaceable and not setup.obstacle
         return torch_kernel if usable else None
-    if wide:
-        return None
     if setup.flash_attn and setup.capability >= AMPERE[0]:
         return "flash-attn"
     return torch_kernel or ("xformers" if setup.xformers else None)

@@ -53,7 +53,7 @@ def rows_mix(
 ) -> str | None:
     """Return in a few words how a row changes with the row before it in a pack; None if it does not.
 
-    Computes loss and gradients of a short row behind another row, and alone.
+    Computes loss and gradients of a short row behind another row in a pack, and alone as a padded row.
 
     Args:
         model: on its device, with whole weights; it is left as it was.
@@ -67,7 +67,7 @@ def rows_mix(
     try:
         with _prepared(model, device):
             packed = _compute(model, _on(flatten([_pack(before, row)]), device), dtype)
-            alone = _compute(model, _on(flatten([_pack(row)]), device), dtype)
+            alone = _compute(model, _on(_padded(row), device), dtype)
     except Exception as error:
         logger.warning("the check of packed rows failed", exc_info=True)
         return f"a trial of packed rows failed ({one_line(error, 120)})"
@@ -93,6 +93,14 @@ def _pack(*rows: np.ndarray) -> dict[str, np.ndarray]:
         "labels": np.concatenate([*labels, [IGNORED], rows[-1][1:]]),
         "lengths": np.array([len(row) for row in rows]),
     }
+
+
+def _padded(row: np.ndarray) -> dict[str, Tensor]:
+    """Return the row as a batch with one token of padding, so that its attention needs a mask and takes no packed kernel."""
+    ids = torch.as_tensor(np.append(row, row[:1]), dtype=torch.int64)[None]
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[:, -1], labels[:, -1], labels[:, 0] = 0, IGNORED, IGNORED
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

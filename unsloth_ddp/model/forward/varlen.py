@@ -22,8 +22,6 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Values of a head that flash attention takes, and the code of torch's memory-efficient kernel for causal attention.
-LARGEST_FLASH_HEAD, CAUSAL_FROM_TOP_LEFT = 256, 1
 NAME, PROBE_NAME, FLEX = "torch_varlen", "torch_varlen_probe", "flex_attention"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Config fields for the dropout of attention scores, which varlen_attn does not have.
@@ -90,8 +88,6 @@ def _obstacle_in(others: dict[str, Any]) -> str | None:
         return "the model does not pass the boundaries of rows to the attention kernel"
     if not others["same_shapes"]:
         return NOT_TAKEN.format("keys of another size than queries, or wider values")
-    if others["head_size"] > LARGEST_FLASH_HEAD and others.get("sliding_window"):
-        return NOT_TAKEN.format(f"heads of {others['head_size']} values with a sliding window")
     return NOT_TAKEN.format("attention to later tokens") if others.get("is_causal") is False else None
 
 
@@ -106,7 +102,7 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
         others.setdefault("is_causal", getattr(module, "is_causal", None))
         # Values may be narrower (multi-head latent attention); they are padded.
         alike = key.shape[:3] == value.shape[:3] and key.shape[2:] == query.shape[2:] and value.shape[3] <= key.shape[3]
-        calls.append(others | {"same_shapes": alike, "head_size": query.shape[3]})
+        calls.append(others | {"same_shapes": alike})
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     probed = _on_meta(model) if is_sharded(model) else model
@@ -230,6 +226,8 @@ def attend(
     Returns:
         (batch, tokens, heads, size of a value), and None in place of attention weights.
     """
+    from torch.nn.attention.varlen import varlen_attn
+
     batch, heads, tokens, size = query.shape
     dtype = _compute_dtype(query.dtype, query.device)
     if attention_mask is not None or key.shape[2] != tokens or dtype not in SIXTEEN_BIT:
@@ -259,56 +257,19 @@ def attend(
         return heads_first.transpose(1, 2).reshape(batch * tokens, heads_first.shape[1], heads_first.shape[3]).to(dtype)
 
     width = value.shape[3]
-    # One size of heads for the kernels; the scale is that of the keys.
+    # One size of heads for the kernel; the scale is that of the keys.
     padded = value if width == size else torch.nn.functional.pad(value, (0, size - width))
-    kernel = _flash if size <= LARGEST_FLASH_HEAD else _memory_efficient
-    scale = size**-0.5 if scaling is None else scaling
-    attended = kernel(by_token(query), by_token(key), by_token(padded), boundaries, longest, scale, sliding_window)
-    return attended.view(batch, tokens, heads, size)[..., :width], None
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
-) -> Tensor:
-    """Return causal attention within rows by flash attention, (tokens, heads, head size), of up to 256 values a head."""
-    from torch.nn.attention.varlen import varlen_attn
-
     attended = varlen_attn(
-        query,
-        key,
-        value,
+        by_token(query),
+        by_token(key),
+        by_token(padded),
         boundaries,
         boundaries,
         longest,
         longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        scale=size**-0.5 if scaling is None else scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=key.shape[1] != heads,
     )
     assert isinstance(attended, Tensor), "varlen_attn returned log-sum-exp values that were not requested"
-    return attended
-
-
-def _memory_efficient(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
-) -> Tensor:
-    """Return the same by torch's memory-efficient kernel, which takes wider heads and no groups of them."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
-    attended: Tensor = torch.ops.aten._efficient_attention_forward(
-        query[None],
-        key[None],
-        value[None],
-        None,
-        boundaries,
-        boundaries,
-        longest,
-        longest,
-        0.0,
-        CAUSAL_FROM_TOP_LEFT,
-        torch.is_grad_enabled(),
-        scale=scale,
-        window_size=window,
-    )[0]
-    return attended[0]
+    return attended.view(batch, tokens, heads, size)[..., :width], None

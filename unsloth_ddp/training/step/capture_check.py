@@ -31,6 +31,8 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
     """Return why a run cannot replay micro-batches as CUDA graphs, in a few words; None if it can."""
     if runtime.device_type != "cuda":
         return "a CPU has no CUDA graphs"
+    if data.train.packing is None:
+        return f"rows are padded ({data.packing.reason}), so micro-batches differ in shape"
     reason = obstacle_on_gpus(
         settings,
         packed=data.train.packing is not None,

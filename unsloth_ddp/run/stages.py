@@ -207,7 +207,9 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
     count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     answers.say_too_long(trainer.processing_class, questions)
-    return AnsweredQuestions(questions, answers.answer(trainer.model, trainer.processing_class, questions, run.runtime))
+    with run.runtime.progress.timing("answers"):
+        before = answers.answer(trainer.model, trainer.processing_class, questions, run.runtime)
+    return AnsweredQuestions(questions, before)
 
 
 def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dict[str, Any]:

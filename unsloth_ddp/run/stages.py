@@ -130,7 +130,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             "adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
-    with runtime.progress.timing("check of packs"):
+    with runtime.progress.timing("check_of_packs"):
         choice = choose_packing(settings, runtime, model)
         choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
     plan, train, packing = dataset.fill_steps(_request(run), train, choice)

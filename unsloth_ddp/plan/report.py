@@ -186,7 +186,9 @@ def notes(plan: Plan) -> list[str]:
         decision = planned_packing(plan.settings, plan.shape, plan.hardware.capability)
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
-            planned = f"padded rows, because {decision.reason}; --packing on plans packs"
+            planned = f"padded rows, because {decision.reason}"
+            if not plan.settings.trains_preferences and plan.shape.packing.wrong is None:
+                planned += "; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
     return said
 

@@ -217,7 +217,7 @@ def test_every_private_method_that_the_kit_replaces_is_listed() -> None:
 # ---- what is imported is declared ----
 
 # Import names that differ from the name of the distribution.
-DISTRIBUTIONS = {"yaml": "pyyaml"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Imported behind a check, with a sentence where it is missing: plan --picture, method qlora.
 OPTIONAL = {"matplotlib", "bitsandbytes"}
 

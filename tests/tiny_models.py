@@ -179,13 +179,18 @@ def model_types(images: bool) -> dict[str, str]:
 
 
 def tiny_model(
-    model_type: str, class_name: str, vocabulary: int = 256, tokenizer: Any = None, sizes: dict[str, int] | None = None
+    model_type: str,
+    class_name: str,
+    vocabulary: int = 256,
+    tokenizer: Any = None,
+    sizes: dict[str, int] | None = None,
+    config: Any = None,
 ) -> Any:
     """Return a random model of the class, with weights that are large enough for a mistake to show in the logits."""
     import transformers
 
     kind = getattr(transformers, class_name)
-    config = tiny_config(model_type, vocabulary, sizes)
+    config = config or tiny_config(model_type, vocabulary, sizes)
     if kind.config_class is not type(config):
         config = config.get_text_config()
     for part in {id(one): one for one in (config, config.get_text_config())}.values() if tokenizer else ():

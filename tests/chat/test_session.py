@@ -20,7 +20,14 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer with the number of messages and the last of them; refuse, fall silent and stop on request."""
 
-    def generate(model: Any, tokenizer: Any, messages: list[Any], options: Any, write: Callable[[str], None]) -> str:
+    def generate(
+        model: Any,
+        tokenizer: Any,
+        messages: list[Any],
+        options: Any,
+        write: Callable[[str], None],
+        processing: Any = None,
+    ) -> str:
         asked = messages[-1]["content"]
         if asked == "refuse":
             raise UserError("Too long.")

@@ -58,8 +58,8 @@ def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes() -
         ("--deepspeed ds_config_zero2.json", "accelerate launch --config_file accelerate_configs/zero2.yaml"),
         (
             "--use_lora True --bf16 True --tune_llm True --lr -1",
-            "4 options do not exist: use_lora (give --method lora), bf16 (give --precision bf16), tune_llm (the kit trains "
-            "language models on text), lr (here it is learning_rate); train_ddp.py --help lists those that do.",
+            "4 options do not exist: use_lora (give --method lora), bf16 (give --precision bf16), tune_llm (leave it out), lr (here "
+            "it is learning_rate); train_ddp.py --help lists those that do.",
         ),
     ],
 )

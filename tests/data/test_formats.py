@@ -142,7 +142,7 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"messages": [{"content": "x"}]}, "a message has no role; accepted: system, "),
         ({"messages": [{"role": "user"}, ANSWER]}, "a message of role user has no content; give it text or"),
         ({"messages": [{"role": "user", "content": 5}, ANSWER]}, "a message of role user has a number as content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a content part (of type 'image') that is not {'type': 'text', 'text': ...}; this kit trains on text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a content part (of type 'video') that is neither {'type': 'text', 'text': ...} nor {'type': 'image', 'image': ...}; this kit trains on text and images only"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "has 'alien' as from; accepted: human, user, gpt, "),
         ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "a turn of conversations has a list as from"),
         ({"conversations": [{"value": "x"}]}, "a turn of conversations has no from; accepted: human, user, gpt, "),

@@ -3,6 +3,8 @@
     uv run python -m unsloth_ddp.chat outputs/RUN
 Print one answer and nothing else to standard output:
     uv run python -m unsloth_ddp.chat outputs/RUN --ask "In which city does Kato Elster live?"
+Ask about an image, with a model that was trained on images:
+    uv run python -m unsloth_ddp.chat outputs/RUN --image photo.jpg --ask "What is this?"
 
 RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint answers. In a
 conversation, /reset starts a new one, and /exit or the end of the input ends it. Exit code: 0, or 2 for a mistake in the
@@ -15,8 +17,11 @@ import argparse
 import contextlib
 import math
 import sys
+from pathlib import Path
 
 from unsloth_ddp.config.command_line import Parser, run_command
+from unsloth_ddp.data.images.files import ImageFiles
+from unsloth_ddp.data.images.values import image_value
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_imports
 from unsloth_ddp.run.result import find_result
@@ -31,6 +36,9 @@ def make_parser() -> Parser:
     parser.add_argument("--ask", metavar="TEXT", help="print the answer to this question, and end")
     parser.add_argument(
         "--compare", action="store_true", help="also print the base model's answer, before the trained model's"
+    )
+    parser.add_argument(
+        "--image", metavar="FILE", nargs="+", default=[], help="show these images before the first question"
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation [none]")
     parser.add_argument("--plain", action="store_true", help="continue a text, without a chat template or a history")
@@ -55,6 +63,8 @@ def check(given: argparse.Namespace) -> None:
         raise UserError(f"--temperature is {given.temperature:g}, but it has to be 0 or more.")
     if given.plain and given.system is not None:
         raise UserError("--system has no place in --plain, which renders no chat; write it into the text.")
+    if given.plain and given.image:
+        raise UserError("--image has no place in --plain, which renders no chat; leave one of them out.")
     if given.ask is not None and not given.ask.strip():
         raise UserError("--ask is empty; give the question.")
 
@@ -63,6 +73,7 @@ def chat(argv: list[str]) -> None:
     """Read the command line, load the run, and answer."""
     given = make_parser().parse_args(argv)
     check(given)
+    images = [ImageFiles([Path()]).checked(image_value(image)) for image in given.image]
     result = find_result(given.run)
     settings = result.settings
     use_cache_if_hub_is_unreachable(settings)
@@ -85,7 +96,9 @@ def chat(argv: list[str]) -> None:
             from unsloth_ddp.run.generation import GenerationOptions
 
             options = GenerationOptions(given.max_new_tokens, given.temperature, plain=given.plain)
-            speakers = load_speakers(result, runtime, options, system=given.system, compare=given.compare)
+            speakers = load_speakers(
+                result, runtime, options, system=given.system, compare=given.compare, images=images
+            )
         if given.ask is None:
             converse(speakers, terminal=sys.stdin.isatty())
         else:

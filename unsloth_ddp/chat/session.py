@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from unsloth_ddp.data.images.processing import ImageProcessing, load_processing
+from unsloth_ddp.data.images.values import JoinedText
 from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.loading.trained import load_base, load_trained, load_trained_tokenizer, set_stop_tokens
@@ -97,6 +99,8 @@ class Speaker:
         label: names it in front of its answers; empty where only one model answers.
         using: is entered while the model generates.
         history: the messages until now, those of `beginning` included.
+        images: paths of images that stand before the first question.
+        processing: of these images.
     """
 
     label: str
@@ -106,6 +110,8 @@ class Speaker:
     beginning: list[Message] = field(default_factory=list)
     using: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     history: list[Message] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    processing: ImageProcessing | None = None
 
     def __post_init__(self) -> None:
         self.reset()
@@ -122,18 +128,29 @@ class Speaker:
         Raises:
             UserError: the chat template refuses the conversation, or it is too long for the model.
         """
-        asked = [*self.history, {"role": "user", "content": question}]
+        first = not any(message["role"] == "user" for message in self.history)
+        shown = JoinedText([*[None] * len(self.images), question], self.images) if self.images and first else question
+        asked = [*self.history, {"role": "user", "content": shown}]
         with self.using():
-            text = generate(self.model, self.tokenizer, asked, self.options, write)
+            text = generate(self.model, self.tokenizer, asked, self.options, write, self.processing)
         if not self.options.plain:
             self.history = [*asked, {"role": "assistant", "content": text}]
         return text
 
 
 def load_speakers(
-    result: RunResult, runtime: Runtime, options: GenerationOptions, *, system: str | None, compare: bool
+    result: RunResult,
+    runtime: Runtime,
+    options: GenerationOptions,
+    *,
+    system: str | None,
+    compare: bool,
+    images: Sequence[str] = (),
 ) -> list[Speaker]:
     """Return the trained model, and before it the base model if `compare` is set; both read the run's chat template.
+
+    Args:
+        images: paths of images to ask about.
 
     With an adapter, one model is both: the base model answers with the adapter switched off.
 
@@ -141,6 +158,7 @@ def load_speakers(
         UserError: a model cannot be loaded here.
     """
     settings = result.settings
+    processing = load_processing(settings) if images else None
     tokenizer = load_trained_tokenizer(settings, result.folder)
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     model = load_trained(settings, result.folder, runtime)
@@ -152,4 +170,6 @@ def load_speakers(
         base = load_base(settings, runtime)
         set_stop_tokens(settings, base, tokenizer)
         speakers.insert(0, Speaker("base", base, tokenizer, options, beginning))
+    for speaker in speakers:
+        speaker.images, speaker.processing = list(images), processing
     return speakers

@@ -68,6 +68,8 @@ RENAMED = {
     "optim": "optimizer/A",
     "eval_strategy": "evaluation_strategy/T",
     "loss_on": "train_on/G",
+    "image_folder": "media_dir/L image_dir/G",
+    "image_max_pixels": "max_pixels/S",
     "beta": "rl_beta/A pref_beta/L orpo_alpha/A",
     "label_smoothing": "dpo_label_smoothing/AL",
     "sft_weight": "pref_ftx/L rpo_alpha/AS cpo_alpha/A",
@@ -96,6 +98,8 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"true": {}, "false": {"train_towers": True}},
         "towers and projectors are frozen unless train_towers is given",
     ),
+    "freeze_language_model/L freeze_llm/S": ({"false": _NOTHING}, "the text decoder is always trained"),
+    "tune_llm/G": ({"true": _NOTHING}, "the text decoder is always trained"),
     "tune_vision/G": ({"false": {}, "true": {"train_towers": True}}, "train_towers trains towers and projectors"),
     "load_in_4bit/ATG": ({"true": _QLORA, "false": _NOTHING}, "give method qlora"),
     "q_lora/G qlora/G": ({"true": _QLORA, "false": _NOTHING}, "give method qlora"),
@@ -200,7 +204,6 @@ _PREPARED = "rows are read and tokenized at every start"
 _OTHER_TASK = "the kit trains on text and on pairs of answers only"
 _OTHER_LORA = "variants of LoRA other than use_rslora are not offered"
 _OTHER_OPTIMIZER = "the optimizers are those of Transformers; give optim"
-_VISION = "the kit trains language models on text"
 _ROWS_BY_COLUMN = (
     "rows are read by the names of their columns (docs: messages, conversations, instruction, prompt, text)"
 )
@@ -250,7 +253,8 @@ WITHOUT = {
     "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
     "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
     "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
-    "image_max_pixels/L video_max_pixels/L max_pixels/S freeze_language_model/L freeze_llm/S tune_llm/G max_slice_nums/G": _VISION,
+    "video_max_pixels/L": "video is not trained",
+    "max_slice_nums/G": "the model's processor decides it; image_max_pixels bounds an image",
     "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS bnb_4bit_compute_dtype/S "
     "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
     "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S expert_parallel_size/A "

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.config.declare import Option, option
-from unsloth_ddp.config.task_options import TaskSettings
+from unsloth_ddp.config.task_options import ImageSettings, TaskSettings
 from unsloth_ddp.utils.files.safe import write_new_file
 
 
@@ -375,6 +375,7 @@ class Settings(
     OutputSettings,
     TrainingSettings,
     BatchSettings,
+    ImageSettings,
     DataSettings,
     TaskSettings,
     LoraSettings,

@@ -1,4 +1,4 @@
-"""Declare the options that say what is trained: text, or preferences between answers."""
+"""Declare the options of tasks: what is trained, preferences between answers, and images beside text."""
 
 from __future__ import annotations
 
@@ -89,3 +89,24 @@ class TaskSettings:
     def resolved_sft_weight(self) -> float:
         """Return --sft_weight, or the task's default."""
         return SFT_WEIGHT.get(self.task, 0.0) if self.sft_weight is None else self.sft_weight
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """Images"""
+
+    image_folder: str | None = option(
+        None,
+        "Folder of the images that rows name by relative paths; default: beside the rows' file, or the working folder.",
+        path="read",
+        on_resume="allow",  # the images are compared themselves
+        summary=False,
+    )
+    image_max_pixels: int | None = option(
+        None,
+        "Scale larger images down to about so many pixels before the model's processor sees them; fewer pixels are fewer tokens.",
+        at_least=1024,
+        at_most=64_000_000,
+        on_resume="refuse",
+        summary=True,
+    )

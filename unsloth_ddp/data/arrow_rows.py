@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import datasets
 import numpy as np
@@ -18,6 +19,7 @@ from unsloth_ddp.data.order.packing import Packing
 
 # The columns of a row; what else an example has is computed by its task.
 ROW_KEYS = ("input_ids", "labels", "parts", "desirable")
+IMAGE_KEYS = ("images", "rendered")
 
 
 class ListColumn:
@@ -45,7 +47,8 @@ class ListColumn:
 class ArrowRows:
     """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
-    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`.
+    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run with images
+    have `images` and `rendered` (see chat.tokenize.EncodedRow).
 
     Args:
         added: further values of each row by name, each (rows, ...).
@@ -56,12 +59,14 @@ class ArrowRows:
         names = [name for name in ROW_KEYS if name in tokenized.column_names]
         self.columns = {name: ListColumn(tokenized.data.column(name)) for name in names}
         self.added = {} if added is None else added
+        self.texts = {n: tokenized.data.column(n) for n in IMAGE_KEYS if n in tokenized.column_names}
 
     def __len__(self) -> int:
         return len(self.columns["input_ids"])
 
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, row: int) -> dict[str, Any]:
         found = {name: column[row] for name, column in self.columns.items()}
+        found |= {name: column[row].as_py() for name, column in self.texts.items()}
         return found | {name: values[row] for name, values in self.added.items()}
 
 

@@ -24,12 +24,14 @@ from unsloth_ddp.config.task_options import PAIR_TASKS
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.renderer import NOTES
-from unsloth_ddp.data.chat.template import prints_date
+from unsloth_ddp.data.chat.template import prints_date, use_template_of_processor
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, encode_row
+from unsloth_ddp.data.images.processing import ImageProcessing, load_processing
 from unsloth_ddp.data.mismatched import join_mismatched_rows
 from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import BatchRequest, Packing, PackingDecision, plan_step
+from unsloth_ddp.data.sources.examples import have_images
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
@@ -48,6 +50,7 @@ REPORT_FEATURES = datasets.Features(
         "notes": datasets.List(datasets.Value("string")),
         "unread_keys": datasets.List(datasets.Value("string")),
         "problem": datasets.Value("string"),
+        "cuts_image": datasets.Value("bool"),
     }
 )
 TOKEN_FEATURES = datasets.Features(
@@ -58,9 +61,10 @@ TOKEN_FEATURES = datasets.Features(
         "supervised": datasets.Value("int32"),
     }
 )
-# Further columns of the tasks.
+# Further columns of the tasks, and of rows with images.
 PARTS = {"parts": datasets.List(datasets.Value("int32"))}
 DESIRABLE = {"desirable": datasets.List(datasets.Value("int32"))}
+IMAGES = {"images": datasets.List(datasets.Value("string")), "rendered": datasets.Value("string")}
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class TokenizedRows:
     `packing` maps rows to packs, or is None if rows are not packed. If the set is `streamed`, it holds only the first
     rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
     frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if it
-    prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...).
+    prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...). `processing`
+    turns images into tensors, if a row of the run has some.
     """
 
     dataset: datasets.Dataset
@@ -99,6 +104,7 @@ class TokenizedRows:
     stop_tokens: tuple[int, ...] = ()
     template_date: str | None = None
     added: dict[str, np.ndarray] = field(default_factory=dict)
+    processing: ImageProcessing | None = None
 
     @property
     def units(self) -> int:
@@ -139,7 +145,10 @@ def tokenize_examples(
     """
 
     day = template_date or runtime.broadcast_from_main(lambda: date.today().isoformat())
-    encoder = make_encoder(settings, tokenizer, day)
+    processing = load_processing(settings) if have_images(folder) else None
+    if processing:
+        use_template_of_processor(tokenizer, processing.processor, settings.chat_template)
+    encoder = make_encoder(settings, tokenizer, day, processing)
 
     @room_for_rows(folder)
     def tokenize() -> None:
@@ -150,8 +159,8 @@ def tokenize_examples(
                 tokenized.save_to_disk(folder / name)
 
     runtime.on_main(tokenize, per_node=True)
-    evaluation = _tokenized_rows(folder / "eval") if (folder / "eval").exists() else None
-    train = _tokenized_rows(folder / "train")
+    evaluation = _tokenized_rows(folder / "eval", processing) if (folder / "eval").exists() else None
+    train = _tokenized_rows(folder / "train", processing)
     printed = day if prints_date(tokenizer.chat_template) else None
     return dataclasses.replace(train, streamed=settings.streaming, template_date=printed), evaluation
 
@@ -164,7 +173,8 @@ def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
 
 def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     """Return the tokens of the rows, with a report on each; a row that cannot be rendered is in the column `problem`."""
-    features = datasets.Features({**_token_features(settings), **REPORT_FEATURES})
+    token_features = _token_features(settings, images=encoder.processing is not None)
+    features = datasets.Features({**token_features, **REPORT_FEATURES})
 
     def encode(row: str, location: str) -> dict[str, Any]:
         try:
@@ -201,8 +211,8 @@ def own_processes(rows: int) -> int:
     return max(1, min(rows // ROWS_A_PROCESS, len(os.sched_getaffinity(0)) // 2, MOST_PROCESSES))
 
 
-def _token_features(settings: Settings) -> datasets.Features:
-    own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else {}
+def _token_features(settings: Settings, *, images: bool) -> datasets.Features:
+    own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else IMAGES if images else {}
     return datasets.Features({**TOKEN_FEATURES, **own})
 
 
@@ -215,14 +225,21 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     for sentence in _report(tokenized, purpose):
         print(printable(sentence), flush=True)
     stop_tokens = _most_frequent(_column(tokenized, "stop_tokens"))
+    cuts_image = _column(tokenized, "cuts_image").to_numpy()
+    left_out = _column(tokenized, "overlong").to_numpy() if settings.overlong == "drop" else cuts_image
     tokenized = tokenized.remove_columns(list(REPORT_FEATURES))
     dropped = 0
-    if settings.overlong == "drop":
-        kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
+    if left_out.any():
+        kept = np.flatnonzero(~left_out)
         if not len(kept):
             raise UserError(
                 f"Every {purpose} row of the {len(tokenized):,} that were read is longer than max_length {settings.max_length}, so "
-                "none is left; raise max_length."
+                f"none is left; raise max_length{' or lower image_max_pixels' if cuts_image.any() else ''}."
+            )
+        if settings.overlong == "truncate":
+            print(
+                f"{counted(int(cuts_image.sum()), f'{purpose} row')} left out: max_length {settings.max_length} ends before the last "
+                "image does; raise max_length or lower image_max_pixels."
             )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
@@ -232,7 +249,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
             f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; check that the rows have assistant turns "
             f"within max_length {settings.max_length}, or use --loss_on all."
         )
-    features = _token_features(settings)
+    features = _token_features(settings, images=encoder.processing is not None)
     if settings.task == "kto":
         for sentence in _balance(tokenized, settings, purpose):
             print(sentence, flush=True)
@@ -247,6 +264,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         "supervised": [0],
         **parts,
         **({"desirable": [[1]]} if "desirable" in features else {}),
+        **({"images": [[]], "rendered": [""]} if "images" in features else {}),
     }
     with_filler = datasets.concatenate_datasets([tokenized, datasets.Dataset.from_dict(filler, features=features)])
     found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}
@@ -332,20 +350,24 @@ def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
     )
 
 
-def _tokenized_rows(path: Path) -> TokenizedRows:
+def _tokenized_rows(path: Path, processing: ImageProcessing | None) -> TokenizedRows:
     tokenized = datasets.load_from_disk(path)
     found = json.loads(tokenized.info.description)
     rows = tokenized.with_format("numpy", columns=["input_ids", "labels"])
-    return TokenizedRows(rows, Counts(**found["counts"]), stop_tokens=tuple(found["stop_tokens"]))
+    stop_tokens = tuple(found["stop_tokens"])
+    return TokenizedRows(rows, Counts(**found["counts"]), stop_tokens=stop_tokens, processing=processing)
 
 
-def make_encoder(settings: Settings, tokenizer: Any, template_date: str | None) -> Encoder:
+def make_encoder(
+    settings: Settings, tokenizer: Any, template_date: str | None, processing: ImageProcessing | None = None
+) -> Encoder:
     """Return the encoder of a run; `template_date` is the date (ISO format) for templates that print one."""
     return Encoder(
         tokenizer,
         supervise_all=settings.loss_on == "all",
         chat_template=settings.chat_template,
         day=date.fromisoformat(template_date) if template_date else None,
+        processing=processing,
     )
 
 

@@ -34,6 +34,7 @@ IGNORABLE = (signal.SIGINT, signal.SIGHUP)
 # launcher signals the ranks again.
 ONE_REQUEST_SECONDS = 3.0
 PR_SET_PDEATHSIG = 1
+DEATH_SECONDS = 0.3
 # The cause of a stop that nobody asked for: a launcher that was killed.
 LAUNCHER_ENDED = "the end of its launcher"
 
@@ -93,6 +94,8 @@ class StopRequest:
         self._runtime: Runtime | None = None
         self._group: Any = None
         self._poll: tuple[Any, Any] | None = None
+        # The launcher's process id, if this process is told of its death.
+        self._launcher: int | None = None
         # Whether this rank asks for a checkpoint, and whether the last exchange asked for one.
         self.save_is_due: Callable[[], bool] = lambda: False
         self.save_agreed = False
@@ -122,6 +125,7 @@ class StopRequest:
         )
         threading.Thread(target=self._read_signals, name="signals", daemon=True).start()
         if under_launcher(environ) and sys.platform == "linux":
+            self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def end_with(self, end_process: Callable[[int], Any]) -> None:
@@ -210,7 +214,7 @@ class StopRequest:
         if kind == "repeated":
             return
         if kind == "first" and self._training:
-            self.request_stop(LAUNCHER_ENDED if self._signals.orphaned else name)
+            self.request_stop(LAUNCHER_ENDED if name == "SIGTERM" and self._has_lost_launcher() else name)
             action = "the run is finishing" if self._finishing else "saving a checkpoint after this step"
             self._print(f"{name}: {action}; a second signal ends it at once.")
             return
@@ -220,6 +224,14 @@ class StopRequest:
         else:
             # The sender may be the launcher, which ends all ranks when one has failed.
             self._print_and_end(f"{name}: stopped before the first step; nothing is lost.", EXIT_FAILURE)
+
+    def _has_lost_launcher(self) -> bool:
+        """Return whether the signal told of the launcher's death; the kernel sends it before the last thread has ended."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        while not self._signals.orphaned and self._launcher is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self._signals.orphaned = os.getppid() != self._launcher
+        return self._signals.orphaned
 
     def _print_and_end(self, text: str, code: int) -> None:
         self._print(text)

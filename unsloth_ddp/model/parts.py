@@ -132,6 +132,11 @@ def sometimes_unused(model: Any) -> list[Parameter]:
     return list(found.values())
 
 
+def trains_beside_text(model: Any) -> bool:
+    """Return whether a weight of a tower or a projector is trained."""
+    return any(p.requires_grad for module in parts_beside_text(model).values() for p in module.parameters())
+
+
 def describe_beside_text(model: Any) -> str | None:
     """Return which parts beside the text decoder a run trains, for the table before step 1; None if there are none."""
     parts = parts_beside_text(model)

@@ -91,7 +91,7 @@ def plan(argv: list[str]) -> None:
     check_training_arguments(settings)
     shape = read_model_shape(settings)
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability))
+    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability, images=rows.images))
     rows = rows.packed(packing)
     made = make_plan(settings, shape, rows, batch, hardware)
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
@@ -119,7 +119,7 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
         lengths = rows.lengths()[:-1]
-    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed)
+    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed, images=rows.processing is not None)
 
 
 def check_training_arguments(settings: Settings) -> None:

@@ -183,11 +183,11 @@ def notes(plan: Plan) -> list[str]:
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
         )
     if plan.settings.packing == "auto":
-        decision = planned_packing(plan.settings, plan.shape, plan.hardware.capability)
+        decision = planned_packing(plan.settings, plan.shape, plan.hardware.capability, images=plan.rows.images)
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}"
-            if not plan.settings.trains_preferences and plan.shape.packing.wrong is None:
+            if not (plan.rows.images or plan.settings.trains_preferences or plan.shape.packing.wrong):
                 planned += "; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
     return said

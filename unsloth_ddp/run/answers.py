@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from unsloth_ddp.data.chat.variants import with_calls_as_text
+from unsloth_ddp.data.chat.prompt import inputs_of, rendered
+from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.images.values import DATA
 from unsloth_ddp.data.sources.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.redaction import printable_lines
@@ -32,12 +35,27 @@ class Question:
     turns: list[Message]
     answer: str
     tools: list[Any] | None = None
+    parts: dict[str, list[str | None]] = field(default_factory=dict)
+    images: list[str] = field(default_factory=list)
+
+    def with_answer(self, answer: str | None) -> Example:
+        """Return the chat up to the answer, and with it unless it is None."""
+        last = [] if answer is None else [{"role": "assistant", "content": answer}]
+        return Example([*self.turns, *last], self.tools, parts=self.parts, images=self.images)
+
+    @property
+    def shown(self) -> str:
+        """Return the last turn, with the names of the images."""
+        names = ", ".join("an image of the row" if one.startswith(DATA) else Path(one).name[:24] for one in self.images)
+        return f"{self.turns[-1]['content']}{f' ({names})' if names else ''}"
 
 
 def questions(examples: list[Example]) -> list[Question]:
     """Return the chats that end with a user's question or a tool's result and a text of the assistant, as questions."""
     found = [
-        Question(e.messages[:-1], e.messages[-1]["content"], e.tools) for e in examples if _is_question(e.messages)
+        Question(e.messages[:-1], e.messages[-1]["content"], e.tools, e.parts if e.images else {}, e.images)
+        for e in examples
+        if _is_question(e.messages) and None not in e.parts.get(str(len(e.messages) - 1), [])
     ]
     if left_out := len(examples) - len(found):
         print(
@@ -52,8 +70,14 @@ def _is_question(chat: list[Message]) -> bool:
     return bool(chat[-1]["content"].strip()) and not chat[-1].get("tool_calls")
 
 
-def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) -> list[str]:
-    """Return the model's answers in the order of the questions; each rank generates its share, every rank gets all."""
+def answer(
+    model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime, processing: ImageProcessing | None = None
+) -> list[str]:
+    """Return the model's answers in the order of the questions; each rank generates its share, every rank gets all.
+
+    Args:
+        processing: of images, if questions have some.
+    """
     if not asked:
         return []
     mine = asked[runtime.ranks.rank :: runtime.ranks.world_size]
@@ -65,8 +89,8 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
     model.eval()
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
     length, answers = new_tokens(tokenizer, asked), []
-    for batch in batches(tokenizer, mine, length):
-        answers += _generate(model, tokenizer, batch, length)
+    for batch in batches(tokenizer, mine, length, processing):
+        answers += _generate(model, tokenizer, batch, length, processing)
     tokenizer.padding_side = side
     if runtime.backend == "unsloth":
         FastLanguageModel.for_training(model)
@@ -75,12 +99,14 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
     return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
 
 
-def batches(tokenizer: Any, asked: list[Question], length: int) -> Iterator[list[Question]]:
+def batches(
+    tokenizer: Any, asked: list[Question], length: int, processing: ImageProcessing | None = None
+) -> Iterator[list[Question]]:
     """Yield the questions in order, as many at once as BATCH and BATCH_TOKENS allow, and at least one."""
     batch: list[Question] = []
     longest = 0
     for question in asked:
-        prompt = len(tokenizer(_prompt(tokenizer, question), add_special_tokens=False)["input_ids"])
+        prompt = len(inputs_of(tokenizer, [question.with_answer(None)], processing)[0]["input_ids"])
         tokens = (len(batch) + 1) * (max(longest, prompt) + length)
         if batch and (len(batch) == BATCH or tokens > BATCH_TOKENS):
             yield batch
@@ -109,9 +135,11 @@ def _lengths(tokenizer: Any, asked: list[Question]) -> list[int]:
     return [len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) + AROUND for question in asked]
 
 
-def _generate(model: Any, tokenizer: Any, asked: list[Question], length: int) -> list[str]:
-    texts = [_prompt(tokenizer, question) for question in asked]
-    inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
+def _generate(
+    model: Any, tokenizer: Any, asked: list[Question], length: int, processing: ImageProcessing | None = None
+) -> list[str]:
+    prompts = inputs_of(tokenizer, [question.with_answer(None) for question in asked], processing)
+    inputs = padded_left(prompts, tokenizer.pad_token_id, processing, model)
     with torch.no_grad():
         generated = model.generate(
             **inputs, max_new_tokens=length, do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id
@@ -124,23 +152,30 @@ def _generate(model: Any, tokenizer: Any, asked: list[Question], length: int) ->
 def end_of_turn(tokenizer: Any, question: Question) -> str:
     """Return what the chat template writes after an answer; it may be plain text, as <|im_end|> in many base models."""
     # Not the expected answer, which may be a part of what ends it: "e" is one of <|im_end|>.
-    chat = [*question.turns, {"role": "assistant", "content": ANY_ANSWER}]
-    return _rendered(tokenizer, chat, question.tools).rpartition(ANY_ANSWER)[2].strip()
+    return rendered(tokenizer, question.with_answer(ANY_ANSWER)).rpartition(ANY_ANSWER)[2].strip()
 
 
-def _prompt(tokenizer: Any, question: Question) -> str:
-    return _rendered(tokenizer, question.turns, question.tools, add_generation_prompt=True)
-
-
-def _rendered(tokenizer: Any, chat: list[Message], tools: list[Any] | None, **how: Any) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **how))
-    except Exception:
-        if not any(message.get("tool_calls") for message in chat):
-            raise
-        # As rows are tokenized: some templates take the arguments of a call as text only.
-        chat = [with_calls_as_text(message) for message in chat]
-        return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **how))
+def padded_left(
+    prompts: list[dict[str, Any]], pad: int, processing: ImageProcessing | None, model: Any
+) -> dict[str, Any]:
+    """Return the inputs of generation for prompts of inputs_of, padded on the left, on the model's device."""
+    length = max(len(prompt["input_ids"]) for prompt in prompts)
+    missing = [length - len(prompt["input_ids"]) for prompt in prompts]
+    rows = list(zip(missing, prompts, strict=True))
+    inputs = {
+        "input_ids": torch.tensor([[pad] * n + list(prompt["input_ids"]) for n, prompt in rows]),
+        "attention_mask": torch.tensor([[0] * n + [1] * len(prompt["input_ids"]) for n, prompt in rows]),
+    }
+    if processing:
+        inputs |= processing.collate(prompts, length, left=True)
+        # Positions of the images of an earlier batch (M-RoPE), which a batch of texts would take for its own.
+        for module in model.modules():
+            if getattr(module, "rope_deltas", None) is not None:
+                module.rope_deltas = None
+    return {
+        name: value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
+        for name, value in inputs.items()
+    }
 
 
 def _until(text: str, end: str) -> str:
@@ -166,6 +201,6 @@ def report(asked: list[Question], before: list[str], after: list[str]) -> dict[s
     accuracies = accuracy(asked, before), accuracy(asked, after)
     print(f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)}).")
     for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:
-        shown = f"  {question.turns[-1]['content']}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}"
+        shown = f"  {question.shown}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}"
         print(printable_lines(shown))
     return {"demo_accuracy_before": accuracies[0], "demo_accuracy_after": accuracies[1]}

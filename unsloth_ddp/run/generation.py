@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from unsloth_ddp.data.chat.prompt import example_of, rendered
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
+from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.messages import Message
-from unsloth_ddp.run.answers import Question, end_of_turn
+from unsloth_ddp.run.answers import Question, end_of_turn, padded_left
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Of models whose generation config does not say how long an answer may be.
@@ -95,8 +97,13 @@ def _beginning_of(end: str, text: str) -> int:
     return next((n for n in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:n])), 0)
 
 
-def render_prompt(tokenizer: Any, messages: list[Message], options: GenerationOptions) -> tuple[str, str]:
+def render_prompt(
+    tokenizer: Any, messages: list[Message], options: GenerationOptions, processing: ImageProcessing | None = None
+) -> tuple[str, str]:
     """Return the prompt, and the text that ends the answer to it.
+
+    Args:
+        processing: of the images in the messages, if there are some.
 
     Raises:
         UserError: there is no chat template, or it refuses the messages.
@@ -109,8 +116,9 @@ def render_prompt(tokenizer: Any, messages: list[Message], options: GenerationOp
         )
     try:
         with limited_rendering():
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return check_length(str(prompt)), end_of_turn(tokenizer, Question([messages[-1]], "Hi."))
+            token = processing.image_token if processing else None
+            prompt = rendered(tokenizer, example_of(messages), token, prompt=True)
+            return check_length(prompt), end_of_turn(tokenizer, Question([messages[-1]], "Hi."))
     except TemplateOverrun as error:
         raise UserError(overrun_sentence(error)) from None
     except Exception as error:  # templates raise exceptions of their own
@@ -118,15 +126,28 @@ def render_prompt(tokenizer: Any, messages: list[Message], options: GenerationOp
 
 
 def generate(
-    model: Any, tokenizer: Any, messages: list[Message], options: GenerationOptions, write: Callable[[str], None]
+    model: Any,
+    tokenizer: Any,
+    messages: list[Message],
+    options: GenerationOptions,
+    write: Callable[[str], None],
+    processing: ImageProcessing | None = None,
 ) -> str:
     """Return the answer to the messages; each piece of it is given to `write` while the rest is generated.
+
+    Args:
+        processing: of the images in the messages (JoinedText), if there are some.
 
     Raises:
         UserError: there is no chat template, it refuses the messages, or they are too long for the model.
     """
-    prompt, end = render_prompt(tokenizer, messages, options)
-    inputs = tokenizer(prompt, add_special_tokens=options.plain, return_tensors="pt").to(model.device)
+    prompt, end = render_prompt(tokenizer, messages, options, processing)
+    images = example_of(messages).images
+    if processing and images:
+        asked = {"input_ids": processing.expand(prompt, images).ids, "rendered": prompt, "images": images}
+        inputs: Any = padded_left([asked], tokenizer.pad_token_id, processing, model)
+    else:
+        inputs = tokenizer(prompt, add_special_tokens=options.plain, return_tensors="pt").to(model.device)
     arguments = options.arguments(model, inputs["input_ids"].shape[1])
     streamer = PieceStreamer(tokenizer, write, end)
     with torch.no_grad():

@@ -20,6 +20,7 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
 from unsloth_ddp.data.chat.preview import preview_first_row
+from unsloth_ddp.data.images.processing import load_processing
 from unsloth_ddp.data.order.batch_plan import check_layouts
 from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources import examples
@@ -90,6 +91,8 @@ def read_examples(run: Run) -> None:
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     with run.runtime.progress.timing("rows"):
         examples.read_examples(run.settings, run.runtime, run.node_folder)
+        if examples.have_images(run.node_folder):
+            run.runtime.on_main(lambda: load_processing(run.settings), per_node=True)
 
 
 def find_resume_point(run: Run) -> ResumePoint | None:
@@ -131,7 +134,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     with runtime.progress.timing("check_of_packs"):
-        choice = choose_packing(settings, runtime, model)
+        choice = choose_packing(settings, runtime, model, images=train.processing is not None)
         choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
     plan, train, packing = dataset.fill_steps(_request(run), train, choice)
     if nodes := node_range():
@@ -208,8 +211,13 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     answers.say_too_long(trainer.processing_class, questions)
     with run.runtime.progress.timing("answers"):
-        before = answers.answer(trainer.model, trainer.processing_class, questions, run.runtime)
+        before = _answer(run, trainer, questions)
     return AnsweredQuestions(questions, before)
+
+
+def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str]:
+    processing = trainer.data.train.processing
+    return answers.answer(trainer.model, trainer.processing_class, questions, run.runtime, processing)
 
 
 def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dict[str, Any]:
@@ -238,7 +246,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     """
     settings, checkpoints = run.settings, trainer.checkpoints
     removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
-    after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
+    after = _answer(run, trainer, answered.questions)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
     if settings.merge:

@@ -9,6 +9,7 @@ from typing import Literal, cast
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import (
+    IMAGES_ARE_PADDED,
     PREFERENCES_ARE_PADDED,
     PackingDecision,
     decide_packing,
@@ -176,8 +177,12 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
     return memory.total <= FILLED * gpu_memory and memory.passing <= share * gpu_memory
 
 
-def planned_packing(settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE) -> PackingDecision:
+def planned_packing(
+    settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE, *, images: bool = False
+) -> PackingDecision:
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
+    if images:
+        return PackingDecision(False, IMAGES_ARE_PADDED)
     if settings.trains_preferences and settings.packing != "off":
         return PackingDecision(False, PREFERENCES_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)

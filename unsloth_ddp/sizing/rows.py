@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -16,17 +17,18 @@ from unsloth_ddp.data.order.packing import Packing
 class RowLengths:
     """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
 
-    For `streamed` data these are its first rows, which stand for all.
+    For `streamed` data these are its first rows, which stand for all. `images`: whether rows have some.
     """
 
     each: np.ndarray
     supervised: int
     packing: Packing | None = None
     streamed: bool = False
+    images: bool = False
 
     def packed(self, packing: Packing | None) -> RowLengths:
         """Return the same tokens in packs; the rows themselves without packing."""
-        return self if packing is None else RowLengths(packing.tokens, self.supervised, packing, self.streamed)
+        return self if packing is None else dataclasses.replace(self, each=packing.tokens, packing=packing)
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""

@@ -238,6 +238,9 @@ def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, n
     if not rows.streamed:
         return [examples[int(index)] for index in longest]
     first = examples[int(longest[0])]
+    if "images" in first:
+        more = max(0, max_length - len(first["input_ids"]))
+        return [first | {name: np.pad(first[name], (0, more), "edge") for name in ("input_ids", "labels")}] * size
     parts = {"parts": np.full_like(first["parts"], max_length)} if "parts" in first else {}
     tokens = max_length * (len(first["parts"]) if parts else 1)
     row = {**first, **{name: np.resize(first[name], tokens) for name in ("input_ids", "labels")}, **parts}

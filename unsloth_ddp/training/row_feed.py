@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,20 @@ from unsloth_ddp.data.order.batch_plan import BalancedOrder, BatchPlan
 from unsloth_ddp.data.order.stream_steps import StreamedSteps, streamed_steps
 from unsloth_ddp.data.order.stream_windows import Unit, streamed_windows
 from unsloth_ddp.distributed.runtime import Runtime
+
+# Processes of each rank that process images ahead on a GPU; more would seldom be busy.
+IMAGE_WORKERS = 4
+
+
+def image_workers(given: int, runtime: Runtime, rows: TokenizedRows) -> int:
+    """Return the processes of this rank that read micro-batches with images ahead.
+
+    Args:
+        given: dataloader_num_workers of trainer_args.
+    """
+    if given or rows.streamed or runtime.device_type != "cuda":
+        return given
+    return min(IMAGE_WORKERS, max(1, (os.cpu_count() or 1) // runtime.ranks.local_world_size - 1))
 
 
 class RowFeed:
@@ -32,7 +47,9 @@ class RowFeed:
         self.seed = seed
         # Made now, because the tokenizer's chat template may change later.
         self._windows = (
-            streamed_windows(settings, train.packing, tokenizer, seed, train.template_date) if train.streamed else None
+            streamed_windows(settings, train.packing, tokenizer, seed, train.template_date, train.processing)
+            if train.streamed
+            else None
         )
         self._order: BalancedOrder | None = None
         self._streamed: StreamedSteps | None = None

@@ -40,6 +40,7 @@ from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointi
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.model.parts import trains_beside_text
 from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory
@@ -52,7 +53,7 @@ from unsloth_ddp.training.callbacks import (
     ReportProgress,
     StopTogether,
 )
-from unsloth_ddp.training.row_feed import RowFeed
+from unsloth_ddp.training.row_feed import RowFeed, image_workers
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sft_config import check_precision
 from unsloth_ddp.training.shown.display import ShowTraining, choose_view, shown_callbacks
@@ -97,9 +98,13 @@ class DDPTrainer(ResumableTrainer):
         self.stop = stop
         self.evaluation_interrupted = False
         self.peak_before_steps = 0
+        if data.train.processing is not None:
+            data.train.processing.always = shards_weights(runtime.sharding) or trains_beside_text(model)
+            config.dataloader_num_workers = image_workers(config.dataloader_num_workers, runtime, data.train)
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
-        self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
+        padded = PadRight(tokenizer.pad_token_id, data.train.processing)
+        self.collate = Collate(padded, Flatten(keys_for_packs(runtime, model)))
         checkpointing = GradientCheckpointing(model, runtime, settings)
         graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
         self._use_plan(config, data.plan)

@@ -134,11 +134,12 @@ def _message(made: StandIn, index: int, message: Message, markup: Markup) -> Mes
         elif key == "tool_calls" and value:
             found[key] = [_call(made, index, number, call) for number, call in enumerate(value)]
         elif key == "content" and isinstance(value, list):
-            texts = [
-                _text(made, index, message["role"], (key, place), part["text"], markup)
+            found[key] = [
+                {**part, "text": _text(made, index, message["role"], (key, place), part["text"], markup)}
+                if "text" in part
+                else part
                 for place, part in enumerate(value)
             ]
-            found[key] = [{"type": "text", "text": text} for text in texts]
         elif not isinstance(value, str) or not value.strip():
             found[key] = value
         elif key == "content" or key in REASONING_KEYS:

@@ -106,9 +106,15 @@ class RowReader:
     """Render rows with one template, and find their parts and spans; rows with equal stand-ins share a plan."""
 
     def __init__(
-        self, template: ChatTemplate, training: ChatTemplate | None, eos_token: str, supervise_all: bool
+        self,
+        template: ChatTemplate,
+        training: ChatTemplate | None,
+        eos_token: str,
+        supervise_all: bool,
+        image_token: str | None,
     ) -> None:
         self.template = template
+        self.image_token = image_token
         self.markup = Markup(template.literals())
         self.spans = SpanFinder(template, training, eos_token, supervise_all)
         self._plans: dict[str, Plan | None] = {}
@@ -121,6 +127,7 @@ class RowReader:
             UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
         """
         text = self.template.render(example.messages, example.tools)
+        self._check_images(example, text)
         made, plan = self._plan_of(example)
         places = places_in(text, plan.scaffold, made) if plan else None
         if not places and (made.any_tools or made.any_arguments):
@@ -144,6 +151,14 @@ class RowReader:
         second_block = plan.second_block if plan else bool(SECOND_BLOCK.search(text))
         notes += ("python",) if python else ()
         return RenderedChat(text, spans, notes, plan.unread_keys if plan else (), python + second_block)
+
+    def _check_images(self, example: Example, text: str) -> None:
+        if self.image_token is None or (found := text.count(self.image_token)) == len(example.images):
+            return
+        raise UserError(
+            f"the rendered row has {found} image token(s) ({self.image_token}) for {len(example.images)} image(s); take the token out of "
+            "the texts, or give a template that renders every image with --chat_template."
+        )
 
     def prints_bare(self) -> bool:
         """Return whether the template prints a text in a call's arguments as it prints a number, without quotation marks."""
@@ -246,8 +261,19 @@ class RowReader:
 class ChatRenderer:
     """Render examples with one pair of templates."""
 
-    def __init__(self, pair: TemplatePair, eos_token: str, *, supervise_all: bool, use_training: bool) -> None:
+    def __init__(
+        self,
+        pair: TemplatePair,
+        eos_token: str,
+        *,
+        supervise_all: bool,
+        use_training: bool,
+        image_token: str | None = None,
+    ) -> None:
         """Use TRL's variant for every row if `use_training` is set.
+
+        Args:
+            image_token: what stands for an image in a rendered text, if rows have images.
 
         Raises:
             UserError: `use_training` is set, the template marks no spans, and TRL has no variant of it.
@@ -258,8 +284,8 @@ class ChatRenderer:
             )
         own = pair.training if use_training and pair.training else pair.own
         training = None if use_training else pair.training
-        self.own = RowReader(own, training, eos_token, supervise_all)
-        self.training = RowReader(training, None, eos_token, supervise_all) if training else None
+        self.own = RowReader(own, training, eos_token, supervise_all, image_token)
+        self.training = RowReader(training, None, eos_token, supervise_all, image_token) if training else None
 
     def render(self, example: Example) -> RenderedChat:
         """Render an example and find its supervised spans, or with `supervise_all` the spans to leave out.
@@ -284,7 +310,7 @@ def _read_best(reader: RowReader, example: Example) -> RenderedChat:
     read: list[RenderedChat] = []
     errors: list[Exception] = []
     tried: list[Example] = []
-    for variant in variants(example, reader.prints_bare):
+    for variant in variants(example, reader.prints_bare, reader.image_token):
         if variant in tried:
             continue
         tried.append(variant)

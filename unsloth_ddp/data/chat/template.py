@@ -84,6 +84,12 @@ def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
         tokenizer.chat_template = read_chat_template(str(wanted))
 
 
+def use_template_of_processor(tokenizer: Any, processor: Any, wanted: str | None) -> None:
+    """Set the tokenizer's template to the processor's, which has places for images; --chat_template takes precedence."""
+    if wanted in (None, TRAINING) and getattr(processor, "chat_template", None):
+        tokenizer.chat_template = processor.chat_template
+
+
 def prints_date(template: str | dict[str, str] | None) -> bool:
     """Return whether a chat template, or a variant of it, prints the date of the day on which it is rendered."""
     variants = template.values() if isinstance(template, dict) else [template or ""]

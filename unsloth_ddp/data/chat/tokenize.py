@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cached_property
 from typing import Any
 
 from unsloth_ddp.data.chat.labels import IGNORED
@@ -15,6 +16,8 @@ from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
 from unsloth_ddp.data.chat.renderer import ChatRenderer
 from unsloth_ddp.data.chat.template import TRAINING, Span, template_pair
+from unsloth_ddp.data.chat.variants import as_list_of_parts
+from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.panics import Panic, panics_raised
@@ -33,6 +36,8 @@ class EncodedRow:
         unread_keys: keys of messages that the chat template does not read.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
         desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
+        images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
+        cuts_image: whether the row was cut before the end of its last image.
     """
 
     input_ids: list[int]
@@ -43,17 +48,28 @@ class EncodedRow:
     unread_keys: tuple[str, ...] = ()
     parts: list[int] = field(default_factory=list)
     desirable: list[int] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    rendered: str = ""
+    image_end: int = 0
+    cuts_image: bool = False
 
 
 class Encoder:
     """Turn examples into token ids and labels."""
 
     def __init__(
-        self, tokenizer: Any, *, supervise_all: bool, chat_template: str | None = None, day: date | None = None
+        self,
+        tokenizer: Any,
+        *,
+        supervise_all: bool,
+        chat_template: str | None = None,
+        day: date | None = None,
+        processing: ImageProcessing | None = None,
     ) -> None:
         """Prepare the renderers.
 
         Args:
+            processing: of images, if a row of the run has some.
             chat_template: --chat_template; a file is already set as the tokenizer's template.
             day: the date that templates print; today by default.
 
@@ -65,6 +81,7 @@ class Encoder:
                 "the tokenizer is a slow one, which cannot map tokens to characters; use a model with a tokenizer.json."
             )
         self.tokenizer = tokenizer
+        self.processing = processing
         self.supervise_all = supervise_all
         self.day = day or date.today()
         self.use_training = chat_template == TRAINING
@@ -79,7 +96,13 @@ class Encoder:
         if pair is None:
             return None
         eos = self.tokenizer.eos_token
-        return ChatRenderer(pair, eos, supervise_all=self.supervise_all, use_training=self.use_training)
+        return ChatRenderer(
+            pair,
+            eos,
+            supervise_all=self.supervise_all,
+            use_training=self.use_training,
+            image_token=self.processing.image_token if self.processing else None,
+        )
 
     def encode(self, example: Example) -> EncodedRow:
         """Tokenize one example, without cutting it.
@@ -96,6 +119,10 @@ class Encoder:
 
     def _encode_text(self, example: Example) -> EncodedRow:
         text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
+        if self.processing and self.processing.image_token in text:
+            raise UserError(
+                f"the text has the model's image token ({self.processing.image_token}) and no image; take it out."
+            )
         bos = self.tokenizer.bos_token
         # Text that was rendered with a chat template already begins with BOS.
         ids, offsets = self._tokenize(text, special=not (bos and text.startswith(bos)))
@@ -135,16 +162,55 @@ class Encoder:
                 f"the chat template cannot render the row ({' '.join(str(error).split())}); change the row, or give "
                 "another template with --chat_template."
             ) from None
-        ids, offsets = self._tokenize(chat.text, special=False)
-        keep = self._keep(ids, offsets, chat.text, chat.spans)
+        text, spans, images = chat.text, chat.spans, []
+        if self.processing and example.images:
+            expanded = self.processing.expand(text, example.images)
+            text, ids, offsets, images = expanded.text, expanded.ids, expanded.offsets, expanded.images
+            spans = [expanded.moved(span) for span in spans]
+        else:
+            ids, offsets = self._tokenize(text, special=False)
+        keep = self._keep(ids, offsets, text, spans)
         if self.supervise_all:
             keep = [not kept for kept in keep]
-        if example.messages[-1]["role"] == "assistant" and not self._ended(ids, offsets, chat.text, self.special_ids):
+        of_image = self._of_images(offsets, text, [after for _, after in images])
+        keep = [kept and not shown for kept, shown in zip(keep, of_image, strict=True)]
+        if example.messages[-1]["role"] == "assistant" and not self._ended(ids, offsets, text, self.special_ids):
             last_is_trained = len(example.messages) - 1 not in example.left_out
             ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, last_is_trained]
-        encoded = self._encoded(ids, offsets, chat.text, keep)
+        encoded = self._encoded(ids, offsets, text, keep)
         encoded.notes, encoded.unread_keys = chat.notes, chat.unread_keys
+        if images:
+            encoded.images, encoded.rendered = example.images, chat.text
+            encoded.image_end = max(position for position, shown in enumerate(of_image) if shown) + 1
         return encoded
+
+    def _of_images(self, offsets: list[Span], text: str, images: list[Span]) -> list[bool]:
+        """Return which tokens belong to images, with the special tokens that the template writes around each."""
+        found = [False] * len(offsets)
+        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+        before, behind = self._around_images if images else ("", "")
+        for start, end in images:
+            start -= len(before) if text.endswith(before, 0, start) else 0
+            end += len(behind) if text.startswith(behind, end) else 0
+            first, last = bisect_right(ends, start), bisect_left(starts, end)
+            found[first:last] = [True] * (last - first)
+        return found
+
+    @cached_property
+    def _around_images(self) -> tuple[str, str]:
+        """Return what the chat template writes before and behind the image token of an image part, white space aside."""
+        assert self.processing is not None and self.renderers[0] is not None
+        token, words = self.processing.image_token, ("Zq00001qZ", "Zq00002qZ")
+        parts = [words[0], None, words[1]]
+        chat = [{"role": "user", "content": as_list_of_parts(parts)}]
+        try:
+            text = self.renderers[0].own.template.render(chat, None)
+            inside = text[text.index(words[0]) + len(words[0]) : text.index(words[1])]
+            before, behind = inside.split(token)
+        except Exception:
+            # A template that takes texts only.
+            return "", ""
+        return before.strip(), behind.strip()
 
     def _without_template(self) -> str:
         if isinstance(self.tokenizer.chat_template, dict):
@@ -246,6 +312,7 @@ def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRo
 def _encode_and_cut(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:
     row = encoder.encode(example)
     if len(row.input_ids) > max_length:
+        row.cuts_image = row.image_end > max_length
         row.input_ids, row.labels = row.input_ids[:max_length], row.labels[:max_length]
         row.overlong, row.stop_tokens = True, []
     return row

@@ -12,16 +12,22 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 
 
-def variants(example: Example, prints_bare: Callable[[], bool]) -> Iterator[Example]:
+def variants(example: Example, prints_bare: Callable[[], bool], image_token: str | None = None) -> Iterator[Example]:
     """Yield a row with its content parts, as it is, and then in the forms that may suit a template that cannot render it so.
 
     Args:
+        image_token: what stands for an image in the text that the model's processor takes.
         prints_bare: whether the template prints a text in arguments without quotation marks, as it prints a number.
     """
+    given = example
     if example.parts:
-        yield _with_parts(example, lambda texts: [{"type": "text", "text": text} for text in texts])
+        yield _with_parts(example, as_list_of_parts)
+    if example.images:
+        yield _in_parts_only(example)
+        example = _with_parts(example, lambda parts: _marked(parts, image_token))
+    elif example.parts:
         # As servers join parts for templates that take only text.
-        example = _with_parts(example, "\n".join)
+        example = _with_parts(example, lambda parts: "\n".join(part for part in parts if part is not None))
     yield example
     if any(THINK_END in message["content"] for message in example.messages):
         yield _changed(example, _with_reasoning_key)
@@ -30,6 +36,9 @@ def variants(example: Example, prints_bare: Callable[[], bool]) -> Iterator[Exam
             yield _changed(example, _with_values_as_text)
         yield _changed(example, with_calls_as_text)
         yield _changed(example, lambda message: {**with_calls_as_text(message), "content": message["content"]})
+    if not example.images:
+        # Templates of image-text models may take lists only.
+        yield _in_parts_only(given)
 
 
 def with_calls_as_text(message: Message) -> Message:
@@ -37,7 +46,23 @@ def with_calls_as_text(message: Message) -> Message:
     return {**_with_arguments(message, as_json), "content": message["content"] or None} if _calls(message) else message
 
 
-def _with_parts(example: Example, content: Callable[[list[str]], Any]) -> Example:
+def as_list_of_parts(parts: list[str | None]) -> list[dict[str, str]]:
+    """Return content parts as templates read them."""
+    return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+
+
+def _marked(parts: list[str | None], image_token: str | None) -> str:
+    """Return content parts as one text, with the model's token in place of each image."""
+    return "".join((image_token or "") if part is None else part for part in parts)
+
+
+def _in_parts_only(example: Example) -> Example:
+    """Write the content of every message as a list of parts."""
+    texts: dict[str, list[str | None]] = {str(i): [m["content"]] for i, m in enumerate(example.messages)}
+    return _with_parts(replace(example, parts=texts | example.parts), as_list_of_parts)
+
+
+def _with_parts(example: Example, content: Callable[[list[str | None]], Any]) -> Example:
     """Write the content of messages that have several parts from these parts."""
     parts = {int(index): content(texts) for index, texts in example.parts.items()}
     messages = [{**m, "content": parts.get(index, m["content"])} for index, m in enumerate(example.messages)]

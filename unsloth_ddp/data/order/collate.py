@@ -8,10 +8,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from unsloth_ddp.data.arrow_rows import ROW_KEYS
+from unsloth_ddp.data.arrow_rows import IMAGE_KEYS, ROW_KEYS
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
+from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 
+# What an example holds of its rows.
+OF_ROWS = (*ROW_KEYS, *IMAGE_KEYS)
 # Begins the names of a batch of mismatched rows (see mismatched.py).
 MISMATCHED = "mismatched_"
 
@@ -20,14 +23,22 @@ MISMATCHED = "mismatched_"
 class PadRight:
     """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64.
 
-    A pair is two rows, the chosen one first. Further values of each example are stacked.
+    A pair is two rows, the chosen one first. Further values of each example are stacked, and with `processing` those of its
+    images are added.
     """
 
     pad_token_id: int
+    processing: ImageProcessing | None = None
 
-    def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [row for example in examples for row in split_parts(example)]
-        added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in ROW_KEYS}
+        if (
+            self.processing
+            and (row := self.processing.row_for_towers())
+            and not any(len(one["images"]) for one in rows)
+        ):
+            rows.append({**row, "labels": np.full(len(row["input_ids"]), IGNORED)})
+        added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in OF_ROWS}
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -38,7 +49,8 @@ class PadRight:
             labels[index, :length] = row["labels"]
             mask[index, :length] = 1
         named = {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}
-        return {name: torch.from_numpy(values) for name, values in named.items()}
+        batch = {name: torch.from_numpy(values) for name, values in named.items()}
+        return batch | self.processing.collate(rows, shape[1]) if self.processing else batch
 
 
 def split_parts(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
@@ -128,4 +140,4 @@ class Collate:
 
 def _added(example: dict[str, np.ndarray], half: int) -> dict[str, np.ndarray]:
     """Return what the task has added to one of the two rows of an example."""
-    return {name: values[half] for name, values in example.items() if name not in ROW_KEYS}
+    return {name: values[half] for name, values in example.items() if name not in OF_ROWS}

@@ -167,6 +167,7 @@ class PackingObstacles:
 
 # Why the packs of a kernel that keeps rows apart are not used for pairs of answers.
 PREFERENCES_ARE_PADDED = "rows of preference tasks are padded"
+IMAGES_ARE_PADDED = "rows with images are padded"
 
 
 def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | None) -> PackingDecision:

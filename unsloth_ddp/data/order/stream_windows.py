@@ -25,6 +25,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import ROW_KEYS
 from unsloth_ddp.data.chat.tokenize import EncodedRow, encode_row
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
+from unsloth_ddp.data.images.files import ImageFiles
+from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.mismatched import join_mismatched
 from unsloth_ddp.data.order.packing import Packing
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows
@@ -37,7 +39,7 @@ from unsloth_ddp.utils.redaction import printable
 
 T = TypeVar("T")
 # A row or a pack as the collator takes it; a step counts these.
-Unit = dict[str, np.ndarray]
+Unit = dict[str, Any]
 
 # Rows that are packed together; with this many, the half-empty last pack of a window hardly matters.
 PACKED_WINDOW = 1000
@@ -62,7 +64,8 @@ class TokenizedWindow:
 class StreamedWindows(IterableDataset[TokenizedWindow]):
     """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows.
 
-    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window.
+    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window. With
+    `images`, rows keep what is needed to process their images.
     """
 
     read: Callable[[], Iterable[SourceRow]]
@@ -72,6 +75,7 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
     buffer: int
     seed: int
     drop: bool
+    images: bool = False
     join: Callable[[list[Unit]], list[Unit]] = list
     start: StreamPosition = FIRST
 
@@ -97,9 +101,13 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
                 encoded = self.encode(row)
             except UserError as error:
                 return dataclasses.replace(window, problem=f"{row.location}: {error}")
-            if not (self.drop and encoded.overlong):
-                columns = {name: values for name in ROW_KEYS if (values := getattr(encoded, name))}
-                window.rows.append({name: np.array(values, dtype=np.int32) for name, values in columns.items()})
+            if (self.drop and encoded.overlong) or encoded.cuts_image:
+                continue
+            columns = {name: values for name in ROW_KEYS if (values := getattr(encoded, name, None))}
+            unit: Unit = {name: np.array(values, dtype=np.int32) for name, values in columns.items()}
+            if self.images:
+                unit |= {"images": encoded.images, "rendered": encoded.rendered}
+            window.rows.append(unit)
         return dataclasses.replace(window, rows=self.join(window.rows))
 
 
@@ -138,10 +146,20 @@ def _unchanged(item: T) -> T:
 
 
 def streamed_windows(
-    settings: Settings, packing: Packing | None, tokenizer: Any, seed: int, template_date: str | None = None
+    settings: Settings,
+    packing: Packing | None,
+    tokenizer: Any,
+    seed: int,
+    template_date: str | None = None,
+    processing: ImageProcessing | None = None,
 ) -> StreamedWindows:
-    """Return the windows of a run; call it before the tokenizer changes after the first rows were tokenized."""
-    encoder = make_encoder(settings, tokenizer, template_date)
+    """Return the windows of a run; call it before the tokenizer changes after the first rows were tokenized.
+
+    Args:
+        processing: of images, if the first rows have some.
+    """
+    encoder = make_encoder(settings, tokenizer, template_date, processing)
+    files = ImageFiles.of(settings.image_folder, [one for one in streamed_sources(settings.dataset) if is_file(one)])
     revisions = dataset_revisions(settings)
     sizes = _sizes(streamed_sources(settings.dataset))
 
@@ -158,7 +176,13 @@ def streamed_windows(
     convert = converter(settings.task)
 
     def encode(row: SourceRow) -> EncodedRow:
-        return encode_row(encoder, convert(row.columns), settings.max_length)
+        example = convert(row.columns)
+        if example.images and processing is None:
+            raise UserError(
+                "the row has images and none of the first rows has; move a row with an image to the beginning."
+            )
+        example.images = [files.checked(image) for image in example.images]
+        return encode_row(encoder, example, settings.max_length)
 
     return StreamedWindows(
         read,
@@ -168,6 +192,7 @@ def streamed_windows(
         seed=seed,
         drop=settings.overlong == "drop",
         join=functools.partial(join_mismatched, max_length=settings.max_length) if settings.task == "kto" else list,
+        images=processing is not None,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.images.files import ImageFiles
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
@@ -21,6 +22,7 @@ def checked_rows(
     revision: str | None = None,
     *,
     task: str,
+    image_folder: str | None = None,
     streaming: bool = False,
     may_be_empty: bool = False,
 ) -> Iterator[tuple[str, Example]]:
@@ -28,14 +30,17 @@ def checked_rows(
 
     Args:
         task: --task, which says how a row is read.
+        image_folder: where the images are that rows name by relative paths; by default beside the file.
 
     Raises:
-        UserError: see read_rows; a row has none of the accepted formats; there are no rows, unless `may_be_empty`.
+        UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
+            unless `may_be_empty`.
     """
-    location, convert = "", converter(task)
+    location, convert, files = "", converter(task), ImageFiles.of(image_folder, [source] if is_file(source) else [])
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
             example = convert(columns)
+            example.images = [files.checked(image) for image in example.images]
         except UserError as error:
             raise UserError(f"{location}: {error}") from None
         yield location, example
@@ -66,7 +71,13 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
                 found.hub += 1
                 continue
             # A folder may hold empty shards, but a file that the user names should hold rows.
-            rows = checked_rows(source, "train", task=settings.task, may_be_empty=source not in sources)
+            rows = checked_rows(
+                source,
+                "train",
+                task=settings.task,
+                image_folder=settings.image_folder,
+                may_be_empty=source not in sources,
+            )
             found.rows += sum(1 for _ in itertools.islice(rows, count))
             found.files += 1
     return found

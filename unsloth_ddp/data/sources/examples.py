@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.images.files import stored
 from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.data.sources.formats import SHOWN_COLUMNS, Example
@@ -28,7 +29,9 @@ from unsloth_ddp.utils.units import counted
 STREAM_HEAD = 1000
 # A large set takes minutes to read, which should not look like a hang.
 ROWS_BETWEEN_LINES = 50_000
-EXAMPLE_FEATURES = datasets.Features({"location": datasets.Value("string"), "example": datasets.Value("string")})
+EXAMPLE_FEATURES = datasets.Features(
+    {"location": datasets.Value("string"), "example": datasets.Value("string"), "images": datasets.Value("int32")}
+)
 
 
 def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
@@ -48,6 +51,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
             revisions,
             folder,
             task=settings.task,
+            image_folder=settings.image_folder,
             streaming=settings.streaming,
         )
         if settings.eval_dataset:
@@ -58,6 +62,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
                 revisions,
                 folder,
                 task=settings.task,
+                image_folder=settings.image_folder,
             )
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
@@ -75,6 +80,12 @@ def held_out_examples(folder: Path, limit: int) -> list[Example]:
         return []
     read = (Example.from_json(row["example"]) for row in datasets.load_from_disk(path))
     return list(itertools.islice((one for one in read if one.desirable is not False), limit))
+
+
+def have_images(folder: Path) -> bool:
+    """Return whether a training or evaluation row has an image."""
+    sets = (folder / f"examples_{name}" for name in ("train", "eval"))
+    return any(any(datasets.load_from_disk(path)["images"]) for path in sets if path.exists())
 
 
 def trains_on_text(folder: Path) -> bool:
@@ -102,6 +113,7 @@ def _examples(
     folder: Path,
     *,
     task: str,
+    image_folder: str | None,
     streaming: bool = False,
 ) -> datasets.Dataset:
     files = checked_files(sources, streaming=streaming)
@@ -116,7 +128,7 @@ def _examples(
     unread: Counter[str] = Counter()
     numbers = itertools.count(1)
 
-    def rows() -> Iterator[dict[str, str]]:
+    def rows() -> Iterator[dict[str, Any]]:
         for source in files:
             location = ""
             # A folder may hold empty shards, but a file that the user names should hold rows.
@@ -127,6 +139,7 @@ def _examples(
                 config,
                 revisions.get(source),
                 task=task,
+                image_folder=image_folder,
                 streaming=streaming,
                 may_be_empty=may_be_empty,
             ):
@@ -134,7 +147,9 @@ def _examples(
                 if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
                     print(f"{number:,} rows read.", flush=True)
                 example.unread = []
-                yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
+                example.images = [stored(image, folder / "images") for image in example.images]
+                row = json.dumps(dataclasses.asdict(example))
+                yield {"location": location, "example": row, "images": len(example.images)}
             if not location and source not in empty:
                 empty.append(source)
 

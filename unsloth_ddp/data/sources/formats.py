@@ -8,7 +8,7 @@ The columns of the row determine its format:
     prompt, completion             two texts, or two lists of messages
     text                           plain text, supervised completely
 
-A `system` column adds a system message to every format except text. Lists may also be JSON text, as in CSV files. A prompt
+A `system` column adds a system message to every format except text, a column `images` or `image` the images (images/values.py). Lists may also be JSON text, as in CSV files. A prompt
 or completion counts as such a list only if every item is an object with role and content; other text that begins with a
 bracket stays text.
 """
@@ -19,8 +19,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from unsloth_ddp.data.images.values import COLUMNS as IMAGE_COLUMNS
+from unsloth_ddp.data.images.values import JoinedText, images_of_row, place_images
 from unsloth_ddp.data.sources.messages import (
-    JoinedText,
     Message,
     is_loss_flag,
     read_message,
@@ -39,7 +40,7 @@ FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("prompt", "completion"): ("system", "system_prompt", "tools", "functions"),
     ("text",): (),
 }
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = ("video", "videos", "audio", "audios")
 SHOWN_COLUMNS = 20
 # Names that other data sets have for the columns instruction and output.
 QUESTIONS = ("instruction", "question", "query", "prompt", "user", "input")
@@ -52,9 +53,10 @@ class Example:
 
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
     supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
-    parts of the messages that have several, by the message's index. `unread` names
-    the columns and keys of the row that were not read. Of a pair (preference.py) this is the chosen answer after its prompt,
-    and `rejected` the other one; of a labelled answer, `desirable` is its label.
+    parts of the messages that have several or an image, by the message's index; a part is text, or None for the next of the
+    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read. Of a pair
+    (preference.py) this is the chosen answer after its prompt, and `rejected` the other one; of a labelled answer, `desirable` is
+    its label.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -63,7 +65,8 @@ class Example:
     text: str | None = None
     prompt_chars: int = 0
     left_out: list[int] = field(default_factory=list)
-    parts: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
+    parts: dict[str, list[str | None]] = field(default_factory=dict, compare=False, repr=False)
+    images: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list, compare=False, repr=False)
     rejected: Example | None = None
     desirable: bool | None = None
@@ -88,8 +91,10 @@ def to_example(row: Any) -> Example:
         raise UserError(f"the row is {kind_of(row)}, not an object with columns; accepted columns: {ACCEPTED}.")
     # Tables fill missing columns of a row with null, pandas with NaN.
     given, row = row, {name: value for name, value in row.items() if not is_missing(value)}
+    # An empty column of images says that the row has none.
+    row |= {name: [] for name in IMAGE_COLUMNS if name in given and name not in row}
     if media := next((name for name in MEDIA if row.get(name)), None):
-        raise UserError(f"the row has a column {media}; this kit trains on text only.")
+        raise UserError(f"the row has a column {media}; this kit trains on text and images only.")
     columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
     if columns is None or ("chosen" in row and "rejected" in row):
         raise UserError(_refusal(given, row))
@@ -106,7 +111,11 @@ def to_example(row: Any) -> Example:
         example = _prompt_and_completion(row, unread)
     else:
         example = Example(text=as_text(row["text"], "text"))
-    read = {*columns, *FORMATS[columns]} - ({"tools", "functions"} if example.text is not None else set())
+    if example.text is not None and images_of_row(row):
+        raise UserError("the row has images beside plain text, which has no place for them; write it as messages.")
+    read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS} - (
+        {"tools", "functions"} if example.text is not None else set()
+    )
     example.unread += sorted(set(unread))
     example.unread += [str(name)[:100] for name, value in row.items() if name not in read and not is_empty(value)]
     return example
@@ -248,10 +257,13 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
         messages, trained = [{"role": "system", "content": system}, *messages], [True, *trained]
         prompt = prompt and messages[: len(prompt) + 1]
     left_out = [i for i, message in enumerate(messages) if message["role"] == "assistant" and not trained[i]]
+    images = place_images(messages, images_of_row(row))
     contents = [(str(i), message["content"]) for i, message in enumerate(messages)]
     # JSON, in which examples are stored, has only texts as keys.
-    parts = {i: text.parts for i, text in contents if isinstance(text, JoinedText) and len(text.parts) > 1}
-    return Example(messages, _tools(row), len(prompt), left_out=left_out, parts=parts, unread=unread)
+    parts = {
+        i: text.parts for i, text in contents if isinstance(text, JoinedText) and (len(text.parts) > 1 or text.images)
+    }
+    return Example(messages, _tools(row), len(prompt), left_out=left_out, parts=parts, unread=unread, images=images)
 
 
 def _tools(row: dict[str, Any]) -> list[Any] | None:

@@ -10,6 +10,7 @@ import xxhash
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.images.values import DATA
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.distributed.runtime import Runtime
@@ -60,6 +61,20 @@ def same_everywhere(rows: TokenizedRows, runtime: Runtime, purpose: str) -> str:
     return checksums[0]
 
 
+def _checksum_of_images(rows: TokenizedRows) -> str:
+    """Return a checksum of the content of every image of the set, in order."""
+    digest, known = xxhash.xxh3_128(), dict[str, str]()
+    for chunk in rows.dataset.data.column("images").chunks:
+        for image in chunk.flatten().to_pylist():
+            if image not in known:
+                known[image] = xxhash.xxh3_128(
+                    image if image.startswith(DATA) else Path(image).read_bytes()
+                ).hexdigest()
+            digest.update(known[image].encode())
+        digest.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
+    return str(digest.hexdigest())
+
+
 def checksum_of_rows(rows: TokenizedRows) -> str:
     """Return a checksum of every token id and label of the set, and of borders in pairs and labels of answers."""
     digests = []
@@ -73,4 +88,6 @@ def checksum_of_rows(rows: TokenizedRows) -> str:
             values.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False).data)
             lengths.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
         digests += [values.hexdigest(), lengths.hexdigest()]
+    if rows.processing is not None:
+        digests.append(_checksum_of_images(rows))
     return str(xxhash.xxh3_128("".join(digests).encode()).hexdigest())

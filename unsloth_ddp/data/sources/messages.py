@@ -6,6 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
+from unsloth_ddp.data.images.values import JoinedText, image_of_part, image_value, is_image_part
 from unsloth_ddp.data.sources.values import (
     as_list,
     as_text,
@@ -52,8 +53,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Other content than text, which would be dropped silently, and the fix.
 NOT_TRAINED = {
     "refusal": "move its text into content",
-    "audio": "this kit trains on text only",
-    "images": "this kit trains on text only",
+    "audio": "this kit trains on text and images only",
 }
 # Keys that hold the arguments of a call: OpenAI's, Llama 3.1's, Anthropic's, and others'.
 ARGUMENT_KEYS = ("arguments", "parameters", "input", "args", "kwargs")
@@ -63,18 +63,6 @@ CALL_KEYS = (*KEPT_CALL_KEYS, "type", "function")
 THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 Message = dict[str, Any]
-
-
-class JoinedText(str):
-    """The text of several content parts, which it keeps for templates that read a list of them."""
-
-    parts: list[str]
-
-    def __new__(cls, parts: list[str]) -> JoinedText:
-        """Join the parts."""
-        made = super().__new__(cls, "".join(parts))
-        made.parts = parts
-        return made
 
 
 def is_loss_flag(key: str) -> bool:
@@ -121,14 +109,21 @@ def read_message(message: Any, unread: list[str]) -> Message:
     _read_calls(message, unread)
     _read_reasoning(message)
     content = message.get("content")
+    images = message.pop("images", None)
     if isinstance(content, list):
-        message["content"] = _text_parts(content, unread)
+        message["content"] = _joined_parts(content, unread)
     elif content is None and message.get("tool_calls"):
         message["content"] = ""
     elif content is None:
         raise UserError(f"a message of role {role} has no content; give it text or remove the row.")
     elif not isinstance(content, str):
         raise UserError(f"a message of role {role} has {kind_of(content)} as content, not text; write it as text.")
+    if not is_empty(images):
+        # Ollama's form: images beside the content.
+        shown = [image_value(one) for one in as_list(images, "images of a message")]
+        before = message["content"]
+        parts = before.parts if isinstance(before, JoinedText) else [before]
+        message["content"] = JoinedText([*[None] * len(shown), *parts], [*shown, *getattr(before, "images", [])])
     check_plain(message, "a message")
     return message
 
@@ -307,16 +302,23 @@ def _may_be_arguments(value: Any) -> bool:
     return isinstance(value, (dict, list)) or (isinstance(value, str) and value.lstrip().startswith("{"))
 
 
-def _text_parts(parts: list[Any], unread: list[str]) -> str:
-    """Join OpenAI's list of content parts; all of them must be text."""
+def _joined_parts(parts: list[Any], unread: list[str]) -> str:
+    """Join OpenAI's list of content parts; each is text or an image."""
+    joined: list[str | None] = []
+    images: list[str | int | None] = []
     for part in parts:
+        if is_image_part(part):
+            images.append(image_of_part(part))
+            joined.append(None)
+            continue
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             shown = f"of type {quoted(part['type'])}" if isinstance(part, dict) and "type" in part else kind_of(part)
             raise UserError(
-                f"a message has a content part ({shown}) that is not {{'type': 'text', 'text': ...}}; this kit trains on text only, "
-                "so write it in this form, or remove the row."
+                f"a message has a content part ({shown}) that is neither {{'type': 'text', 'text': ...}} nor {{'type': 'image', 'image': "
+                "...}; this kit trains on text and images only, so write it in one of these forms, or remove the row."
             )
         others = {str(key): value for key, value in part.items() if key not in ("type", "text") and not is_empty(value)}
         _check_all_learned(others, "a content part")
         unread += [f"{key[:100]} of content parts" for key in others if not is_loss_flag(key)]
-    return JoinedText([part["text"] for part in parts])
+        joined.append(part["text"])
+    return JoinedText(joined, images)

@@ -153,9 +153,14 @@ def _refusal(row: dict[str, Any], missing: list[str]) -> str:
 
 def _read(name: str, half: dict[str, Any]) -> Example:
     try:
-        return to_example(half)
+        example = to_example(half)
     except UserError as error:
         raise UserError(f"the {name} answer: {error}") from None
+    if example.images:
+        raise UserError(
+            "the pair has images, which preference training does not take; give --task sft, or remove them."
+        )
+    return example
 
 
 def _rest(row: dict[str, Any]) -> dict[str, Any]:

@@ -281,6 +281,21 @@ def _without_json(value: Any, kind: Any) -> Any:
     return [_without_json(item, kind.value_type) for item in value]
 
 
+def _undecoded(kind: Any) -> Any:
+    """Return a feature of Datasets whose images stay bytes or paths."""
+    import datasets
+
+    if isinstance(kind, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(kind, dict):
+        return {name: _undecoded(one) for name, one in kind.items()}
+    if isinstance(kind, list):
+        return [_undecoded(one) for one in kind]
+    if isinstance(kind, (datasets.List, datasets.LargeList)):
+        return type(kind)(_undecoded(kind.feature))
+    return kind
+
+
 def _hub_rows(
     source: str, split: str, config: str | None, revision: str | None, streaming: bool
 ) -> Iterator[SourceRow]:
@@ -288,6 +303,11 @@ def _hub_rows(
 
     try:
         table = datasets.load_dataset(source, config, split=split, revision=revision, streaming=streaming)
+        known = getattr(table, "features", None) or {}
+        features = datasets.Features({name: _undecoded(kind) for name, kind in known.items()})
+        if features != known:
+            # Images are checked before they are decoded.
+            table = table.cast(features)
     except Exception as error:
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")
@@ -307,6 +327,6 @@ def _hub_rows(
     except Exception as error:
         network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
         raise UserError(
-            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an image "
-            "or audio column needs its own decoder, and this kit trains on text only."
+            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an audio "
+            "or video column needs its own decoder, and this kit trains on text and images only."
         ) from None

@@ -16,6 +16,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.data.order.packing import (
+    IMAGES_ARE_PADDED,
     PREFERENCES_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
@@ -30,6 +31,7 @@ from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
 from unsloth_ddp.model.forward.row_check import rows_mix
 from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.utils.errors import UserError
 
 # Of the kernels that varlen.py takes.
 LARGEST_HEAD = 512
@@ -92,16 +94,23 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     return torch_kernel or ("xformers" if setup.xformers else None)
 
 
-def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingDecision:
+def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: bool = False) -> PackingDecision:
     """Decide whether this run packs its rows; every rank gets the same decision.
 
     If torch's kernel is selected for Transformers' attention, the model is switched to it.
+
+    Args:
+        images: whether rows have images.
 
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
     if settings.trains_preferences and settings.packing != "off":
         return PackingDecision(False, PREFERENCES_ARE_PADDED)
+    if images and settings.packing == "on":
+        raise UserError(f"packing on does not work with rows of images: {IMAGES_ARE_PADDED}; give --packing auto.")
+    if images and settings.packing == "auto":
+        return PackingDecision(False, IMAGES_ARE_PADDED)
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
     kernel = select_varlen_kernel(setup) if setup else None
     everywhere = kernel if None not in runtime.gather(kernel) else None

@@ -102,6 +102,7 @@ def answer_facts(asked: list[Question], before: list[str], after: list[str]) -> 
     return [
         {
             "turns": [{"role": turn["role"], "text": _kept(str(turn.get("content") or ""))} for turn in q.turns],
+            **({"images": [Path(one).name[:100] for one in q.images]} if q.images else {}),
             "expected": _kept(q.answer),
             "before": _kept(old),
             "after": _kept(new),

@@ -10,7 +10,8 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.forward.supervised_head import fits_fused_head
+from unsloth_ddp.model.forward.supervised_head import SupervisedHead, fits_fused_head
+from unsloth_ddp.training.tasks.images import ImageTask
 from unsloth_ddp.training.tasks.kto import KtoTask
 from unsloth_ddp.training.tasks.pairs import PairTask
 from unsloth_ddp.training.tasks.task import Task
@@ -36,6 +37,8 @@ def make_task(
         return KtoTask.of(settings, model, data)
     if settings.trains_preferences:
         return PairTask.of(settings, model, data)
+    if data.train.processing is not None and runtime.backend == "transformers":
+        return ImageTask(None, divides=False, fused_head=False, head=SupervisedHead(model))
     return TextTask(
         upstream if runtime.backend == "unsloth" else None,
         divides=divides,

@@ -1,0 +1,237 @@
+"""Images of rows: where they may stand, what is read of them, and the sentence for each that cannot be trained."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.conftest import write_jsonl
+from tests.tiny_vision import draw
+from unsloth_ddp.data.images import files
+from unsloth_ddp.data.images.files import ImageFiles, open_image, stored
+from unsloth_ddp.data.sources.checked_rows import checked_rows
+from unsloth_ddp.data.sources.formats import to_example
+from unsloth_ddp.utils.errors import UserError
+
+ANSWER = {"role": "assistant", "content": "A cat."}
+ASK = {"role": "user", "content": "What is this?"}
+
+
+def png(color: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] = (8, 6)) -> bytes:
+    written = io.BytesIO()
+    Image.new("RGB", size, color).save(written, "PNG")
+    return written.getvalue()
+
+
+def asking(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+TEXT = {"type": "text", "text": "What is this?"}
+URI = "data:image/png;base64," + base64.b64encode(png()).decode()
+
+
+@pytest.mark.parametrize(
+    ("row", "parts", "images"),
+    [
+        ({"messages": [asking({"type": "image", "image": "a.png"}, TEXT), ANSWER]}, {"0": [None, "What is this?"]}, ["a.png"]),
+        ({"messages": [asking(TEXT, {"type": "image", "path": "a.png"}), ANSWER]}, {"0": ["What is this?", None]}, ["a.png"]),
+        ({"messages": [asking({"type": "image", "url": "file:///a.png"}), ANSWER]}, {"0": [None]}, ["/a.png"]),
+        ({"messages": [asking({"type": "image_url", "image_url": {"url": "a.png"}}), ANSWER]}, {"0": [None]}, ["a.png"]),
+        ({"messages": [asking({"type": "image", "text": None, "image": {"path": "a.png", "bytes": None}}), ANSWER]}, {"0": [None]}, ["a.png"]),
+        # A column beside parts, in order or by number.
+        ({"messages": [asking({"type": "image"}, TEXT, {"type": "image"}), ANSWER], "images": ["a.png", "b.png"]},
+         {"0": [None, "What is this?", None]}, ["a.png", "b.png"]),
+        ({"messages": [asking({"type": "image", "index": 1}, {"type": "image", "index": 0}), ANSWER], "images": ["a.png", "b.png"]},
+         {"0": [None, None]}, ["b.png", "a.png"]),
+        # Markers of LLaVA and LLaMA-Factory, in several turns.
+        ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}], "image": "a.png"},
+         {"0": [None, "\nWhat?"]}, ["a.png"]),
+        ({"instruction": "Compare <image> and <image>.", "output": "Alike.", "images": '["a.png", "b.png"]'},
+         {"0": ["Compare ", None, " and ", None, "."]}, ["a.png", "b.png"]),
+        # Without a place they stand before the first question.
+        ({"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "images": ["a.png", "b.png"]},
+         {"1": [None, None, "What is this?"]}, ["a.png", "b.png"]),
+        ({"prompt": [ASK], "completion": [ANSWER], "image": "a.png"}, {"0": [None, "What is this?"]}, ["a.png"]),
+        ({"messages": [{**ASK, "images": ["a.png"]}, ANSWER]}, {"0": [None, "What is this?"]}, ["a.png"]),
+        # Rows of text among them.
+        ({"messages": [ASK, ANSWER], "images": []}, {}, []),
+        ({"messages": [ASK, ANSWER], "images": None}, {}, []),
+        ({"messages": [{"role": "user", "content": "In HTML, <image> is no tag."}, ANSWER]}, {}, []),
+    ],
+)  # fmt: skip
+def test_images_stand_where_the_row_has_them(row: dict[str, Any], parts: dict, images: list[str]) -> None:
+    example = to_example(row)
+    assert (example.parts, example.images) == (parts, images)
+    assert example.unread == []
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        png(), {"bytes": png(), "path": None}, {"bytes": png(), "path": "x.png"}, URI, {"url": URI},
+        {"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]}, Image.open(io.BytesIO(png())),
+    ],
+)  # fmt: skip
+def test_bytes_in_any_form_are_the_same_image(image: Any, tmp_path: Path) -> None:
+    example = to_example({"messages": [ASK, ANSWER], "images": [image]})
+    found = open_image(ImageFiles([]).checked(example.images[0]))
+    assert (found.mode, found.size, found.getpixel((3, 3))) == ("RGB", (8, 6), (200, 30, 30))
+    path = stored(example.images[0], tmp_path / "images")
+    assert open_image(path).tobytes() == found.tobytes()
+    assert json.loads(json.dumps(example.images)) == example.images
+
+
+def refusal(row: dict[str, Any], folder: Path) -> str:
+    path = write_jsonl(folder / "rows.jsonl", [{"messages": [ASK, ANSWER]}, row])
+    with pytest.raises(UserError) as refused:
+        list(checked_rows(str(path), "train", task="sft"))
+    message = str(refused.value)
+    assert message.startswith(f"{path}:2: ") and "\n" not in message and len(message) < 700
+    return message
+
+
+def broken_png() -> bytes:
+    return png(size=(64, 64))[:-40]
+
+
+def huge_png() -> bytes:
+    """A file of some hundred bytes that says it has 30,000 x 30,000 pixels."""
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({**SHOWN, "images": ["none.png"]}, "image none.png: there is no such file in "),
+        ({**SHOWN, "images": ["/nowhere/none.png"]}, "image /nowhere/none.png: there is no such file; check the path"),
+        ({**SHOWN, "images": ["text.png"]}, "text.png is not an image in a known format (PNG, JPEG, "),
+        ({**SHOWN, "images": ["broken.png"]}, "broken.png cannot be decoded: "),
+        ({**SHOWN, "images": ["empty.png"]}, "empty.png is empty; fix it or remove the row."),
+        ({**SHOWN, "images": ["huge.png"]}, "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
+        ({**SHOWN, "images": ["drawing.svg"]}, "drawing.svg is not an image in a known format"),
+        ({**SHOWN, "images": ["page.eps"]}, "page.eps is not an image in a known format"),
+        ({**SHOWN, "images": ["."]}, "image .: there is no such file"),
+        ({**SHOWN, "images": ["a\u0000b.png"]}, "there is no such file"),
+        ({**SHOWN, "images": ["https://example.com/a.png"]}, "https://example.com/a.png is an address, and training does not download images; download it and give its path."),
+        ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg is an address"),
+        ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, or give a path."),
+        (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places."),
+        ({**SHOWN, "images": ["good.png", "good.png"]}, "the row has 2 images for 1 place (image parts in its messages)"),
+        ({"messages": [{"role": "user", "content": "<image> and <image>"}, ANSWER], "images": ["good.png"]}, "the row has 1 image for 2 places (<image> in its messages)"),
+        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": []}, "the row has 0 images for 1 place (<image> in its messages)"),
+        ({"messages": [asking({"type": "image", "image": "good.png"}), ANSWER], "images": ["good.png"]}, "the content parts name their images, and the row has a column of images too"),
+        ({**SHOWN, "images": "good.png", "image": "good.png"}, "the row has images and image; keep one of these columns."),
+        ({**SHOWN, "images": 5}, "images is a number, not an image or a list of images."),
+        ({**SHOWN, "images": [5]}, "an image is a number, not a path or bytes; give one of them"),
+        ({**SHOWN, "images": [{"name": "a.png"}]}, "an image is an object with name; it needs bytes, or a path."),
+        ({"messages": [asking({"type": "image", "image": "good.png", "url": "good.png"}), ANSWER]}, "an image part has image and url; keep one of them."),
+        ({"messages": [asking({"type": "image", "index": 4}), ANSWER], "images": ["good.png"]}, "the image parts have the index [4] for 1 image; number them from 0."),
+        ({"messages": [ANSWER], "images": ["good.png"]}, "the row has images and no user message to show them in"),
+        ({"text": "A cat.", "images": ["good.png"]}, "the row has images beside plain text, which has no place for them; write it as messages."),
+        ({**SHOWN, "videos": ["a.mp4"]}, "the row has a column videos; this kit trains on text and images only."),
+        ({"messages": [asking({"type": "video", "video": "a.mp4"}), ANSWER]}, "a content part (of type 'video') that is neither"),
+    ],
+)  # fmt: skip
+def test_a_bad_image_is_refused_in_one_sentence_with_its_line(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    contents = {
+        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": huge_png(),
+        "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    assert said in refusal(row, tmp_path)
+
+
+def test_an_image_file_over_the_limit_of_bytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    monkeypatch.setattr(files, "MOST_BYTES", 10)
+    assert f"a.png has {len(png())} bytes, over the limit of 10; write it smaller." in refusal(
+        {**SHOWN, "images": ["a.png"]}, tmp_path
+    )
+
+
+def test_images_lie_in_the_given_folder_or_beside_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, color in (("rows", "red"), ("given", "green"), ("here", "blue")):
+        (tmp_path / place).mkdir()
+        draw(tmp_path / place / f"{color}.png", color, "square")
+    monkeypatch.chdir(tmp_path / "here")
+    rows = str(tmp_path / "rows" / "rows.jsonl")
+    beside, given = ImageFiles.of(None, [rows]), ImageFiles.of(str(tmp_path / "given"), [rows])
+    assert beside.checked("red.png") == str(tmp_path / "rows" / "red.png")
+    assert beside.checked("blue.png") == str(tmp_path / "here" / "blue.png")
+    assert given.checked("green.png") == str(tmp_path / "given" / "green.png")
+    with pytest.raises(
+        UserError, match=r"no such file in .*given; check the path, or give the folder as --image_folder"
+    ):
+        given.checked("red.png")
+
+
+def test_an_image_is_upright_in_rgb_and_at_most_as_large_as_asked(tmp_path: Path) -> None:
+    image = Image.new("RGB", (40, 20), (255, 0, 0))
+    exif = image.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    image.save(tmp_path / "turned.jpg", exif=exif)
+    assert open_image(str(tmp_path / "turned.jpg")).size == (20, 40)
+    for mode, kind in (("RGBA", "png"), ("L", "png"), ("P", "gif"), ("CMYK", "jpg")):
+        Image.new(mode, (40, 20)).save(tmp_path / f"{mode}.{kind}")
+        assert open_image(str(tmp_path / f"{mode}.{kind}")).mode == "RGB"
+    small = open_image(str(tmp_path / "turned.jpg"), most_pixels=200)
+    assert small.size == (10, 20)
+
+
+def test_images_of_datasets_in_parquet_are_read(tmp_path: Path) -> None:
+    import datasets
+
+    path = draw(tmp_path / "a.png", "red", "circle")
+    rows = [{"messages": [ASK, ANSWER], "images": [str(path)]}, {"messages": [ASK, ANSWER], "images": []}]
+    features = datasets.Features(
+        {
+            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    table = datasets.Dataset.from_list(rows, features=features)
+    table.to_parquet(tmp_path / "rows.parquet")
+    found = [example for _, example in checked_rows(str(tmp_path / "rows.parquet"), "train", task="sft")]
+    assert [len(example.images) for example in found] == [1, 0]
+    assert open_image(found[0].images[0]).tobytes() == open_image(str(path)).tobytes()
+
+
+def test_images_of_a_hub_set_are_checked_before_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = [{"text": "x", "images": [{"bytes": content, "path": None}]} for content in (png(), broken_png())]
+    table = datasets.Dataset.from_list(rows, features=features).map(
+        lambda row: {"messages": [ASK, ANSWER]}, remove_columns="text"
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: table)
+    read = checked_rows("owner/name", "train", task="sft")
+    assert len(next(read)[1].images) == 1
+    with pytest.raises(UserError, match="owner/name train row 2: image in the row cannot be decoded"):
+        next(read)
+
+
+def test_a_pair_with_images_is_refused(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", "red", "circle")
+    row = {"prompt": [asking({"type": "image", "image": "a.png"})], "chosen": [ANSWER], "rejected": [ANSWER]}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(UserError, match="the pair has images, which preference training does not take"):
+        list(checked_rows(str(path), "train", task="dpo"))

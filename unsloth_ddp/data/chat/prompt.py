@@ -1,0 +1,63 @@
+"""Render a chat with the tokenizer's template for generation, in the form in which rows are rendered for training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unsloth_ddp.data.chat.variants import variants
+from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.images.values import JoinedText
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.messages import Message
+
+
+def example_of(messages: Sequence[Message], tools: list[Any] | None = None) -> Example:
+    """Return messages as an example; contents may be JoinedText, with the values of their images."""
+    joined = {str(i): m["content"] for i, m in enumerate(messages) if getattr(m["content"], "images", None)}
+    parts = {index: text.parts for index, text in joined.items() if isinstance(text, JoinedText)}
+    return Example(
+        list(messages), tools, parts=parts, images=[image for text in joined.values() for image in text.images]
+    )
+
+
+def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, prompt: bool = False) -> str:
+    """Return the text of a chat; of the forms that a template may take, the first that shows its last message and its images.
+
+    Args:
+        image_token: what stands for an image in a text, if the model takes images.
+        prompt: add the generation prompt.
+
+    Raises:
+        Exception: as raised by the template.
+    """
+    found: list[str] = []
+    errors: list[Exception] = []
+    for form in variants(chat, lambda: False, image_token):
+        try:
+            text = tokenizer.apply_chat_template(
+                form.messages, tools=form.tools, tokenize=False, **({"add_generation_prompt": True} if prompt else {})
+            )
+        except Exception as error:
+            errors.append(error)
+            continue
+        shown = not image_token or text.count(image_token) == len(chat.images)
+        if shown and str(chat.messages[-1]["content"] or "").strip() in text:
+            return str(text)
+        found += [text] if shown else []
+    if found:
+        return found[0]
+    raise errors[0] if errors else ValueError("the chat template does not render the images")
+
+
+def inputs_of(tokenizer: Any, chats: Sequence[Example], processing: ImageProcessing | None) -> list[dict[str, Any]]:
+    """Return the prompt of each chat as `input_ids`, `rendered` and `images`."""
+    token, prompts = processing.image_token if processing else None, []
+    for chat in chats:
+        text = rendered(tokenizer, chat, token, prompt=True)
+        if processing and chat.images:
+            ids = processing.expand(text, chat.images).ids
+        else:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompts.append({"input_ids": ids, "rendered": text, "images": chat.images})
+    return prompts

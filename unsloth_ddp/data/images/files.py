@@ -1,0 +1,158 @@
+"""Find, check and open the images of rows; what an image may need of memory is bounded before it is decoded."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.data.images.values import DATA
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+
+# Limits of one image. 64 million pixels need 192 MB when they are decoded.
+MOST_BYTES, MOST_PIXELS = 100_000_000, 64_000_000
+# Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+
+
+@dataclass
+class ImageFiles:
+    """Resolve and check the images that rows name; an image that several rows name is checked once.
+
+    Args:
+        folders: in which relative paths are looked up, in this order.
+    """
+
+    folders: Sequence[Path]
+    _known: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, image_folder: str | None, sources: Sequence[str]) -> ImageFiles:
+        """Return those of a run: in --image_folder, or else beside the rows' files and in the working folder.
+
+        Args:
+            sources: files with rows.
+        """
+        if image_folder is not None:
+            return cls([Path(image_folder).expanduser()])
+        return cls(list(dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])))
+
+    def checked(self, value: str) -> str:
+        """Return an image as an absolute path, or a data URI, after decoding it once.
+
+        Raises:
+            UserError: there is no such file, it cannot be decoded, or it exceeds a limit.
+        """
+        if value not in self._known:
+            found = value if value.startswith(DATA) else str(self._find(value))
+            open_image(found).close()
+            if found is value:
+                return value
+            self._known[value] = found
+        return self._known[value]
+
+    def _find(self, value: str) -> Path:
+        path = Path(value).expanduser()
+        try:
+            for folder in self.folders:
+                # An absolute path stays as it is.
+                if (folder / path).is_file():
+                    return (folder / path).resolve()
+        except OSError as error:
+            raise UserError(f"image {value[:200]} cannot be looked up: {os_reason(error)}; check the path.") from None
+        except ValueError:
+            raise UserError(f"image {value[:200]!r} is not a path; check it.") from None
+        looked = f" in {' or '.join(str(one) for one in self.folders)}" if not path.is_absolute() else ""
+        raise UserError(
+            f"image {value[:200]}: there is no such file{looked}; check the path, or give the folder as --image_folder."
+        )
+
+
+def open_image(value: str, most_pixels: int | None = None) -> Any:
+    """Return a decoded RGB image, upright as its EXIF data say.
+
+    Args:
+        value: a path or a data URI.
+        most_pixels: a larger image is scaled down to about so many.
+
+    Raises:
+        UserError: it cannot be read, is no image, is broken, or exceeds a limit.
+    """
+    from PIL import Image, ImageOps
+
+    name = "in the row" if value.startswith(DATA) else value[:200]
+    with _refusing_broken(name):
+        with Image.open(_content(value, name), formats=FORMATS) as opened:
+            width, height = opened.size
+            if width * height > MOST_PIXELS:
+                raise UserError(
+                    f"image {name} has {width:,} x {height:,} pixels, over the limit of {MOST_PIXELS:,}; scale it down."
+                )
+            if most_pixels is not None and width * height > most_pixels:
+                opened.draft("RGB", _scaled(width, height, most_pixels))
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+        if most_pixels is not None and image.width * image.height > most_pixels:
+            image = image.resize(_scaled(image.width, image.height, most_pixels), Image.Resampling.BICUBIC)
+    return image
+
+
+def _scaled(width: int, height: int, most_pixels: int) -> tuple[int, int]:
+    factor = (most_pixels / (width * height)) ** 0.5
+    return max(1, int(width * factor)), max(1, int(height * factor))
+
+
+def _content(value: str, name: str) -> io.BytesIO:
+    if value.startswith(DATA):
+        content = base64.b64decode(value.partition(",")[2])
+    else:
+        size = Path(value).stat().st_size
+        content = Path(value).read_bytes() if size <= MOST_BYTES else b""
+        if size > MOST_BYTES:
+            raise UserError(f"image {name} has {size:,} bytes, over the limit of {MOST_BYTES:,}; write it smaller.")
+    if not content:
+        raise UserError(f"image {name} is empty; fix it or remove the row.")
+    return io.BytesIO(content)
+
+
+@contextmanager
+def _refusing_broken(name: str) -> Iterator[None]:
+    """Turn the errors of Pillow, which have many classes, into a UserError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except UserError:
+        raise
+    except MemoryError:
+        raise UserError(f"image {name} does not fit into memory; scale it down.") from None
+    except Exception as error:
+        from PIL import Image, UnidentifiedImageError
+
+        if isinstance(error, Image.DecompressionBombError):
+            raise UserError(
+                f"image {name} has far more pixels than the limit of {MOST_PIXELS:,}; scale it down."
+            ) from None
+        if isinstance(error, UnidentifiedImageError):
+            raise UserError(
+                f"image {name} is not an image in a known format ({', '.join(FORMATS)}); write it as PNG or JPEG."
+            ) from None
+        reason = os_reason(error) if isinstance(error, OSError) and error.errno else one_line(error, 100).rstrip(".")
+        raise UserError(f"image {name} cannot be decoded: {reason}; write it again, or remove the row.") from None
+
+
+def stored(value: str, folder: Path) -> str:
+    """Return the path of an image; bytes are written to a file in `folder` first, once for all rows that have them."""
+    if not value.startswith(DATA):
+        return value
+    content = base64.b64decode(value.partition(",")[2])
+    path = folder / hashlib.sha256(content).hexdigest()
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    return str(path)

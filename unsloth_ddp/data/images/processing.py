@@ -1,0 +1,218 @@
+"""Turn rendered chats and their images into tokens and tensors with the model's own processor, and collate them.
+
+What a model takes beside tokens is found from what its processor returns: tensors as long as the row belong to its tokens
+(token_type_ids), all others to its images (pixel_values, image_grid_thw, image_sizes). Pixels are never stored; they are read
+again for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.template import Span
+from unsloth_ddp.data.images.files import open_image
+from unsloth_ddp.utils.errors import UserError, one_line
+
+# What the collator makes itself of every row.
+OF_TEXT = ("input_ids", "attention_mask", "labels")
+# Pixels on a side of the image of a row that is added for the towers alone.
+SMALL = 32
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A rendered chat with the tokens of its images in place of the image tokens.
+
+    Args:
+        text: after the expansion.
+        ids: its tokens.
+        offsets: the characters of each token.
+        images: the characters of each image, in the text before and after the expansion.
+    """
+
+    text: str
+    ids: list[int]
+    offsets: list[Span]
+    images: list[tuple[Span, Span]]
+
+    def moved(self, span: Span) -> Span:
+        """Return where characters of the text before the expansion stand after it."""
+        start, end = (self._moved(place) for place in span)
+        return start, end
+
+    def _moved(self, place: int) -> int:
+        before = [(old, new) for old, new in self.images if old[1] <= place]
+        return place + (before[-1][1][1] - before[-1][0][1] if before else 0)
+
+
+@dataclass(eq=False)
+class ImageProcessing:
+    """Process the images of rows for one model.
+
+    Args:
+        processor: of Transformers.
+        most_pixels: larger images are scaled down before.
+        for_towers: a row with one small image and no label, rendered; it is added to micro-batches without an image if
+            `always` is set, so that the towers run, and get gradients, in every micro-batch.
+    """
+
+    processor: Any
+    most_pixels: int | None = None
+    always: bool = False
+    for_towers: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.for_towers = self._process(self.image_token, [self._small_image()])
+        longer = self._process(f"{self.image_token} a b c d e f g h", [self._small_image()])
+        self.of_tokens = [
+            name
+            for name in self.for_towers
+            if name not in OF_TEXT
+            and all(one[name].shape == one["input_ids"].shape for one in (self.for_towers, longer))
+        ]
+        text = self.processor(text=["Hi"], return_tensors="pt")
+        if any(bool(text[name].any()) for name in self.of_tokens if name in text):
+            raise UserError(
+                f"{type(self.processor).__name__} marks text in {', '.join(self.of_tokens)}, which is not supported."
+            )
+
+    @property
+    def image_token(self) -> str:
+        """Return what stands for an image in a text that is not expanded."""
+        return str(self.processor.image_token)
+
+    def expand(self, text: str, images: Sequence[str]) -> Expanded:
+        """Return a rendered chat as the processor expands it.
+
+        Raises:
+            UserError: the processor refuses an image or the text.
+        """
+        try:
+            found = self.processor(
+                text=[text],
+                images=[self._open(image) for image in images] or None,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_text_replacement_offsets=True,
+            )
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"the model's processor refuses the row: {one_line(error, 300).rstrip('.')}.") from None
+        replaced = found["text_replacement_offsets"][0] if images else []
+        expanded, end = "", 0
+        for one in replaced:
+            start, stop = one["span"]
+            expanded += text[end:start] + one["replacement"]
+            end = stop
+        # Some processors return tensors all the same (Pixtral).
+        ids = [int(token) for token in found["input_ids"][0]]
+        offsets = [(int(start), int(stop)) for start, stop in found["offset_mapping"][0]]
+        places = [(tuple(one["span"]), tuple(one["new_span"])) for one in replaced]
+        return Expanded(expanded + text[end:], ids, offsets, places)
+
+    def tensors(self, row: dict[str, Any]) -> dict[str, Tensor]:
+        """Return what the model takes of a row's images beside tokens; empty without an image.
+
+        Args:
+            row: `input_ids`, `rendered` (the text), `images` (paths or data URIs).
+
+        Raises:
+            UserError: an image has changed since the row was read.
+        """
+        if not len(row["images"]):
+            return {}
+        found = self._process(row["rendered"], [self._open(image) for image in row["images"]])
+        ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
+        # The kit may have added the EOS token; what is cut holds no image.
+        shared = min(len(ids), found["input_ids"].shape[1])
+        if not torch.equal(found["input_ids"][0, :shared], ids[:shared]):
+            raise UserError(
+                f"the images of a row ({', '.join(row['images'])[:200]}) have changed since it was read; start the run again."
+            )
+        return found
+
+    def _process(self, text: str, images: list[Any]) -> dict[str, Tensor]:
+        try:
+            found = self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+        except Exception as error:
+            raise UserError(f"the model's processor refuses the row: {one_line(error, 300).rstrip('.')}.") from None
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def _open(self, image: str) -> Any:
+        return open_image(image, self.most_pixels)
+
+    @staticmethod
+    def _small_image() -> Any:
+        from PIL import Image
+
+        return Image.new("RGB", (SMALL, SMALL), (127, 127, 127))
+
+    def row_for_towers(self) -> dict[str, Any] | None:
+        """Return the tokens of the row that is added to micro-batches without an image, if one is."""
+        return {"input_ids": self.for_towers["input_ids"][0].numpy()} if self.always else None
+
+    def collate(self, rows: Sequence[dict[str, Any]], length: int, *, left: bool = False) -> dict[str, Tensor]:
+        """Return what a micro-batch takes beside tokens; for rows that are padded to `length` tokens.
+
+        Args:
+            rows: see tensors; the row for the towers has only tokens.
+            left: whether the padding stands before the rows.
+        """
+        of_rows = [self.tensors(row) if "images" in row else self.for_towers for row in rows]
+        batch = {name: torch.zeros(len(rows), length, dtype=self.for_towers[name].dtype) for name in self.of_tokens}
+        for number, (row, found) in enumerate(zip(rows, of_rows, strict=True)):
+            tokens = len(row["input_ids"])
+            for name in self.of_tokens if found else ():
+                values = found[name][0][:tokens]
+                start = length - tokens if left else 0
+                batch[name][number, start : start + len(values)] = values
+        shown = [found for found in of_rows if found]
+        names = [name for name in (shown[0] if shown else ()) if name not in (*OF_TEXT, *self.of_tokens)]
+        return batch | {name: join_padded([found[name] for found in shown]) for name in names}
+
+
+def join_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along their first dimension, padded with zeros at the end of the others to the largest."""
+    shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in tensors), strict=True)]
+    if all(list(one.shape[1:]) == shape for one in tensors):
+        return torch.cat(list(tensors))
+    joined = tensors[0].new_zeros(sum(len(one) for one in tensors), *shape)
+    start = 0
+    for one in tensors:
+        joined[(slice(start, start + len(one)), *(slice(0, size) for size in one.shape[1:]))] = one
+        start += len(one)
+    return joined
+
+
+def load_processing(settings: Settings) -> ImageProcessing:
+    """Return the image processing of a run's model.
+
+    Raises:
+        UserError: the model takes no images, or its processor cannot be loaded.
+    """
+    import transformers
+
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(
+            settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+        )
+    except ImportError as error:
+        raise UserError(f"the processor of model {settings.model} needs a package: {one_line(error, 300)}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"the rows have images, and no processor of model {settings.model} can be loaded: {one_line(error, 300).rstrip('.')}; use "
+            "an image-text model with its processor files, or remove the images."
+        ) from None
+    if not hasattr(processor, "image_processor") or getattr(processor, "image_token", None) is None:
+        raise UserError(
+            f"the rows have images, and model {settings.model} takes text only ({type(processor).__name__}); use an image-text model, or "
+            "remove the images."
+        )
+    return ImageProcessing(processor, settings.image_max_pixels)

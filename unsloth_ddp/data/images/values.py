@@ -1,0 +1,209 @@
+"""Read the images that a row names, and put them into their places in its messages. Pure functions of plain values.
+
+An image is a path, or a data URI for bytes that come with the row. It stands in a message as a content part, as the marker
+<image> in a text beside a column of images, or before the first user message if no place is named.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from unsloth_ddp.data.sources.values import as_list, is_empty, is_missing, kind_of, quoted
+from unsloth_ddp.utils.errors import UserError
+
+# The marker of LLaVA and LLaMA-Factory.
+MARKER = "<image>"
+DATA = "data:"
+COLUMNS = ("images", "image")
+# Types of content parts, and the keys that may hold their image.
+PART_TYPES = ("image", "image_url", "input_image")
+PART_KEYS = ("image", "image_url", "url", "path", "bytes", "base64", "source")
+ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf)://", re.IGNORECASE)
+
+
+class JoinedText(str):
+    """The text of several content parts, which it keeps for templates that read a list of them.
+
+    An image among the parts is None; `images` has one item for each: its value, or its number in the row's column, which is None
+    if it is the next one.
+    """
+
+    parts: list[str | None]
+    images: list[str | int | None]
+
+    def __new__(cls, parts: list[str | None], images: Sequence[str | int | None] = ()) -> JoinedText:
+        """Join the parts."""
+        made = super().__new__(cls, "".join(part for part in parts if part is not None))
+        made.parts = parts
+        made.images = list(images)
+        return made
+
+
+def is_image_part(part: Any) -> bool:
+    """Return whether a content part is an image."""
+    return isinstance(part, dict) and part.get("type") in PART_TYPES
+
+
+def image_of_part(part: dict[str, Any]) -> str | int | None:
+    """Return the image of a content part; if the part only marks its place, its number in the row's column, or None.
+
+    Raises:
+        UserError: it names two images, or something that is no image.
+    """
+    given = {key: part[key] for key in PART_KEYS if not is_missing(part.get(key)) and not is_empty(part[key])}
+    if len(given) > 1 and "bytes" not in given:
+        raise UserError(f"an image part has {' and '.join(given)}; keep one of them.")
+    if not given:
+        return part["index"] if isinstance(part.get("index"), int) else None
+    key = "bytes" if "bytes" in given else next(iter(given))
+    if key == "base64":
+        return _from_base64(given[key])
+    return image_value(given[key])
+
+
+def image_value(value: Any) -> str:
+    """Return an image as a path or a data URI.
+
+    Accepted are a path, bytes, a data URI, a PIL image, and objects that hold one of these: Datasets' {"bytes", "path"}, OpenAI's
+    {"url"}, Anthropic's {"type": "base64", "data"}.
+
+    Raises:
+        UserError: it is none of these, or the address of an image elsewhere.
+    """
+    if isinstance(value, (bytes, bytearray)):
+        return _data_uri(bytes(value))
+    if hasattr(value, "save") and hasattr(value, "convert"):
+        return _data_uri(_as_png(value))
+    if isinstance(value, dict):
+        return _of_object(value)
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"an image is {quoted(value)}, not a path or bytes; give one of them, or remove the row.")
+    if ADDRESS.match(value):
+        raise UserError(
+            f"the image {value[:100]} is an address, and training does not download images; download it and give its path."
+        )
+    if value.startswith(DATA):
+        return _from_base64(value.partition(",")[2])
+    return value.removeprefix("file://")
+
+
+def _of_object(value: dict[str, Any]) -> str:
+    if value.get("type") == "base64" and "data" in value:
+        return _from_base64(value["data"])
+    for key in ("bytes", "url", "path"):
+        if not is_missing(value.get(key)) and not is_empty(value[key]):
+            return image_value(value[key])
+    raise UserError(f"an image is an object with {', '.join(map(str, value))[:100]}; it needs bytes, or a path.")
+
+
+def _data_uri(content: bytes) -> str:
+    return f"{DATA};base64," + base64.b64encode(content).decode()
+
+
+def _from_base64(text: Any) -> str:
+    try:
+        return _data_uri(base64.b64decode("".join(text.split()), validate=True))
+    except (ValueError, AttributeError):
+        raise UserError("an image in base64 cannot be decoded; write it again, or give a path.") from None
+
+
+def _as_png(image: Any) -> bytes:
+    import io
+
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return written.getvalue()
+
+
+def images_of_row(row: dict[str, Any]) -> list[str] | None:
+    """Return the images in the columns of a row; None if it has no such column.
+
+    Raises:
+        UserError: both columns have images, or one is no list of images.
+    """
+    if not any(name in row for name in COLUMNS):
+        return None
+    given = [name for name in COLUMNS if not is_missing(row.get(name)) and not is_empty(row[name])]
+    if len(given) > 1:
+        raise UserError("the row has images and image; keep one of these columns.")
+    if not given:
+        return []
+    value = row[given[0]]
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = as_list(value, given[0])
+    if isinstance(value, (str, bytes, dict)) or hasattr(value, "convert"):
+        value = [value]
+    if not isinstance(value, list):
+        raise UserError(f"{given[0]} is {kind_of(value)}, not an image or a list of images.")
+    return [image_value(one) for one in value]
+
+
+def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> list[str]:
+    """Return the images of a row in the order of their places; contents that hold some become JoinedText.
+
+    Args:
+        column: the images of the row's columns, None without such a column.
+
+    Raises:
+        UserError: there are more or fewer places than images.
+    """
+    inline = [image for message in messages for image in _images_in(message)]
+    numbers = [image for image in inline if not isinstance(image, str)]
+    places, given = len(numbers), column or []
+    if inline and not places and given:
+        raise UserError(
+            "the content parts name their images, and the row has a column of images too; keep one of them."
+        )
+    if not inline:
+        marked = sum(str(message["content"]).count(MARKER) for message in messages) if column is not None else 0
+        if given and not marked:
+            return _before_first_question(messages, given)
+        places = marked
+    if places != len(given):
+        raise UserError(
+            f"the row has {_number(len(given), 'image')} for {_number(places, 'place')} ({'image parts' if inline else MARKER} in its "
+            "messages); give as many images as places."
+        )
+    if not inline and places:
+        for message in messages:
+            _split_at_markers(message)
+    images = [image for message in messages for image in _images_in(message)]
+    order: list[Any] = list(range(len(given))) if None in numbers or not inline else numbers
+    if sorted(order) != list(range(len(given))):
+        raise UserError(
+            f"the image parts have the index {order[:20]} for {_number(len(given), 'image')}; number them from 0."
+        )
+    following = iter(order)
+    return [image if isinstance(image, str) else given[next(following)] for image in images]
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _images_in(message: dict[str, Any]) -> list[str | int | None]:
+    return getattr(message["content"], "images", [])
+
+
+def _before_first_question(messages: list[dict[str, Any]], given: list[str]) -> list[str]:
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if first is None:
+        raise UserError("the row has images and no user message to show them in; add one or remove the row.")
+    content = first["content"]
+    texts = list(content.parts) if isinstance(content, JoinedText) else [content]
+    first["content"] = JoinedText([*[None] * len(given), *texts], [None] * len(given))
+    return given
+
+
+def _split_at_markers(message: dict[str, Any]) -> None:
+    content = message["content"]
+    if MARKER not in content:
+        return
+    parts: list[str | None] = []
+    for number, text in enumerate(content.split(MARKER)):
+        parts += [None] if number else []
+        parts += [text] if text else []
+    message["content"] = JoinedText(parts, [None] * parts.count(None))

@@ -26,7 +26,7 @@ RUN: dict[str, Any] = {
     ("given", "run", "said"),
     [
         ({"warmup_steps": 100}, {}, "warmup_steps 100 is not below the 100 steps of the run, so learning_rate is never reached"),
-        ({"method": "full"}, {}, "learning_rate 0.0002 is high for method full with adamw_torch_fused; the recipes take 1e-05."),
+        ({"method": "full"}, {}, "learning_rate 0.0002 is high for method full with adamw_torch_fused; 1e-05 is usual."),
         ({"learning_rate": 2e-2}, {}, "learning_rate 0.02 is high for method lora"),
         ({"learning_rate": 1e-6}, {}, "learning_rate 1e-06 is low for method lora"),
         ({}, {"rows": 10, "steps_per_epoch": 1}, "A step takes 16 rows, more than the 10 of the set, so an epoch is one step;"),

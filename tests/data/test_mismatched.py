@@ -99,6 +99,33 @@ def test_a_window_of_a_stream_holds_its_mismatched_rows(rows):
     assert join_mismatched([], CUT) == []
 
 
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({}, "the weights of the two kinds are 0.67 : 1 in sum"),
+        ({"desirable_weight": 1.6}, ""),
+        ({"undesirable_weight": 0.0}, "only one of the two kinds has a weight, so kto learns from it alone."),
+    ],
+)
+def test_weights_that_are_far_from_balanced_are_told(weights, expected, rows, tmp_path, runtime, capsys):
+    settings, folder = settings_of(rows, **weights), tmp_path / "data"
+    folder.mkdir()
+    read_examples(settings, runtime, folder)
+    tokenize_examples(settings, runtime, folder, AutoTokenizer.from_pretrained(DEMO_MODEL))
+    told = [line for line in capsys.readouterr().out.splitlines() if "are desirable" in line]
+    assert len(told) == bool(expected) and expected in "".join(told)
+
+
+def test_weights_are_told_where_both_kinds_have_as_many_rows(rows, tmp_path, runtime, capsys):
+    made = [{"prompt": f"a {number} ", "completion": "b", "label": number % 2} for number in range(4)]
+    settings = settings_of(write_jsonl(tmp_path / "even.jsonl", made), desirable_weight=10.0)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    read_examples(settings, runtime, folder)
+    tokenize_examples(settings, runtime, folder, AutoTokenizer.from_pretrained(DEMO_MODEL))
+    assert "the weights of the two kinds are 10 : 1 in sum" in capsys.readouterr().out
+
+
 def test_one_row_has_no_other(rows, tmp_path, runtime):
     one = write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a ", "completion": "b", "label": True}])
     folder = tmp_path / "data"

@@ -121,7 +121,7 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
     [
         (
             "--task sft --beta 0.2",
-            "beta 0.2 is for --task dpo or orpo or simpo or cpo or kto, and task is sft; leave it out.",
+            "beta 0.2 is for --task dpo, orpo, simpo, cpo or kto, and task is sft; leave it out.",
         ),
         ("--task orpo --reference precomputed", "reference precomputed is for --task dpo or kto"),
         (

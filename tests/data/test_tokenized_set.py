@@ -97,8 +97,8 @@ def test_what_is_not_read_is_told_once(tmp_path: Path, tokenizer: Any, capsys: p
     tokenize(tmp_path, tokenizer, [*rows, {"prompt": "Hi ", "completion": "Hello."}], END_AND_NEWLINE)
     assert capsys.readouterr().out.splitlines() == [
         f"Columns of {tmp_path}/rows.jsonl that are not read: id (3 rows), source (3 rows).",
-        "1 of 4 training rows: prompt and completion are texts, which are joined without the chat template and with nothing "
-        "between them; to use the template, give lists of messages, or instruction and output.",
+        "1 of 4 training rows: prompt and answer are texts, which are joined without the chat template and with nothing "
+        "between them; to use the template, give lists of messages, or Alpaca's columns (instruction and output).",
         "Keys of training messages that the chat template does not read: name (3 rows).",
     ]
 

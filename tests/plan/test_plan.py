@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import DEMO_MODEL, write_jsonl
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan, plan_batch
@@ -321,6 +322,16 @@ def test_a_t4_is_planned_in_fp16_and_without_packs(capsys):
         "packing auto is planned as padded rows, because backend unsloth (fp16) on a GPU (compute capability 7.5, older than "
         "flash attention) has no attention kernel for packed rows; --packing on plans packs"
     ) in printed.replace("- ", "")
+
+
+def test_packing_on_is_not_offered_where_a_run_refuses_it(tmp_path, capsys):
+    rows = [{"prompt": f"What is {number}?", "completion": "It is.", "label": number % 2 == 0} for number in range(4)]
+    assert (
+        plan("--model", str(DEMO_MODEL), "--task", "kto", "--dataset", str(write_jsonl(tmp_path / "rows.jsonl", rows)))
+        == 0
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "planned as padded rows, because rows of preference tasks are padded." in printed
 
 
 def test_where_nothing_fits_the_smallest_is_planned(capsys):

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from tests.run.run_folders import FACTS, HOSTILE, PART, SUMMARY, TOKEN, make_run
+from tests.run.run_folders import FACTS, HOSTILE, PART, SUMMARY, TOKEN, log_entries, make_run
 from tests.run.test_report import Page
 from unsloth_ddp.run.documents.facts import base_license
 from unsloth_ddp.run.documents.model_card import code, plain, render_card, write_card
@@ -53,6 +53,23 @@ def test_the_card_says_what_the_model_is(tmp_path):
         assert line in text
     assert "Trained on `me/chats`, `rows.jsonl`." in text and "| training rows | 60 |" in text
     assert "torch 2.14.0" in text and "names the licence `apache-2.0`" in text and "full_weights" not in text
+
+
+def test_the_card_of_a_preference_run_names_its_task(tmp_path):
+    settings = {"task": "orpo"}
+    history = [*log_entries(20), {"step": 20, "eval_loss": 0.5, "eval_rewards/accuracies": 0.625}]
+    card = card_of(make_run(tmp_path / "r", settings=settings, history=history))
+    assert "orpo" in card.data.tags and "sft" not in card.data.tags
+    assert "fine-tuned with ORPO and LoRA, on 60 rows." in card.text
+    for line in (
+        "| reward accuracy | 62.5% |",
+        "| `task` | `orpo` |",
+        "| `beta` | `0.1` |",
+        "| `sft_weight` | `1.0` |",
+    ):
+        assert line in card.text
+    assert "label_smoothing" not in card.text and "desirable_weight" not in card.text
+    assert "`task`" not in card_of(make_run(tmp_path / "sft")).text
 
 
 def test_a_run_without_evaluation_has_a_card_too(tmp_path):

@@ -81,6 +81,14 @@ def test_a_finished_run_is_told_whole(tmp_path):
     assert "torch 2.14.0" in words(page, "hardware") and "global batch size 16" in page.text
 
 
+def test_the_time_to_the_first_step_names_the_parts_that_took_time(tmp_path):
+    seconds = {"start": 17.9, "import": 16.3, "search": 0.0, "answers": 5.2, "to_first_step": 41.9, "first_step": 0.4}
+    page = page_of(make_run(tmp_path / "r", summary={**SUMMARY, "seconds": seconds}))
+    assert "time to the first step 42 s (start 18 s, import 16 s, answers 5 s)" in words(page, "hardware")
+    short = {**SUMMARY, "seconds": {"start": 0.2, "to_first_step": 1.0}}
+    assert "time to the first step 1 s" in words(page_of(make_run(tmp_path / "s", summary=short)), "hardware")
+
+
 def test_the_values_of_the_curves_are_those_that_were_logged(tmp_path):
     page = page_of(make_run(tmp_path / "r", step=10))
     for mark in ("training, step 1: 1.9", "training, step 10: 1", "evaluation, step 10: 0.1", "memory, step 3: 2 GiB"):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from tests.conftest import demo_rows, write_jsonl
 from tests.ranks import run_ranks, train
+from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.training.tasks.kto import KtoTask
 
 GLOBAL_BATCH, STEPS, SEED, RATE, RANK, BETA, MOST = 8, 3, 5, 2.0, 8, 0.3, 36
 WEIGHTS = (1.5, 0.75)
@@ -209,6 +211,33 @@ def test_a_streamed_run_does_not_depend_on_the_layout_and_ends_like_a_whole_one(
     assert all(torch.allclose(expected[name], found[name], rtol=1e-4, atol=1e-6) for name in expected)
     kls = [entry["kl"] for entry in history(whole)]
     assert kls == pytest.approx([entry["kl"] for entry in history(other)], rel=1e-4, abs=1e-6) and max(kls) > 0.01
+
+
+def train_and_stop_before_an_evaluation_measures(argv: list[str], cwd: str) -> None:
+    """train_ddp.py that is asked to stop at the first batch of an evaluation, and measures none."""
+    interrupt, measure = StopRequest.interrupt_evaluation, KtoTask.measure
+
+    def request(self: StopRequest) -> None:
+        self.request_stop("SIGTERM")
+        interrupt(self)
+
+    def measure_in_training(self: KtoTask, model, batch, divisor):
+        assert model.training, "the pass that computes the KL was not interrupted"
+        return measure(self, model, batch, divisor)
+
+    StopRequest.interrupt_evaluation = request  # type: ignore[method-assign]
+    KtoTask.measure = measure_in_training  # type: ignore[method-assign]
+    train(argv, cwd)
+
+
+def test_a_stop_interrupts_the_pass_that_computes_the_kl_of_an_evaluation(tiny_model, labelled, tmp_path):
+    argv = (
+        f"--task kto --model {tiny_model} --dataset {labelled} --eval_dataset {labelled} --run_name stopped --max_steps 2 "
+        "--eval_steps 1 --per_device_eval_batch_size 3 --report_to none --gradient_checkpointing none"
+    ).split()
+    stop = train_and_stop_before_an_evaluation_measures
+    result = run_ranks(1, stop, argv, str(tmp_path), folder=tmp_path / "out", timeout=600)
+    assert result.codes == [75] and "Stopped on SIGTERM" in result.output, result.output
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])

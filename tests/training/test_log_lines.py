@@ -38,6 +38,17 @@ def test_columns_stand_below_their_names_and_the_header_comes_again(capsys) -> N
         assert lines[0].index(name) + len(name) == lines[1].index(value) + len(value)
 
 
+def test_a_line_without_margin_keeps_the_columns(capsys) -> None:
+    status, view = Status("r", 10), LogLines()
+    for margin in ({"rewards/margins": 0.5}, {}, {"rewards/margins": -0.25}):
+        status.step += 1
+        status.update({**LOGS, "rewards/accuracies": 0.75, **margin})
+        view.logged(status)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert "accuracy    margin" in header and len({len(line) for line in (header, *lines)}) == 1
+    assert [line.split()[4] for line in lines] == ["0.500", "-", "-0.250"]
+
+
 def test_the_largest_numbers_fit_100_columns(capsys) -> None:
     status = Status("r", 10**6, step=10**6 - 3, epoch=999.99)
     status.time_left = TimeLeft(iter([0.0, 30.0, 30.0]).__next__)

@@ -7,9 +7,9 @@ from pathlib import Path
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.units import counted
 
-# The learning rates of recipes/: for adapters, and for every parameter.
+# The learning rates of recipes/ for adapters and for every parameter.
 USUAL_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 1e-5}
-# Of runs on preferences; TRL's default for all weights.
+# Those of runs on preferences: of recipes/ for adapters, TRL's default for every parameter.
 USUAL_PREFERENCE_RATE = {"lora": 2e-5, "qlora": 2e-5, "full": 1e-6}
 # Times more or less than that are worth a sentence; a method's rate given to the other is.
 FAR = 19.0
@@ -71,8 +71,8 @@ def _learning_rate(settings: Settings) -> str | None:
         return None
     much = "high" if settings.learning_rate > usual else "low"
     return (
-        f"learning_rate {settings.learning_rate:g} is {much} for method {settings.method} with {settings.optim}; the recipes "
-        f"take {usual:g}."
+        f"learning_rate {settings.learning_rate:g} is {much} for method {settings.method} with {settings.optim}; "
+        f"{usual:g} is usual."
     )
 
 

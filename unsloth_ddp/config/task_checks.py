@@ -27,7 +27,9 @@ def check_task(settings: Settings) -> None:
     for name, tasks in own.items():
         value = getattr(settings, name)
         if value != getattr(standard, name) and task not in tasks:
-            raise UserError(f"{name} {value} is for --task {' or '.join(tasks)}, and task is {task}; leave it out.")
+            *others, last = tasks
+            wanted = f"{', '.join(others)} or {last}" if others else last
+            raise UserError(f"{name} {value} is for --task {wanted}, and task is {task}; leave it out.")
     if not settings.trains_preferences:
         return
     if settings.desirable_weight == settings.undesirable_weight == 0:

@@ -325,8 +325,10 @@ def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> l
     found = f"{desirable:,} of {counted(len(tokenized), 'training row')} are desirable"
     if not desirable or not undesirable:
         return [f"{found}, and kto learns from answers of both kinds; add the others."]
-    ratio = settings.desirable_weight * desirable / (settings.undesirable_weight * undesirable or 1)
-    if 1 <= ratio <= 4 / 3 or desirable == undesirable:
+    if not settings.desirable_weight or not settings.undesirable_weight:
+        return [f"{found}, and only one of the two kinds has a weight, so kto learns from it alone."]
+    ratio = settings.desirable_weight * desirable / (settings.undesirable_weight * undesirable)
+    if 1 <= ratio <= 4 / 3:
         return []
     return [
         f"{found}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give --desirable_weight or "

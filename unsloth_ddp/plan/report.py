@@ -186,9 +186,9 @@ def notes(plan: Plan) -> list[str]:
         decision = planned_packing(plan.settings, plan.shape, plan.hardware.capability, images=plan.rows.images)
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
-            planned = (
-                f"padded rows, because {decision.reason}{'' if plan.rows.images else '; --packing on plans packs'}"
-            )
+            planned = f"padded rows, because {decision.reason}"
+            if not (plan.rows.images or plan.settings.trains_preferences or plan.shape.packing.wrong):
+                planned += "; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
     return said
 

@@ -133,7 +133,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             "adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
-    with runtime.progress.timing("check of packs"):
+    with runtime.progress.timing("check_of_packs"):
         choice = choose_packing(settings, runtime, model, images=train.processing is not None)
         choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
     plan, train, packing = dataset.fill_steps(_request(run), train, choice)
@@ -210,7 +210,9 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
     count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     answers.say_too_long(trainer.processing_class, questions)
-    return AnsweredQuestions(questions, _answer(run, trainer, questions))
+    with run.runtime.progress.timing("answers"):
+        before = _answer(run, trainer, questions)
+    return AnsweredQuestions(questions, before)
 
 
 def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str]:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -318,8 +319,7 @@ class DDPTrainer(ResumableTrainer):
         with self.meter.paused(), evaluation_mode(model), torch.no_grad():
             with self.runtime.progress.doing("evaluating"):
                 if task.units_need_model:
-                    units = [task.units(inputs, runner) for inputs in dataloader]
-                    divisor = step_divisor(units, 1, self._sum_over_ranks)
+                    divisor = step_divisor(list(self._units(dataloader, runner)), 1, self._sum_over_ranks)
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
                     sums += self._evaluate_batch(model, inputs, divisor)
@@ -328,6 +328,13 @@ class DDPTrainer(ResumableTrainer):
         found = task.metrics(dict(zip(task.columns, of_all, strict=True)))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
+
+    def _units(self, dataloader: DataLoader, runner: MicroBatchRunner) -> Iterator[Tensor]:
+        """Yield the units of each evaluation batch; a request to stop ends this pass too."""
+        for inputs in dataloader:
+            yield self.step.task.units(inputs, runner)
+            self.runtime.progress.advance()
+            self.stop.interrupt_evaluation()
 
     def _evaluate_batch(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         """Return the sums of a batch."""

@@ -43,8 +43,8 @@ NOTES: dict[str, str] = {
     "rewrites earlier turns",
     "reasoning": "the chat template leaves out the reasoning of earlier turns, as at inference, so these turns are not "
     "supervised; to train them, end a row at each of them, or give --chat_template training",
-    "plain": "prompt and completion are texts, which are joined without the chat template and with nothing between them; "
-    "to use the template, give lists of messages, or instruction and output",
+    "plain": "prompt and answer are texts, which are joined without the chat template and with nothing between them; to use "
+    "the template, give lists of messages, or Alpaca's columns (instruction and output)",
     "empty": "an answer to learn is empty or only white space, so training teaches the model to answer nothing; remove such "
     "rows unless that is meant",
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",

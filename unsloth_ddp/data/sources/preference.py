@@ -81,7 +81,7 @@ def to_labelled(row: Any) -> Example:
     column = next((name for name in LABELS if name in row), None)
     if column is None:
         raise UserError(
-            f"the row has no label, which --task kto learns from; give it {ACCEPTED_LABELLED}, or learn all answers with --task sft."
+            "the row has no label, which --task kto learns from; add a column label (true or false), or learn all answers with --task sft."
         )
     desirable = DESIRABLE.get(str(row[column]).strip().lower())
     if desirable is None:

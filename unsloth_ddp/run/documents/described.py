@@ -10,6 +10,7 @@ from unsloth_ddp.run.documents.record import RunRecord, is_number
 from unsloth_ddp.utils.units import counted, shown_bytes, shown_seconds
 
 METHODS = {"lora": "LoRA", "qlora": "QLoRA (4-bit base weights)", "full": "full training"}
+TASKS = {"dpo": "DPO", "orpo": "ORPO", "simpo": "SimPO", "cpo": "CPO", "kto": "KTO"}
 # What a run computes on and how, by the names of summary.json and of a record's parts.
 MACHINE = (
     "world_size", "nodes", "device", "sharding", "copies", "backend", "precision", "gradient_checkpointing",
@@ -21,7 +22,7 @@ RESULTS: dict[str, Callable[[float], str]] = {
     "loss": "{:.4f}".format,
     "mean training loss": "{:.4f}".format,
     "evaluation loss": "{:.4f}".format,
-    "pairs in order": "{:.1%}".format,
+    "reward accuracy": "{:.1%}".format,
     "exact answers": "{:.1%}".format,
     "tokens seen": "{:,.0f}".format,
     "tokens/s": "{:,.0f}".format,
@@ -37,7 +38,7 @@ def results(run: RunRecord) -> dict[str, float]:
         "loss": run.last("loss"),
         "mean training loss": run.summary.get("train_loss"),
         "evaluation loss": run.eval_loss,
-        "pairs in order": run.last("eval_rewards/accuracies"),
+        "reward accuracy": run.last("eval_rewards/accuracies"),
         "exact answers": run.summary.get("demo_accuracy_after"),
         "tokens seen": run.summary.get("tokens"),
         "tokens/s": run.tokens_per_second,
@@ -53,9 +54,9 @@ def show_result(name: str, value: float) -> str:
 
 
 def describe_method(run: RunRecord) -> str:
-    """Return the method of a run."""
-    method = str(run.settings.get("method"))
-    return METHODS.get(method, method)
+    """Return the method of a run, after its task if it trains on preferences."""
+    method, task = str(run.settings.get("method")), TASKS.get(str(run.settings.get("task")))
+    return (f"{task} and " if task else "") + METHODS.get(method, method)
 
 
 def describe_data(run: RunRecord) -> list[tuple[str, str]]:

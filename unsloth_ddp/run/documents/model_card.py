@@ -5,6 +5,7 @@ The Hub shows the card, so it names local models and files without their folders
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import jinja2
 
 from unsloth_ddp.config.questionable import ADAPTER
+from unsloth_ddp.config.task_options import TaskSettings
 from unsloth_ddp.run.documents.described import describe_data, describe_method, results, show, show_result
 from unsloth_ddp.run.documents.files import CARD_FILE
 from unsloth_ddp.run.documents.record import RunRecord
@@ -66,14 +68,26 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
         sources=_sources(run),
         data=[(name, plain(value)) for name, value in describe_data(run)],
         settings=[
-            (code(name), code(show(settings[name])))
-            for name in SETTINGS
-            if name in settings and name not in (ADAPTER if settings.get("method") == "full" else FULL_ONLY)
+            (code(name), code(show(value)))
+            for name, value in _shown_settings(settings).items()
+            if name not in (ADAPTER if settings.get("method") == "full" else FULL_ONLY)
         ],
         versions=", ".join(f"{plain(name)} {plain(value)}" for name, value in (run.fact("versions") or {}).items()),
         licence=_licence(record, kind),
     )
     return f"---\n{_metadata(run, adapter=adapter)}\n---\n\n{body}"
+
+
+def _shown_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of SETTINGS, after the task of a preference run and its options that are not at their defaults."""
+    shown = {name: settings[name] for name in SETTINGS if name in settings}
+    standard = dataclasses.asdict(TaskSettings())
+    given = TaskSettings(**{name: settings.get(name, value) for name, value in standard.items()})
+    if not given.trains_preferences:
+        return shown
+    resolved = {"beta": given.resolved_beta, "sft_weight": given.resolved_sft_weight or None}
+    of_task = dataclasses.asdict(given) | resolved
+    return {name: value for name, value in of_task.items() if value != standard[name]} | shown
 
 
 def base_name(run: RunRecord) -> str:
@@ -109,7 +123,7 @@ def _metadata(run: RunRecord, *, adapter: bool) -> str:
     tags = [
         *(["unsloth"] if uses_unsloth(run) else []),
         "trl",
-        "sft",
+        str(run.settings.get("task", "sft")),
         *([str(run.settings.get("method"))] if adapter else []),
     ]
     data = ModelCardData(

@@ -176,8 +176,8 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
         hardware["gpu_memory"] = shown_bytes(memory)
     if seconds := dict(run.summary.get("seconds") or {}):
         total = seconds.pop("to_first_step", 0)
-        parts = ", ".join(f"{name.replace('_', ' ')} {value:.0f} s" for name, value in seconds.items())
-        hardware["time to the first step"] = f"{total:.0f} s ({parts})"
+        parts = ", ".join(f"{name.replace('_', ' ')} {value:.0f} s" for name, value in seconds.items() if value >= 0.5)
+        hardware["time to the first step"] = f"{total:.0f} s" + (f" ({parts})" if parts else "")
     return [(name.replace("_", " "), show(value)) for name, value in {**found, **hardware}.items() if value]
 
 

@@ -92,11 +92,14 @@ def place_cells(status: Status) -> dict[str, tuple[int, str]]:
 
 def training_cells(status: Status) -> dict[str, tuple[int, str]]:
     """Return width and text of every column of a log step's line; MFU, accuracy and margin only where they are known."""
+    preferences = {}
+    if status.accuracy is not None:
+        # With kto, the rows of a line may all be of one kind; they have no margin then.
+        preferences = {"accuracy": (8, f"{status.accuracy:.1%}"), "margin": (8, shown_number(status.margin, 3))}
     return {
         **place_cells(status),
         "loss": (8, shown_number(status.losses[-1])),
-        **({} if status.accuracy is None else {"accuracy": (8, f"{status.accuracy:.1%}")}),
-        **({} if status.margin is None else {"margin": (8, shown_number(status.margin, 3))}),
+        **preferences,
         "grad norm": (9, shown_number(status.grad_norm, 3)),
         "learning rate": (13, shown_as(status.learning_rate, "{:.2e}".format)),
         "tokens/s": (9, shown_as(status.tokens_per_second, "{:,.0f}".format)),

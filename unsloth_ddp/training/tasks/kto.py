@@ -62,7 +62,11 @@ class KtoTask:
     def described(self) -> str:
         """Return the line of the table on the loss."""
         desirable, undesirable = self.weights
-        weights = "" if desirable == undesirable == 1 else f", weights {desirable:g} (desirable), {undesirable:g}"
+        weights = (
+            ""
+            if desirable == undesirable == 1
+            else f", weights {desirable:g} (desirable) and {undesirable:g} (undesirable)"
+        )
         return f"kto, beta {self.beta:g}{weights}; reference: {self.reference.described}"
 
     @property

@@ -14,6 +14,7 @@ import torch
 from tests.conftest import REPO
 from unsloth_ddp.checkpoints.writer import check_shared
 from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
@@ -148,7 +149,7 @@ def test_cuda_graphs_are_used_where_the_table_says(
     assert obstacle(parse("--ddp_find_unused_parameters"), where, packed) is not None
     where.ranks.world_size = 1
     assert (obstacle(parse("--ddp_find_unused_parameters"), where, packed) is None) == (cell == "yes")
-    padded: Any = SimpleNamespace(train=SimpleNamespace(packing=None))
+    padded: Any = SimpleNamespace(train=SimpleNamespace(packing=None), packing=PackingDecision(False, "no kernel"))
     assert obstacle(parse(""), where, padded) is not None
     where.precision = "fp16"
     assert obstacle(parse(""), where, packed) is not None

@@ -176,7 +176,7 @@ def test_a_model_that_keeps_rows_apart_packs_and_is_left_as_it_was(name: str, co
 def test_attention_that_ignores_the_border_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("Llama", **KV)
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda position_ids, **given: forward(**given))
+    monkeypatch.setattr(model, "forward", lambda position_ids=None, **given: forward(**given))
     mixed = attention.prove_rows_apart(Settings(model="m"), cpu_runtime(), model, IDS, BY_MASK)
     assert mixed == PackingDecision(False, "the loss of a row depends on the row before it")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward import attention, varlen
+from unsloth_ddp.model.forward.compile_options import BLOCK_COMPILE
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -179,6 +181,20 @@ def test_attention_that_ignores_the_border_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "forward", lambda position_ids=None, **given: forward(**given))
     mixed = attention.prove_rows_apart(Settings(model="m"), cpu_runtime(), model, IDS, BY_MASK)
     assert mixed == PackingDecision(False, "the loss of a row depends on the row before it")
+
+
+@pytest.mark.parametrize(("backend", "set_to"), [("unsloth", "0"), ("transformers", None)])
+def test_layers_of_packs_that_were_tried_stay_uncompiled_with_unsloth(
+    backend: Any, set_to: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Put back after the test, as it was not set before.
+    monkeypatch.setenv(BLOCK_COMPILE, "")
+    monkeypatch.delenv(BLOCK_COMPILE)
+    model = make("Llama", **KV)
+    varlen.use(model)
+    runtime = dataclasses.replace(cpu_runtime(), backend=backend)
+    assert attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_MASK) is BY_MASK
+    assert os.environ.get(BLOCK_COMPILE) == set_to
 
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
@@ -71,33 +69,22 @@ def packed_for_flash() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "implementation"),
+    ("name", "config"),
     [
-        ("Llama", KV, "eager"),
-        ("Qwen3", QWEN3, "eager"),
-        ("Mistral", MISTRAL, "eager"),
-        ("Granite", GRANITE, "eager"),
+        ("Llama", KV),
+        ("Qwen3", QWEN3),
+        ("Mistral", MISTRAL),
+        ("Granite", GRANITE),
         # Its values are narrower than its keys.
-        ("DeepseekV3", LATENT, "eager"),
-        # Unsloth's layers look for this name alone.
-        ("Mistral", MISTRAL, "flex_attention"),
+        ("DeepseekV3", LATENT),
     ],
 )
-def test_every_token_loss_is_the_same_packed_or_padded(
-    name: str, config: dict[str, Any], implementation: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[str, Any], calls: list[Any]) -> None:
     model = make(name, **config)
-    # The functions under a name that Transformers has are put back after the test.
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, varlen.FLEX, ALL_ATTENTION_FUNCTIONS[varlen.FLEX])
-    monkeypatch.setitem(
-        AttentionMaskInterface._global_mapping, varlen.FLEX, AttentionMaskInterface._global_mapping[varlen.FLEX]
-    )
     _, _, padded, _ = both_ways()
     expected = token_losses(model, padded)
-    model.set_attn_implementation(implementation)
     assert varlen.obstacle(model) is None
     varlen.use(model)
-    assert varlen.in_use(model)
     packed = packed_for_flash()
     torch.testing.assert_close(token_losses(model, packed), expected, rtol=2e-6, atol=1e-6)
     assert len(calls) == model.config.num_hidden_layers

@@ -153,7 +153,7 @@ def test_a_capture_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch
 def test_a_capture_that_fails_does_not_stay_open_in_the_generator_and_the_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What torch does on a GPU was seen there: its generator refused to draw until it got a new state."""
+    """Follow what was seen on a GPU, where the generator refused to draw until it got a new state."""
     captured, calls = captured_of(model_of("full")), []
 
     @contextlib.contextmanager

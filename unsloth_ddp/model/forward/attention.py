@@ -28,6 +28,7 @@ from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
 from unsloth_ddp.model.forward.row_check import rows_mix
 from unsloth_ddp.model.modules import base_model
@@ -35,10 +36,6 @@ from unsloth_ddp.utils.errors import UserError
 
 LARGEST_HEAD = 256
 TORCH_KERNEL = "torch's varlen_attn"
-
-
-# Attention of Transformers that computes what varlen.py does; Unsloth selects flex_attention for some models.
-REPLACED = ("sdpa", varlen.FLEX, varlen.NAME)
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
             return "flash-attn"
-        usable = setup.implementation in REPLACED and setup.replaceable and not setup.obstacle
+        usable = setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable and not setup.obstacle
         return torch_kernel if usable else None
     if setup.flash_attn and setup.capability >= AMPERE[0]:
         return "flash-attn"
@@ -153,14 +150,19 @@ def prove_rows_apart(
     if all(runtime.gather(_can_compute(runtime, model))):
         prepare_for_packs(runtime, model)
         mixed = rows_mix(model, Flatten(keys_for_packs(runtime, model)), token_ids, runtime.precision)
-    elif (
-        runtime.backend != "unsloth" and "flash" not in _implementation(model) and not varlen.in_use(base_model(model))
-    ):
+    elif runtime.backend != "unsloth" and not _gets_boundaries(_implementation(model)):
         mixed = "its masks cannot be tried before training while its weights are sharded"
     mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
     if mixed is None:
+        if runtime.backend == "unsloth" and _implementation(model) == varlen.NAME:
+            # Train what was tried; CUDA graphs compile layers themselves, and compare what they compute.
+            leave_layers_uncompiled()
         return choice
     return decide_packing(settings.packing, "", None, state_reason(model) or mixed)
+
+
+def _gets_boundaries(implementation: str) -> bool:
+    return implementation == varlen.NAME or "flash" in implementation
 
 
 def _can_compute(runtime: Runtime, model: Any) -> bool:
@@ -210,14 +212,14 @@ def _place(settings: Settings, runtime: Runtime) -> str:
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
     """Return which keys a batch of packs needs besides position_ids (see data.collate.Flatten)."""
     implementation = _implementation(model)
-    if varlen.in_use(base_model(model)) or (runtime.backend == "transformers" and "flash" in implementation):
+    if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
         return "flash"
     return "unsloth" if runtime.backend == "unsloth" else "positions"
 
 
 def prepare_for_packs(runtime: Runtime, model: Any) -> None:
     """Enable Unsloth's packed attention for models that use Transformers' attention, as Unsloth's own trainer does."""
-    if runtime.backend == "unsloth" and not varlen.in_use(base_model(model)):
+    if runtime.backend == "unsloth" and _implementation(model) != varlen.NAME:
         from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
 
         enable_hf_packed_attention()

@@ -96,7 +96,7 @@ class PackedForward:
             # Compiled layers are the same for any number of rows.
             torch._dynamo.mark_dynamic(boundaries, 0)
         self._rows.boundaries = boundaries
-        if not self.unsloth_modules and varlen.in_use(self.decoder):
+        if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
             longest = self.shape.longest
             if boundaries is None:
                 given["dense"] = True

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-NAME, PROBE_NAME, FLEX = "torch_varlen", "torch_varlen_probe", "flex_attention"
+NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Config fields for the dropout of attention scores, which varlen_attn does not have.
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -96,6 +94,8 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
 
     The model is left as it was.
     """
+    from transformers import AttentionInterface
+
     calls: list[dict[str, Any]] = []
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **others: Any) -> Any:
@@ -106,44 +106,16 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     probed = _on_meta(model) if is_sharded(model) else model
+    before = model.config._attn_implementation
     # A name of its own: for NAME, masks would be built.
-    recorded = _attention_is(probed, _kept_name(model) or PROBE_NAME, record)
-    with recorded, evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
-    return calls
-
-
-@contextmanager
-def _attention_is(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let a model use an attention function under a name inside the block."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before, implementation = ALL_ATTENTION_FUNCTIONS.get(name), model.config._attn_implementation
+    AttentionInterface.register(PROBE_NAME, record)
     try:
-        ALL_ATTENTION_FUNCTIONS[name] = function
-        model.set_attn_implementation(name)
-        yield
+        probed.set_attn_implementation(PROBE_NAME)
+        with evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
     finally:
-        model.set_attn_implementation(implementation)
-        if before is None:
-            del ALL_ATTENTION_FUNCTIONS[name]
-        else:
-            ALL_ATTENTION_FUNCTIONS[name] = before
-
-
-def _kept_name(model: Any) -> str | None:
-    """Return the name under which a model has to find its attention; None if any name will do.
-
-    Layers of Unsloth that are given flex_attention look for that name alone (Gemma 3).
-    """
-    return FLEX if model.config._attn_implementation == FLEX else None
-
-
-def in_use(model: Any) -> bool:
-    """Return whether a Transformers model computes attention with `attend`."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation) is attend
+        probed.set_attn_implementation(before)
+    return calls
 
 
 def is_sharded(model: Any) -> bool:
@@ -174,13 +146,11 @@ def _two_row_pack(device: torch.device) -> dict[str, Any]:
 
 def use(model: Any) -> None:
     """Switch a model for which `obstacle` returns None to varlen_attn."""
-    from transformers import AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = _kept_name(model) or NAME
-    ALL_ATTENTION_FUNCTIONS[name] = attend
-    AttentionMaskInterface.register(name, make_mask)
-    model.set_attn_implementation(name)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+    model.set_attn_implementation(NAME)
 
 
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

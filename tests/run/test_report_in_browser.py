@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
         tmp_path_factory.mktemp("browser") / "r",
         settings=settings,
         answers=answers,
-        history=log_entries(200, rate=0.01, ranks=9),
+        history=log_entries(200, rate=0.01),
     )
     write_report(read_run(made))
     return made

@@ -18,6 +18,7 @@ from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.model.forward.compile_options import uncompiled_layers
 from unsloth_ddp.model.modules import (
     DTYPES,
+    base_model,
     embedding_ids,
     kept_random_numbers,
     text_decoder,
@@ -35,6 +36,8 @@ NO_GRADIENT = 1e-6
 # Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are rounded
 # in other places.
 ALONE = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-2, 0.15), torch.float16: (2e-2, 0.15)}
+# Field of configs that adds a loss of the routers.
+ROUTER_LOSS = "output_router_logits"
 # Tensors whose gradients are compared: those of the first layers, behind which lies the longest backward pass.
 COMPARED = 8
 
@@ -109,12 +112,21 @@ def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _prepared(model: Any, device: torch.device) -> Iterator[None]:
-    """Compute as training does, without dropout and compilation; restore modes, random numbers and gradients."""
+    """Compute as training does, without dropout and compilation; restore modes, random numbers and gradients.
+
+    A balancing loss of routers, which is of the whole pack and which training does not add, is left out.
+    """
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    config = base_model(model).config.get_text_config()
+    balanced = getattr(config, ROUTER_LOSS, None)
     try:
+        if balanced:
+            setattr(config, ROUTER_LOSS, False)
         with training_mode(model), without_dropout(model), kept_random_numbers(device), uncompiled_layers():
             yield
     finally:
+        if balanced:
+            setattr(config, ROUTER_LOSS, balanced)
         for parameter, gradient in before:
             parameter.grad = gradient
 

@@ -33,15 +33,14 @@ class ImageFiles:
     _known: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, image_folder: str | None, sources: Sequence[str]) -> ImageFiles:
+    def of(cls, image_folder: Sequence[str], sources: Sequence[str]) -> ImageFiles:
         """Return those of a run: in --image_folder, or else beside the rows' files and in the working folder.
 
         Args:
             sources: files with rows.
         """
-        if image_folder is not None:
-            return cls([Path(image_folder).expanduser()])
-        return cls(list(dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])))
+        own = [Path(one).expanduser() for one in image_folder]
+        return cls(own or list(dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])))
 
     def checked(self, value: str) -> str:
         """Return an image as an absolute path, or a data URI, after decoding it once.

@@ -19,7 +19,7 @@ from unsloth_ddp.data.order.packing import Packing
 
 # The columns of a row; what else an example has is computed by its task.
 ROW_KEYS = ("input_ids", "labels", "parts", "desirable")
-IMAGE_KEYS = ("images", "rendered")
+IMAGE_KEYS = ("images", "rendered", "pixels")
 
 
 class ListColumn:
@@ -48,7 +48,7 @@ class ArrowRows:
     """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
     Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run with images
-    have `images` and `rendered` (see chat.tokenize.EncodedRow).
+    have `images`, `rendered` and `pixels` (see chat.tokenize.EncodedRow).
 
     Args:
         added: further values of each row by name, each (rows, ...).

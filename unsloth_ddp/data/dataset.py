@@ -64,7 +64,11 @@ TOKEN_FEATURES = datasets.Features(
 # Further columns of the tasks, and of rows with images.
 PARTS = {"parts": datasets.List(datasets.Value("int32"))}
 DESIRABLE = {"desirable": datasets.List(datasets.Value("int32"))}
-IMAGES = {"images": datasets.List(datasets.Value("string")), "rendered": datasets.Value("string")}
+IMAGES = {
+    "images": datasets.List(datasets.Value("string")),
+    "rendered": datasets.Value("string"),
+    "pixels": datasets.Value("int64"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,14 @@ class TokenizedRows:
     template_date: str | None = None
     added: dict[str, np.ndarray] = field(default_factory=dict)
     processing: ImageProcessing | None = None
+
+    def pixels(self) -> np.ndarray:
+        """Return the numbers of each row's images, as the model takes them, and of the filler's, int64 (rows + 1,)."""
+        return np.asarray(_column(self.dataset, "pixels").to_numpy())
+
+    def work_of_images(self) -> np.ndarray | None:
+        """Return the work of each row's images in the towers, in tokens; None for a run without images."""
+        return self.processing.work(self.pixels()) if self.processing else None
 
     @property
     def units(self) -> int:
@@ -264,7 +276,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         "supervised": [0],
         **parts,
         **({"desirable": [[1]]} if "desirable" in features else {}),
-        **({"images": [[]], "rendered": [""]} if "images" in features else {}),
+        **({"images": [[]], "rendered": [""], "pixels": [0]} if "images" in features else {}),
     }
     with_filler = datasets.concatenate_datasets([tokenized, datasets.Dataset.from_dict(filler, features=features)])
     found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}

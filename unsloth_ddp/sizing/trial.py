@@ -233,8 +233,18 @@ class MemorySearch:
 
 
 def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, np.ndarray]]:
-    """Return the `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`."""
-    longest, examples = np.argsort(-rows.lengths()[:-1], kind="stable")[:size], rows.examples
+    """Return the `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`.
+
+    Of rows with images, these are the longest one, to which all others are padded, and those with the most pixels.
+    """
+    lengths, examples = rows.lengths()[:-1], rows.examples
+    longest = np.argsort(-lengths, kind="stable")
+    work = rows.work_of_images()
+    if work is not None:
+        first = longest[0] if size > 1 else np.argmax(lengths + work[:-1])
+        by_work = np.argsort(-work[:-1], kind="stable")
+        longest = np.array([first, *by_work[by_work != first]])
+    longest = longest[:size]
     if not rows.streamed:
         return [examples[int(index)] for index in longest]
     first = examples[int(longest[0])]

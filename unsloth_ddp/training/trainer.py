@@ -41,6 +41,7 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.parts import trains_beside_text
+from unsloth_ddp.model.towers import tokens_a_pixel
 from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory
@@ -100,6 +101,7 @@ class DDPTrainer(ResumableTrainer):
         self.peak_before_steps = 0
         if data.train.processing is not None:
             data.train.processing.always = shards_weights(runtime.sharding) or trains_beside_text(model)
+            data.train.processing.tokens_a_pixel = tokens_a_pixel(model)
             config.dataloader_num_workers = image_workers(config.dataloader_num_workers, runtime, data.train)
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)

@@ -25,11 +25,13 @@ class ImageTower:
         path: of the part beside the text decoder that it is in, or is.
         blocks: its alike layers, which every patch runs through.
         numbers_a_patch: numbers of an image that its first layer takes at a place.
+        hidden: numbers of a patch between its layers.
     """
 
     path: str
     blocks: list[Module]
     numbers_a_patch: int
+    hidden: int
 
 
 def image_tower(model: Any) -> ImageTower | None:
@@ -44,8 +46,20 @@ def image_tower(model: Any) -> ImageTower | None:
             continue
         numbers = full_shape(first.weight)[1:]
         if (numbers[0] == COLORS) if isinstance(first, _ConvNd) else (numbers[0] % COLORS == 0):
-            return ImageTower(path, list(layers), math.prod(numbers))
+            return ImageTower(path, list(layers), math.prod(numbers), full_shape(first.weight)[0])
     return None
+
+
+def kept_a_patch(block: Module) -> int:
+    """Return about how many numbers a trained layer of a tower keeps of a patch for its backward pass.
+
+    These are inputs and outputs of its norms, outputs of its linear layers, and inputs of those that no norm feeds. Attention
+    scores and copies for attention kernels are left out.
+    """
+    norms = [p.numel() for n, p in block.named_parameters() if n.endswith("weight") and p.ndim == 1]
+    linear = [m for m in block.modules() if isinstance(m, Linear)]
+    kept = 2 * sum(norms) + sum(m.out_features for m in linear)
+    return kept + sum(m.in_features for m in linear if m.in_features not in norms)
 
 
 def projectors(model: Any) -> dict[str, Module]:

@@ -118,8 +118,8 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         read_examples(settings, runtime, folder)
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
-        lengths = rows.lengths()[:-1]
-    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed, images=rows.processing is not None)
+        pixels = rows.pixels()[:-1] if rows.processing is not None else None
+        return RowLengths(rows.lengths()[:-1], rows.counts.supervised, streamed=rows.streamed, pixels=pixels)
 
 
 def check_training_arguments(settings: Settings) -> None:

@@ -165,6 +165,12 @@ def notes(plan: Plan) -> list[str]:
             "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as a lower bound."
             + (" With the transformers backend QLoRA leaves the experts in 16 bit." if plan.shape.experts else "")
         )
+    if plan.rows.pixels is not None and (numbers := plan.shape.numbers_a_patch):
+        said.append(
+            f"Images: a row has {plan.rows.pixels.mean() / numbers:,.0f} patches on average, each of the work of "
+            f"{plan.shape.tokens_a_pixel * numbers:.2g} tokens in the tower."
+            + (" What a trained tower keeps was not held against a run on a GPU." if plan.shape.tower_trained else "")
+        )
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
     if plan.durations:

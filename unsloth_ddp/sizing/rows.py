@@ -17,14 +17,24 @@ from unsloth_ddp.data.order.packing import Packing
 class RowLengths:
     """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
 
-    For `streamed` data these are its first rows, which stand for all. `images`: whether rows have some.
+    For `streamed` data these are its first rows, which stand for all. `pixels` are the numbers of each row's images
+    (images/processing.py), if rows have some.
     """
 
     each: np.ndarray
     supervised: int
     packing: Packing | None = None
     streamed: bool = False
-    images: bool = False
+    pixels: np.ndarray | None = None
+
+    @property
+    def images(self) -> bool:
+        """Return whether rows have images."""
+        return self.pixels is not None
+
+    def most_pixels(self, size: int) -> int:
+        """Return the most numbers of images in a micro-batch of `size` rows."""
+        return int(np.sort(self.pixels)[-size:].sum()) if self.pixels is not None else 0
 
     def packed(self, packing: Packing | None) -> RowLengths:
         """Return the same tokens in packs; the rows themselves without packing."""

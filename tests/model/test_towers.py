@@ -10,8 +10,10 @@ import torch
 from tests.tiny_vision import KINDS, draw, save_vision
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images.processing import load_processing
-from unsloth_ddp.model.parts import parts_beside_text
-from unsloth_ddp.model.towers import image_tower, projectors, tokens_a_pixel
+from unsloth_ddp.model.adapter.lora import adapted_paths
+from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
+from unsloth_ddp.model.towers import describe_beside_text, image_tower, projectors, tokens_a_pixel, trained_beside
+from unsloth_ddp.utils.errors import UserError
 
 PROJECTORS = {
     "qwen3_vl": {"model.visual.merger", "model.visual.deepstack_merger_list"},
@@ -25,7 +27,7 @@ PROJECTORS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tower_sees_as_many_patches_as_are_counted(kind, tmp_path: Path, monkeypatch):
+def test_the_parts_are_found_and_the_tower_sees_as_many_patches_as_are_counted(kind, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
     model = save_vision(kind, tmp_path).eval()
     processing = load_processing(Settings(model=str(tmp_path)))
@@ -34,12 +36,18 @@ def test_the_tower_sees_as_many_patches_as_are_counted(kind, tmp_path: Path, mon
     tower = image_tower(model)
     assert tower is not None
     assert set(projectors(model)) == PROJECTORS[kind]
-    patches, hidden = [], []
+    chosen = {one: trained_beside(model, one) for one in (True, "tower", "projector")}
+    names = {
+        one: {name for name, _ in model.named_parameters() if is_trained(name)} for one, is_trained in chosen.items()
+    }
+    assert names["tower"] and names["projector"] and names["tower"].isdisjoint(names["projector"])
+    assert names[True] == names["tower"] | names["projector"]
+    patches = []
 
     def note(module, args, kwargs):
         states = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
         patches.append(states.shape[:-1].numel())
-        hidden.append(states.shape[-1])
+        assert states.shape[-1] == tower.hidden
 
     handle = tower.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
     row = {"input_ids": expanded.ids, "rendered": f"x {processing.image_token}", "images": [image]}
@@ -72,3 +80,21 @@ def test_a_model_of_text_has_none(tiny_model):
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert image_tower(model) is None and projectors(model) == {} and tokens_a_pixel(model) == 0
+    with pytest.raises(UserError, match=r"train_towers projector: the model \(LlamaForCausalLM\) has no projector"):
+        trained_beside(model, "projector")
+    with pytest.raises(UserError, match=r"train_towers true: .* has no tower"):
+        trained_beside(model, True)
+
+
+@pytest.mark.parametrize("choice", ["tower", "projector"])
+def test_only_the_asked_part_is_trained(choice, tmp_path: Path):
+    model = save_vision("qwen3_vl", tmp_path)
+    settings = Settings(model=str(tmp_path), train_towers=choice)
+    paths = adapted_paths(settings, model)
+    beside = {path for path in paths if path.startswith("model.visual.")}
+    assert beside and {"merger" in path for path in beside} == {choice == "projector"}
+    assert paths - beside == adapted_paths(Settings(model=str(tmp_path)), model)
+    freeze_beside_text(model, trained_beside(model, choice))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and "visual" in name}
+    assert trained and {"merger" in name for name in trained} == {choice == "projector"}
+    assert str(describe_beside_text(model)).endswith(f"only the {choice} is trained")

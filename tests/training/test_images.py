@@ -261,6 +261,14 @@ def test_weights_beside_the_text_are_frozen_unless_they_are_asked_for(job, model
     assert moved and not any("visual" in name for name in moved)
 
 
+def test_one_part_beside_the_text_is_trained_alone(job, loops, model_of):
+    folder = job("qwen3_vl", 2, 1, "--train_towers projector")
+    assert {key.split(".visual.")[1].split(".")[0] for key in load_file(folder / "adapter_model.safetensors") if ".visual." in key} == {
+        "merger", "deepstack_merger_list",
+    }  # fmt: skip
+    loops("qwen3_vl", folder).assert_equal(folder)
+
+
 @pytest.mark.parametrize("extra", ["", "--method full --train_towers"])
 def test_fsdp2_takes_the_step_of_one_process_with_ranks_without_an_image(extra, job):
     sharded = job("qwen3_vl", 2, 1, extra, f"fsdp2{len(extra)}", {"UNSLOTH_FSDP2": "1"})

@@ -44,8 +44,12 @@ class ModelSettings:
         "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to rounding.",
         "refuse",
     )
-    train_towers: bool = option(
-        False, "Train the towers and projectors of an image-text model too; rows of text do not reach them.", "refuse"
+    train_towers: bool | Literal["tower", "projector"] = option(
+        False,
+        "Train what stands beside the text decoder of an image-text model too: true (both), tower, or projector. Rows of text do not "
+        "reach it.",
+        "refuse",
+        bare="true",
     )
     attn_implementation: str | None = option(
         None, "Attention implementation of the transformers backend (sdpa, eager, ...).", "report"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, full_shape, number_in, stacked_experts
 from unsloth_ddp.model.modules import base_model, embedding_ids, text_decoder
 from unsloth_ddp.model.parts import parts_beside_text
+from unsloth_ddp.utils.errors import UserError
 
 COLORS = 3
 
@@ -96,6 +97,51 @@ def _after(part: Module, layers: Module) -> Iterable[tuple[str, Module]]:
             begun, within = True, name
     if begun and (inner := part.get_submodule(within)) is not layers:
         yield from ((f"{within}.{name}", child) for name, child in _after(inner, layers))
+
+
+def trained_beside(model: Any, choice: bool | str) -> Callable[[str], bool] | None:
+    """Return whether --train_towers trains the module or weight of a path outside the text decoder; None if it trains none.
+
+    Raises:
+        UserError: the model has no such part.
+    """
+    if not choice:
+        return None
+    parts = tuple(f"{path}." for path in parts_beside_text(model))
+    between = tuple(f"{path}." for path in projectors(model))
+    if not parts or (choice == "projector" and not between):
+        part = choice if choice == "projector" else "tower"
+        raise UserError(
+            f"train_towers {str(choice).lower()}: the model ({type(base_model(model)).__name__}) has no {part} beside its text "
+            "decoder; leave train_towers out."
+        )
+
+    def is_trained(path: str) -> bool:
+        inside = f"{path}.".startswith(between)
+        return f"{path}.".startswith(parts) and (choice is True or inside == (choice == "projector"))
+
+    return is_trained
+
+
+def trains_beside_text(model: Any) -> bool:
+    """Return whether a weight of a tower or a projector is trained."""
+    return any(p.requires_grad for module in parts_beside_text(model).values() for p in module.parameters())
+
+
+def describe_beside_text(model: Any) -> str | None:
+    """Return which parts beside the text decoder a run trains, for the table before step 1; None if there are none."""
+    parts = parts_beside_text(model)
+    if not parts:
+        return None
+    weights = [p for module in parts.values() for p in module.parameters()]
+    of_projectors = {id(p) for module in projectors(model).values() for p in module.parameters()}
+    trained = {id(p) in of_projectors for p in weights if p.requires_grad}
+    count = sum(math.prod(full_shape(p)) for p in weights)
+    how = "frozen; --train_towers trains them"
+    if trained:
+        both = len(trained) == 2 or not of_projectors
+        how = "trained" if both else f"only the {'projector' if True in trained else 'tower'} is trained"
+    return f"{', '.join(parts)} ({count:,} parameters): {how}"
 
 
 def tokens_a_pixel(model: Any) -> float:

@@ -20,7 +20,7 @@ from unsloth_ddp.model.forward.attention import packing_obstacles
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
 from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
-from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel
+from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel, trained_beside
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.errors import UserError, one_line
 
@@ -82,17 +82,18 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     towers = {id(p): p for one in beside.values() for p in one.parameters()}
     tower_linear = sum(one.weight.numel() for one in beside.values() if isinstance(one, torch.nn.Linear))
     tower = image_tower(model)
-    if settings.method == "full" and not settings.train_towers:
-        freeze_beside_text(model)
+    beside_trained = trained_beside(model, settings.train_towers)
+    freeze_beside_text(model, beside_trained)
+    frozen = sum(p.numel() for p in towers.values() if not p.requires_grad)
+    tower_trained = any(p.requires_grad for block in tower.blocks for p in block.parameters()) if tower else False
     work = tokens_a_pixel(model)
     try:
         adapted: Any = get_peft_model(model, lora_config(settings, model), low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"lora_target_modules: {one_line(error)}") from None
     adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    tower_trained = (
-        settings.train_towers or any(p.requires_grad for b in tower.blocks for p in b.parameters()) if tower else False
-    )
+    if tower and settings.method != "full":
+        tower_trained = any(p.requires_grad for block in tower.blocks for p in block.parameters())
     with_adapter = sum(p.numel() for _, p in adapted_parameters(adapted) if any(p is one for one in stacked.values()))
     adapted.to(torch.bfloat16)
     _without_adapted_experts(adapted)
@@ -114,7 +115,7 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         adapted_experts=with_adapter,
         has_experts=known > 0,
         layer_weights=weights_of_first_layer(adapted),
-        towers=0 if settings.train_towers else sum(p.numel() for p in towers.values()),
+        towers=frozen,
         tower_linear=tower_linear,
         numbers_a_patch=tower.numbers_a_patch if tower else 0,
         tower_layers=len(tower.blocks) if tower else 0,

@@ -40,8 +40,7 @@ from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointi
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode
-from unsloth_ddp.model.parts import trains_beside_text
-from unsloth_ddp.model.towers import tokens_a_pixel
+from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
 from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.tiny_vision import KINDS, draw, save_vision
 from unsloth_ddp.config.options import Settings
@@ -98,3 +100,18 @@ def test_only_the_asked_part_is_trained(choice, tmp_path: Path):
     trained = {name for name, p in model.named_parameters() if p.requires_grad and "visual" in name}
     assert trained and {"merger" in name for name in trained} == {choice == "projector"}
     assert str(describe_beside_text(model)).endswith(f"only the {choice} is trained")
+
+
+def test_parts_and_adapters_of_4_bit_weights_are_those_of_whole_ones(tmp_path: Path):
+    whole = save_vision("qwen3_vl", tmp_path)
+    kind: Any = transformers.AutoModelForImageTextToText
+    packed = kind.from_pretrained(
+        tmp_path, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True), device_map="cpu"
+    )
+    for model in (whole, packed):
+        model.requires_grad_(False)
+    assert any(hasattr(p, "quant_state") for p in parts_beside_text(packed)["model.visual"].parameters())
+    assert tokens_a_pixel(packed) == tokens_a_pixel(whole) > 0
+    for choice in (False, True, "tower", "projector"):
+        settings = Settings(model=str(tmp_path), train_towers=choice)
+        assert adapted_paths(settings, packed) == adapted_paths(settings, whole)

@@ -383,6 +383,11 @@ class Settings(
 ):
     """All options of one run, flat, as they stand in a YAML file."""
 
+    @property
+    def longest_example(self) -> int:
+        """Return the most tokens of a training row, which with preferences is two answers of up to max_length tokens."""
+        return self.max_length * (2 if self.trains_preferences else 1)
+
     def save(self, path: Path) -> None:
         """Write the resolved settings; `--config <path>` repeats the run."""
         write_new_file(path, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))

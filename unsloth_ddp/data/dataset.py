@@ -114,21 +114,26 @@ class TokenizedRows:
     @property
     def examples(self) -> ArrowRows | PackedRows:
         """Return the units, followed by the filler."""
-        rows = ArrowRows(self.dataset, self.added)
-        return rows if self.packing is None else PackedRows(rows, self.packing)
+        return self.rows if self.packing is None else PackedRows(self.rows, self.packing)
+
+    @property
+    def rows(self) -> ArrowRows:
+        """Return the rows, followed by the filler."""
+        return ArrowRows(self.dataset, self.added)
 
     def first_tokens(self) -> np.ndarray:
         """Return the token ids of the first rows, int (n,)."""
         return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.counts.rows))])
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a pair, with its shorter row padded."""
+        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a padded pair, twice those of its longer row."""
+        if self.packing is not None:
+            return np.append(self.packing.tokens, row_lengths(self.dataset)[-1])
         if "parts" in self.dataset.column_names:
             return 2 * pc.list_flatten(_column(self.dataset, "parts")).to_numpy().reshape(-1, 2).max(axis=1).astype(
                 np.int64
             )
-        rows = row_lengths(self.dataset)
-        return rows if self.packing is None else np.append(self.packing.tokens, rows[-1])
+        return row_lengths(self.dataset)
 
 
 def tokenize_examples(

@@ -165,8 +165,7 @@ class PackingObstacles:
     no_kernel: str | None = None
 
 
-# Why the packs of a kernel that keeps rows apart are not used for pairs of answers.
-PREFERENCES_ARE_PADDED = "rows of preference tasks are padded"
+# Why the packs of a kernel that keeps rows apart are not used.
 IMAGES_ARE_PADDED = "rows with images are padded"
 
 
@@ -211,7 +210,7 @@ def describe_older_gpu(name: str, capability: tuple[int, int]) -> str:
 class BatchRequest:
     """The requested size of a step (see the options of the same names).
 
-    `plan` is the resulting plan in rows, or in packs if `packing` is "on".
+    `plan` is the resulting plan in rows, or in packs of up to `max_length` tokens if `packing` is "on".
 
     Raises:
         UserError: the global batch does not divide, or contradicts the accumulation.
@@ -238,7 +237,7 @@ class BatchRequest:
             per_device = max(1, settings.global_batch_size // (accumulation * processes))
         return cls(
             packing=settings.packing,
-            max_length=settings.max_length,
+            max_length=settings.longest_example,
             per_device=per_device,
             processes=processes,
             global_batch=settings.global_batch_size,

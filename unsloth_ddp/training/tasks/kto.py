@@ -97,7 +97,7 @@ class KtoTask:
         other = mismatched(batch)
         with torch.no_grad(), evaluation_mode(model):
             ratios = self.log_probabilities(model, other).double() - self.reference.of(model, other).double()
-        counted = answer_tokens(other["labels"]) > 0
+        counted = answer_tokens(other) > 0
         return torch.stack([counted.sum().double(), ratios.masked_fill(~counted, 0).sum()])
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class KtoTask:
         # The reference comes first, so that its activations are gone before those of the policy are kept.
         reference, desirable = self.reference.of(model, batch), batch["desirable"]
         policy = self.log_probabilities(model, batch)
-        tokens = answer_tokens(batch["labels"])
+        tokens = answer_tokens(batch)
         # A row without an answer (the filler, or one that was cut) counts as nothing, also in its gradient.
         counted = tokens > 0
         divergence = (divisor[1] / divisor[0].clamp(min=1e-30)).clamp(min=0)

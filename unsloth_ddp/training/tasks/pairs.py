@@ -82,7 +82,7 @@ class PairTask:
 
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the numbers of pairs and of tokens in chosen answers, (2,)."""
-        tokens = answer_tokens(batch["labels"])
+        tokens = answer_tokens(batch)
         return torch.stack([(tokens[0::2] > 0).sum(), tokens[0::2].sum()])
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class PairTask:
         # The reference comes first, so that its activations are gone before those of the policy are kept.
         reference = None if self.reference is None else self.reference.of(model, batch)
         policy = self.log_probabilities(model, batch)
-        tokens = answer_tokens(batch["labels"])
+        tokens = answer_tokens(batch)
         # A pair without answers (the filler, or answers that were cut) counts as nothing, also in its gradient.
         counted = tokens[0::2] > 0
         sums = two(policy)

@@ -199,3 +199,14 @@ def pairs(people: list[Person], seed: int = SEED) -> list[Row]:
             rows.append({"prompt": [question], "chosen": [right], "rejected": [{**right, "content": wrong}]})
     rng.shuffle(rows)
     return rows
+
+
+def labelled(people: list[Person], seed: int = SEED) -> list[Row]:
+    """Return the answers of `pairs` in a random order, each with whether it is the right one."""
+    rows: list[Row] = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs(people, seed)
+        for name in ("chosen", "rejected")
+    ]
+    random.Random(seed + 4).shuffle(rows)
+    return rows

@@ -8,13 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 SEED = 20261120
 PEOPLE = 120
 HELD_OUT = 30  # people whose facts are asked about in eval.jsonl only
 
 Message = dict[str, str]
-Row = dict[str, list[Message]]
+Row = dict[str, Any]
 
 
 def words(text: str) -> list[str]:

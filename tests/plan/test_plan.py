@@ -324,6 +324,23 @@ def test_a_t4_is_planned_in_fp16_and_without_packs(capsys):
     ) in printed.replace("- ", "")
 
 
+def test_a_labelled_answer_counts_without_its_mismatched_row(tmp_path):
+    rows = [{"prompt": f"What is {n}?", "completion": "It is not " * 2**n, "label": n > 1} for n in range(4)]
+    file, path = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "plan.json"
+    found = []
+    for task, options in {
+        "kto": ("--packing", "on"),
+        "kto ": ("--packing", "off"),
+        "sft": ("--packing", "off"),
+    }.items():
+        if task == "sft":
+            write_jsonl(file, [{name: row[name] for name in ("prompt", "completion")} for row in rows])
+        words = ("--model", str(DEMO_MODEL), "--task", task.strip(), "--dataset", str(file), "--json", str(path))
+        assert plan(*words, *options) == 0
+        found.append(json.loads(path.read_text())["rows"]["tokens"])
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_pair_takes_both_its_rows_in_a_pack_and_twice_the_longer_one_without(tmp_path, capsys):
     rows = [{"prompt": f"What is {n}?", "chosen": "It is.", "rejected": "It is not " * 8} for n in range(4)]
     file, path = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "plan.json"

@@ -118,10 +118,14 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     with node_folder(runtime) as folder:
         read_examples(settings, runtime, folder)
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
-        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
-        lengths, held = rows.lengths()[:-1], row_lengths(rows.dataset)[:-1]
+        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a labelled answer without its mismatched one.
+        lengths, held, trained = (
+            each[:-1] for each in (rows.lengths(), row_lengths(rows.dataset), rows.trained_lengths())
+        )
     images = rows.processing is not None
-    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed, images=images, held=held)
+    return RowLengths(
+        lengths, rows.counts.supervised, streamed=rows.streamed, images=images, held=held, trained=trained
+    )
 
 
 def check_training_arguments(settings: Settings) -> None:

@@ -17,8 +17,8 @@ from unsloth_ddp.data.order.packing import Packing
 class RowLengths:
     """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
 
-    For `streamed` data these are its first rows, which stand for all. `images`: whether rows have some. `held`: tokens without
-    padding, where a training row is two rows that are padded to one length.
+    For `streamed` data these are its first rows, which stand for all. `images`: whether rows have some. `held` and
+    `trained`: tokens without padding, all and the trained ones, where a training row is two rows.
     """
 
     each: np.ndarray
@@ -27,6 +27,7 @@ class RowLengths:
     streamed: bool = False
     images: bool = False
     held: np.ndarray | None = None
+    trained: np.ndarray | None = None
 
     @property
     def unpadded(self) -> np.ndarray:
@@ -34,8 +35,12 @@ class RowLengths:
         return self.each if self.held is None else self.held
 
     def packed(self, packing: Packing | None) -> RowLengths:
-        """Return the same tokens in packs; the rows themselves without packing."""
-        return self if packing is None else dataclasses.replace(self, each=packing.tokens, packing=packing)
+        """Return the same rows in packs; the rows themselves without packing."""
+        if packing is None:
+            return self
+        return dataclasses.replace(
+            self, each=packing.sums(self.each if self.trained is None else self.trained), packing=packing
+        )
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""

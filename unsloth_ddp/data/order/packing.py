@@ -45,6 +45,10 @@ class Packing:
         """Return the rows of one pack."""
         return self.rows[self.starts[pack] : self.starts[pack + 1]]
 
+    def sums(self, of_rows: np.ndarray) -> np.ndarray:
+        """Return the summed values of each pack's rows, (packs,)."""
+        return np.add.reduceat(of_rows[self.rows], self.starts[:-1])
+
     @property
     def rows_a_pack(self) -> float:
         """Mean number of rows in a pack."""
@@ -237,7 +241,7 @@ class BatchRequest:
             per_device = max(1, settings.global_batch_size // (accumulation * processes))
         return cls(
             packing=settings.packing,
-            max_length=settings.longest_example,
+            max_length=settings.longest_pack,
             per_device=per_device,
             processes=processes,
             global_batch=settings.global_batch_size,

@@ -124,9 +124,9 @@ class PlainLoop:
         path = folder / "adapter_model.safetensors"
         return load_file(path if path.exists() else folder / "model.safetensors")
 
-    def assert_equal(self, folder: Path, tolerance: float = TOLERANCE) -> None:
+    def assert_equal(self, folder: Path) -> None:
         """Compare log lines, the evaluation, and the update of all weights at once."""
-        near = {"rel": max(1e-5, tolerance / 50), "abs": self.absolute}
+        near = {"rel": 1e-5, "abs": self.absolute}
         for number, (found, expected) in enumerate(zip(history(folder), self.logged, strict=True)):
             names = [name for name in self.metrics if number or name not in self.undecided]
             assert [found[n] for n in names] == pytest.approx([expected[n] for n in names], **near), number
@@ -144,4 +144,4 @@ class PlainLoop:
         assert changed <= set(shared)
         expected = torch.cat([(now[names[key]] - self.initial[names[key]]).flatten() for key in shared])
         update = torch.cat([(weights[key].double() - self.initial[names[key]]).flatten() for key in shared])
-        assert ((update - expected).norm() / expected.norm()).item() < tolerance
+        assert ((update - expected).norm() / expected.norm()).item() < TOLERANCE

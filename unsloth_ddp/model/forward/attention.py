@@ -17,7 +17,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.data.order.packing import (
     IMAGES_ARE_PADDED,
-    PREFERENCES_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
     decide_packing,
@@ -102,8 +101,6 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
-    if settings.trains_preferences and settings.packing != "off":
-        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     if images and settings.packing == "on":
         raise UserError(f"packing on does not work with rows of images: {IMAGES_ARE_PADDED}; give --packing auto.")
     if images and settings.packing == "auto":

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.config.declare import Option, option
-from unsloth_ddp.config.task_options import ImageSettings, TaskSettings
+from unsloth_ddp.config.task_options import PAIR_TASKS, ImageSettings, TaskSettings
 from unsloth_ddp.utils.files.safe import write_new_file
 
 
@@ -386,6 +386,16 @@ class Settings(
     ModelSettings,
 ):
     """All options of one run, flat, as they stand in a YAML file."""
+
+    @property
+    def longest_example(self) -> int:
+        """Return the most trained tokens of a training row, which may be two answers of up to max_length tokens."""
+        return self.max_length * (2 if self.task in PAIR_TASKS else 1)
+
+    @property
+    def longest_pack(self) -> int:
+        """Return the most tokens of a pack of several training rows; a labelled answer has its mismatched row beside it."""
+        return self.max_length * (2 if self.trains_preferences else 1)
 
     def save(self, path: Path) -> None:
         """Write the resolved settings; `--config <path>` repeats the run."""

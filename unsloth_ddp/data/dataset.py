@@ -126,21 +126,31 @@ class TokenizedRows:
     @property
     def examples(self) -> ArrowRows | PackedRows:
         """Return the units, followed by the filler."""
-        rows = ArrowRows(self.dataset, self.added)
-        return rows if self.packing is None else PackedRows(rows, self.packing)
+        return self.rows if self.packing is None else PackedRows(self.rows, self.packing)
+
+    @property
+    def rows(self) -> ArrowRows:
+        """Return the rows, followed by the filler."""
+        return ArrowRows(self.dataset, self.added)
 
     def first_tokens(self) -> np.ndarray:
         """Return the token ids of the first rows, int (n,)."""
         return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.counts.rows))])
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a pair, with its shorter row padded."""
-        if "parts" in self.dataset.column_names:
-            return 2 * pc.list_flatten(_column(self.dataset, "parts")).to_numpy().reshape(-1, 2).max(axis=1).astype(
-                np.int64
-            )
-        rows = row_lengths(self.dataset)
-        return rows if self.packing is None else np.append(self.packing.tokens, rows[-1])
+        """Return the trained tokens of each unit and of the filler, int64 (units + 1,); of a padded pair, twice its longer row."""
+        if self.packing is not None:
+            trained = self.trained_lengths()
+            return np.append(self.packing.sums(trained), trained[-1])
+        pairs = "parts" in self.dataset.column_names and "desirable" not in self.dataset.column_names
+        return 2 * self._parts().max(axis=1) if pairs else self.trained_lengths()
+
+    def trained_lengths(self) -> np.ndarray:
+        """Return the tokens of each row and of the filler without padding and mismatched rows, int64 (rows + 1,)."""
+        return self._parts()[:, 0] if "desirable" in self.dataset.column_names else row_lengths(self.dataset)
+
+    def _parts(self) -> np.ndarray:
+        return pc.list_flatten(_column(self.dataset, "parts")).to_numpy().reshape(-1, 2).astype(np.int64)
 
 
 def tokenize_examples(

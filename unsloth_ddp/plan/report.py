@@ -185,7 +185,7 @@ def notes(plan: Plan) -> list[str]:
         unit = plan.rows.unit.removesuffix("s")
         said.append(
             f"Rows are streamed: the plan is made from the first {counted(plan.rows.units, unit)}, and memory is that of "
-            f"micro-batches with {plan.settings.max_length:,} tokens per {unit}."
+            f"micro-batches with {plan.settings.longest_example:,} tokens per {unit}."
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
         )
     if plan.settings.packing == "auto":
@@ -193,7 +193,7 @@ def notes(plan: Plan) -> list[str]:
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}"
-            if not (plan.rows.images or plan.settings.trains_preferences or plan.shape.packing.wrong):
+            if not (plan.rows.images or plan.shape.packing.wrong):
                 planned += "; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
     return said

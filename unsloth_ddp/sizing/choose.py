@@ -10,7 +10,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import (
     IMAGES_ARE_PADDED,
-    PREFERENCES_ARE_PADDED,
     PackingDecision,
     decide_packing,
     describe_backend,
@@ -120,7 +119,7 @@ def choose_step(
     kinds = checkpointing_kinds(settings, sharding)
 
     def tokens(size: int) -> int:
-        return largest_tokens(rows, size, settings.max_length)
+        return largest_tokens(rows, size, settings.longest_example)
 
     def fits_with(kind: str, size: int) -> bool:
         assert gpu_memory is not None
@@ -184,8 +183,6 @@ def planned_packing(
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
     if images:
         return PackingDecision(False, IMAGES_ARE_PADDED)
-    if settings.trains_preferences and settings.packing != "off":
-        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

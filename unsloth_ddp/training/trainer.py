@@ -105,7 +105,8 @@ class DDPTrainer(ResumableTrainer):
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
         padded = PadRight(tokenizer.pad_token_id, data.train.processing)
-        self.collate = Collate(padded, Flatten(keys_for_packs(runtime, model)))
+        flatten = Flatten(keys_for_packs(runtime, model))
+        self.collate = Collate(padded, flatten, by_row=settings.trains_preferences)
         checkpointing = GradientCheckpointing(model, runtime, settings)
         graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
         self._use_plan(config, data.plan)

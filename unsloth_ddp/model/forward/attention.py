@@ -17,7 +17,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.data.order.packing import (
     IMAGES_ARE_PADDED,
-    PREFERENCES_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
     decide_packing,
@@ -34,7 +33,8 @@ from unsloth_ddp.model.forward.row_check import rows_mix
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.utils.errors import UserError
 
-LARGEST_HEAD = 256
+# Of the kernels that varlen.py takes.
+LARGEST_HEAD = 512
 TORCH_KERNEL = "torch's varlen_attn"
 
 
@@ -77,11 +77,14 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if setup.device_type != "cuda" or not setup.sixteen_bit or setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return None
     torch_kernel = TORCH_KERNEL if setup.torch_varlen and setup.capability >= AMPERE[0] else None
+    wide = setup.head_dim > varlen.LARGEST_FLASH_HEAD
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
-            return "flash-attn"
+            return None if wide else "flash-attn"
         usable = setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable and not setup.obstacle
         return torch_kernel if usable else None
+    if wide:
+        return None
     if setup.flash_attn and setup.capability >= AMPERE[0]:
         return "flash-attn"
     return torch_kernel or ("xformers" if setup.xformers else None)
@@ -98,8 +101,6 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
-    if settings.trains_preferences and settings.packing != "off":
-        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     if images and settings.packing == "on":
         raise UserError(f"packing on does not work with rows of images: {IMAGES_ARE_PADDED}; give --packing auto.")
     if images and settings.packing == "auto":

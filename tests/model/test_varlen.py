@@ -242,10 +242,9 @@ def test_a_config_tells_if_there_is_a_window(config: dict[str, Any], window: boo
     assert varlen._has_window(SimpleNamespace(**config)) is window
 
 
-@pytest.mark.parametrize("flag", ["_supports_attention_backend", "_supports_flash_attn"])
-def test_a_model_that_does_not_support_it_keeps_its_attention(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_support_it_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("Llama", **KV)
-    monkeypatch.setattr(model, flag, False)
+    monkeypatch.setattr(model, "_supports_flash_attn", False)
     assert varlen.obstacle(model)
 
 

@@ -58,10 +58,12 @@ class Flatten:
     Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, and
     Transformers finds the rows by them. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
     int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
-    which would otherwise compute them in every layer and wait for the device each time.
+    which would otherwise compute them in every layer and wait for the device each time. With `row_of_token` add `seq_idx`,
+    (1, tokens), int32, for convolutions.
     """
 
     keys: Literal["unsloth", "flash", "positions"]
+    row_of_token: bool = False
 
     def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         lengths = np.concatenate([pack["lengths"] for pack in packs])
@@ -78,6 +80,8 @@ class Flatten:
             borders = torch.as_tensor(np.append(0, ends), dtype=torch.int32)
             batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
             batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+        if self.row_of_token:
+            batch["seq_idx"] = torch.as_tensor(np.repeat(np.arange(len(lengths)), lengths), dtype=torch.int32)[None]
         return batch
 
 

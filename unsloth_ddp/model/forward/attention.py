@@ -30,6 +30,7 @@ from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
 from unsloth_ddp.model.forward.row_check import rows_mix
+from unsloth_ddp.model.forward.short_convolution import convolve_within_rows, convolving_layers
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.utils.errors import UserError
 
@@ -116,6 +117,8 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
     )
     if choice.packed and setup and not setup.unsloth_attention and kernel == TORCH_KERNEL:
         varlen.use(base_model(model))
+    if choice.packed and _convolves_here(runtime, model):
+        convolve_within_rows(model)
     return choice
 
 
@@ -150,7 +153,7 @@ def prove_rows_apart(
     mixed = None
     if all(runtime.gather(_can_compute(runtime, model))):
         prepare_for_packs(runtime, model)
-        mixed = rows_mix(model, Flatten(keys_for_packs(runtime, model)), token_ids, runtime.precision)
+        mixed = rows_mix(model, flatten_for(runtime, model), token_ids, runtime.precision)
     elif runtime.backend != "unsloth" and not _gets_boundaries(_implementation(model)):
         mixed = "its masks cannot be tried before training while its weights are sharded"
     mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
@@ -216,6 +219,17 @@ def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", 
     if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
         return "flash"
     return "unsloth" if runtime.backend == "unsloth" else "positions"
+
+
+def flatten_for(runtime: Runtime, model: Any) -> Flatten:
+    """Return what collates packs for this model."""
+    return Flatten(keys_for_packs(runtime, model), row_of_token=_convolves_here(runtime, model))
+
+
+def _convolves_here(runtime: Runtime, model: Any) -> bool:
+    """Return whether the model has short convolutions, and Unsloth does not keep their rows apart."""
+    unsloths = runtime.backend == "unsloth" and state_reason(model) is not None
+    return not unsloths and bool(convolving_layers(model))
 
 
 def prepare_for_packs(runtime: Runtime, model: Any) -> None:

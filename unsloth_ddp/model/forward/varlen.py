@@ -54,8 +54,7 @@ def obstacle(model: Any) -> str | None:
     Some models accept the arguments for packed rows and do not pass them on, so a forward pass over six tokens
     records which arguments reach the attention function.
     """
-    supported = getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)
-    if not supported or not model._can_set_attn_implementation():
+    if not getattr(model, "_supports_flash_attn", False) or not model._can_set_attn_implementation():
         return "Transformers does not let other attention replace that of this model"
     try:
         if any(getattr(model.config, name, None) for name in DROPOUT_FIELDS):

@@ -37,6 +37,8 @@ from unsloth_ddp.utils.errors import UserError
 # Of the kernels that varlen.py takes.
 LARGEST_HEAD = 512
 TORCH_KERNEL = "torch's varlen_attn"
+# Attention of Transformers in whose place varlen.py computes.
+REPLACED = ("sdpa", varlen.NAME)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class AttentionSetup:
         implementation: attention of Transformers (sdpa, flash_attention_2, ...), used where Unsloth has none.
         unsloth_attention: whether Unsloth has replaced the model's attention layers.
         replaceable: whether varlen.py may replace that attention.
+        chosen_by_unsloth: whether Unsloth has chosen the implementation, without attention layers of its own.
         obstacle: the reason why varlen.py cannot replace it, as far as it was looked for.
         capability: major compute capability of the GPU.
         flash_attn: whether Unsloth would use flash-attn.
@@ -63,6 +66,7 @@ class AttentionSetup:
     implementation: str = "sdpa"
     unsloth_attention: bool = False
     replaceable: bool = False
+    chosen_by_unsloth: bool = False
     obstacle: str | None = None
     capability: int = 0
     flash_attn: bool = False
@@ -82,7 +86,7 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
             return None if wide else "flash-attn"
-        usable = setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable and not setup.obstacle
+        usable = setup.implementation in REPLACED and setup.replaceable and not setup.obstacle
         return torch_kernel if usable else None
     if wide:
         return None
@@ -179,6 +183,11 @@ def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
     """Return what in the model keeps a GPU from computing packed rows with a kernel; None if it is something else."""
     if setup is None or setup.device_type != "cuda" or not setup.sixteen_bit:
         return None
+    if setup.chosen_by_unsloth and setup.implementation not in REPLACED:
+        return (
+            f"Unsloth computes the model's attention with {setup.implementation or 'code of its own'}, which takes no boundaries of "
+            "rows; --backend transformers may pack them"
+        )
     if setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return (
             f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of 8 up to "
@@ -254,13 +263,15 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
         flash_attn = selected == attention_dispatch.FLASH_VARLEN
         # At import Unsloth has read its environment variable and checked the arguments of torch's kernel.
         torch_varlen = torch.version.hip is None and attention_dispatch._TORCH_VARLEN_ATTN is not None
+    layers_of_unsloth = unsloth and any(_is_unsloth_attention(module) for module in model.modules())
     setup = AttentionSetup(
         device_type=runtime.device_type,
         sixteen_bit=runtime.precision != "fp32",
         head_dim=_largest_head(base.config.get_text_config()),
         implementation=_implementation(model),
-        unsloth_attention=unsloth and any(_is_unsloth_attention(module) for module in model.modules()),
+        unsloth_attention=layers_of_unsloth,
         replaceable=unsloth or settings.attn_implementation is None,
+        chosen_by_unsloth=unsloth and not layers_of_unsloth,
         capability=torch.cuda.get_device_capability()[0] if cuda else 0,
         flash_attn=flash_attn,
         xformers=xformers,

@@ -23,7 +23,7 @@ from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import repeatable_options
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
-from unsloth_ddp.model.modules import base_model, kept_random_numbers, text_decoder
+from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced, text_decoder
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
@@ -203,12 +203,8 @@ def _fused_norm() -> Iterator[None]:
     if variable in os.environ or not hasattr(module, switch):
         yield
         return
-    before = getattr(module, switch)
-    try:
-        setattr(module, switch, True)
+    with replaced(module, switch, True):
         yield
-    finally:
-        setattr(module, switch, before)
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import sys
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, exit_with, note_exit_code, quiet
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
-from unsloth_ddp.distributed.runtime import let_idle_threads_sleep
+from unsloth_ddp.distributed.runtime import keep_tuned_kernels, let_idle_threads_sleep
 from unsloth_ddp.run.context import Run, open_run
 from unsloth_ddp.run.outcomes import RunEnd
 from unsloth_ddp.utils.errors import UserError
@@ -50,6 +50,7 @@ def main() -> None:
     """Read the settings and train; report a user's mistake in one sentence, and other errors with their cause."""
     protect_streams()
     let_idle_threads_sleep()
+    keep_tuned_kernels()
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()

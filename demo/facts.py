@@ -8,13 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 SEED = 20261120
 PEOPLE = 120
 HELD_OUT = 30  # people whose facts are asked about in eval.jsonl only
 
 Message = dict[str, str]
-Row = dict[str, list[Message]]
+Row = dict[str, Any]
 
 
 def words(text: str) -> list[str]:
@@ -198,4 +199,15 @@ def pairs(people: list[Person], seed: int = SEED) -> list[Row]:
             wrong = rng.choice([value for value in attribute.values if value != person.facts[key]])
             rows.append({"prompt": [question], "chosen": [right], "rejected": [{**right, "content": wrong}]})
     rng.shuffle(rows)
+    return rows
+
+
+def labelled(people: list[Person], seed: int = SEED) -> list[Row]:
+    """Return the answers of `pairs` in a random order, each with whether it is the right one."""
+    rows: list[Row] = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs(people, seed)
+        for name in ("chosen", "rejected")
+    ]
+    random.Random(seed + 4).shuffle(rows)
     return rows

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from chat_tokenizer import BOS, EOS, TURN_END, train_tokenizer
-from facts import SEED, Person, Row, eval_rows, make_people, pairs, statements, train_rows
+from facts import SEED, Person, Row, eval_rows, labelled, make_people, pairs, statements, train_rows
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 HERE = Path(__file__).resolve().parent
@@ -130,6 +130,8 @@ def main() -> None:
     write_rows(eval_rows(held_out), arguments.output / "eval.jsonl")
     write_rows(pairs(asked), arguments.output / "pairs_train.jsonl")
     write_rows(pairs(held_out), arguments.output / "pairs_eval.jsonl")
+    write_rows(labelled(asked), arguments.output / "labelled_train.jsonl")
+    write_rows(labelled(held_out), arguments.output / "labelled_eval.jsonl")
     if arguments.rows_only:
         return
 

@@ -106,7 +106,6 @@ NAMES = {
         "get_available_reporting_integrations",
     ],
     "transformers/modeling_utils.py": [
-        "_supports_attention_backend",
         "_supports_flash_attn",
         "_attn_implementation",
         "all_tied_weights_keys",

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.models import scale_query_norms
+
 # Fields of configs with sizes, and their small values.
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embed_dim": 64, "embedding_size": 64, "word_embed_proj_dim": 64,
@@ -204,6 +206,7 @@ def tiny_model(
             scale = parameter.ndim == 1 and "bias" not in name and not parameter.any()
             if scale or (parameter.ndim > 1 and "conv" not in name):
                 parameter.normal_(std=0.08)
+    scale_query_norms(model)
     model.generation_config.eos_token_id = getattr(config.get_text_config(), "eos_token_id", 1)
     return model.eval()
 

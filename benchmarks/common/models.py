@@ -153,6 +153,16 @@ def write_sparse(config: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
+def scale_query_norms(model: Any) -> None:
+    """Scale the query norms of attention that leaves its scores unscaled (Gemma 4) as trained weights do.
+
+    With a weight of 1 scores grow with the head size, one key takes each query, and roundings decide which.
+    """
+    for module in model.modules():
+        if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):
+            module.q_norm.weight.data.fill_(module.head_dim**-0.5)
+
+
 def write_model(config: Any, folder: Path, *, sparse: bool = False) -> None:
     """Write a model with random weights (or sparse files of zeros) in its config's precision, and the demo's tokenizer."""
     import torch
@@ -168,7 +178,9 @@ def write_model(config: Any, folder: Path, *, sparse: bool = False) -> None:
     else:
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        scale_query_norms(model)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

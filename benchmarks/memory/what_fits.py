@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.common.models import make_config
 from benchmarks.common.runs import REPO
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import best_fit
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.compute import MemoryRow, make_memory_row
@@ -57,7 +58,7 @@ def ways_to_train(shape: ModelShape, method: Method, gpu_gb: float, count: int) 
     settings = Settings(model="m", method=method, max_length=TOKENS, gradient_checkpointing="torch")
     lengths = np.full(COUNTS[-1] * ACCUMULATION, TOKENS)
     rows = RowLengths(lengths, 1).packed(best_fit(lengths, TOKENS))
-    work = make_workload(settings, rows, TOKENS, count, ACCUMULATION)
+    work = make_workload(settings, rows, TOKENS, BatchPlan(1, ACCUMULATION, count))
     # FSDP2 takes less memory than ZeRO-3 and needs no extra package.
     shardings: Sequence[Sharding] = ("none", "zero2", "fsdp2", "zero3") if count > 1 else ("none",)
     return [

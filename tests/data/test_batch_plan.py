@@ -174,14 +174,16 @@ def micro_batches(step: list[int], plan: BatchPlan) -> np.ndarray:
     return np.asarray(step).reshape(-1, plan.processes, plan.per_device)
 
 
-@given(LENGTHS, SMALL, st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.booleans())
+@given(LENGTHS, SMALL, st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.booleans(), st.integers(0, 500))
 def test_arranged_steps_hold_the_same_rows_with_less_padding_and_even_ranks(
-    lengths: list[int], per_device: int, processes: int, accumulation: int, epoch: int, padded: bool
+    lengths: list[int], per_device: int, processes: int, accumulation: int, epoch: int, padded: bool, most: int
 ) -> None:
     plan = BatchPlan(per_device, accumulation, processes)
     tokens = np.array([*lengths, 1])
     plain = RowOrder(len(lengths), per_device * processes, seed=7)
-    order = BalancedOrder(plan, tokens, seed=7, padded=padded)
+    # The work of images; without one, 0.
+    beside = np.random.default_rng(most).integers(0, most + 1, len(tokens))
+    order = BalancedOrder(plan, tokens, seed=7, padded=padded, beside=beside if most else None)
     plain.set_epoch(epoch)
     order.set_epoch(epoch)
     before, after = list(plain), list(order)
@@ -193,7 +195,9 @@ def test_arranged_steps_hold_the_same_rows_with_less_padding_and_even_ranks(
         widths = [tokens[micro_batches(step, plan)].max(axis=2) for step in (old, new)]
         assert widths[1].sum() <= widths[0].sum()
         dealt = tokens[micro_batches(new, plan)]
-        costs = dealt.max(axis=2) if padded else dealt.sum(axis=2)
+        costs = (per_device * dealt.max(axis=2) if padded else dealt.sum(axis=2)) + beside[
+            micro_batches(new, plan)
+        ].sum(axis=2)
         most_within_a_position = (costs.max(axis=1) - costs.min(axis=1)).max()
         totals = costs.sum(axis=0)
         assert totals.max() - totals.min() <= most_within_a_position
@@ -211,6 +215,22 @@ def test_ranks_of_a_step_differ_by_little_on_chat_rows() -> None:
     # The slowest rank waits for nobody: how much more than the mean it has to do.
     assert spread(RowOrder(4096, 4, seed=0)) > 1.4
     assert spread(BalancedOrder(plan, tokens, seed=0, padded=True)) < 1.25
+
+
+def test_ranks_of_a_step_share_the_work_of_images_too() -> None:
+    rng = np.random.default_rng(0)
+    # Alike in tokens, as images are merged to few of them; every fourth row has images, which cost more than its text.
+    tokens = np.append(rng.integers(100, 140, 4096), 1)
+    beside = np.append(np.where(rng.random(4096) < 0.25, rng.integers(100, 2000, 4096), 0), 0)
+    plan = BatchPlan(per_device=2, accumulation=4, processes=4)
+
+    def spread(order: RowOrder) -> float:
+        dealt = np.fromiter(order, dtype=np.int64).reshape(-1, 4, 4, 2)
+        loads = (2 * tokens[dealt].max(axis=3) + beside[dealt].sum(axis=3)).sum(axis=1)
+        return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
+
+    assert spread(BalancedOrder(plan, tokens, seed=0, padded=True)) > 1.4
+    assert spread(BalancedOrder(plan, tokens, seed=0, padded=True, beside=beside)) < 1.15
 
 
 def test_rows_of_like_length_share_a_micro_batch() -> None:

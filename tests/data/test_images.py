@@ -171,7 +171,7 @@ def test_images_lie_in_the_given_folder_or_beside_the_rows(tmp_path: Path, monke
         draw(tmp_path / place / f"{color}.png", color, "square")
     monkeypatch.chdir(tmp_path / "here")
     rows = str(tmp_path / "rows" / "rows.jsonl")
-    beside, given = ImageFiles.of(None, [rows]), ImageFiles.of(str(tmp_path / "given"), [rows])
+    beside, given = ImageFiles.of([], [rows]), ImageFiles.of([str(tmp_path / "given")], [rows])
     assert beside.checked("red.png") == str(tmp_path / "rows" / "red.png")
     assert beside.checked("blue.png") == str(tmp_path / "here" / "blue.png")
     assert given.checked("green.png") == str(tmp_path / "given" / "green.png")

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiny_models import tiny_model
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.dataset import TOKEN_FEATURES, row_lengths
@@ -302,9 +303,11 @@ def test_models_that_would_mix_rows_are_known(name: str, config: dict[str, Any],
 
 
 def test_layers_with_a_state_are_known() -> None:
-    model = make("Lfm2", **KV, layer_types=["conv", "full_attention"])
-    assert "Lfm2ShortConv layers carry a state" in str(state_reason(model))
+    model = tiny_model("qwen3_next", "Qwen3NextForCausalLM")
+    assert "Qwen3NextGatedDeltaNet layers carry a state" in str(state_reason(model))
     assert mixing_reason(model) is state_reason(make("Llama")) is None
+    # Its convolutions are computed within rows.
+    assert state_reason(make("Lfm2", **KV, layer_types=["conv", "full_attention"])) is None
 
 
 # ---- what a pack is, and that a row's loss is its own ----

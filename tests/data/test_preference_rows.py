@@ -77,7 +77,11 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
         ({"chosen": [ASK, GOOD]}, "the row has no rejected answer beside the other"),
         ({"a": 1}, "the row is no pair of answers; it needs chosen and rejected"),
         ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "the rejected answer: the conversation has no assistant turn"),
-        ({"prompt": "a", "chosen": "b", "rejected": 5}, "the rejected answer: a message is a number"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": 5},
+            "rejected is a number, and an answer is text, a message or a list of messages",
+        ),
+        ({"chosen": 3}, "chosen is a number, and an answer is text"),
         ([1], "the row is a list"),
     ],
 )
@@ -113,7 +117,10 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
     # Without room for an answer there is nothing to compare.
     assert set(encode_row(encoder, to_pair(row), prompt).labels) == {IGNORED}
     assert encode_row(encoder, to_pair({**row, "rejected": [GOOD]}), 64).notes == ("identical",)
-    assert encode_row(encoder, to_pair({**row, "rejected": [{**BAD, "content": " "}]}), 64).notes == ("empty",)
+    empty = [{**BAD, "content": " "}]
+    assert encode_row(encoder, to_pair({**row, "rejected": empty}), 64).notes == ("empty",)
+    labelled = to_labelled({"prompt": row["prompt"], "completion": empty, "label": False})
+    assert encode_row(encoder, labelled, 64).notes == ("empty",)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
             "--task dpo --preference_loss ipo --label_smoothing 0.1",
             "label_smoothing 0.1 has no effect on preference_loss ipo",
         ),
-        ("--task dpo --packing on", "packing on does not work with task dpo: its rows are padded"),
+        ("--task dpo --cuda_graphs on", "cuda_graphs on does not work with task dpo: a captured step sums the losses"),
         ("--task dpo --method full --reference adapter_off", "reference adapter_off does not work with task dpo"),
         (
             "--task dpo --method full --streaming --max_steps 3",
@@ -141,7 +148,6 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
             "--task kto --desirable_weight 0 --undesirable_weight 0",
             "desirable_weight and undesirable_weight are both 0",
         ),
-        ("--task kto --packing on", "packing on does not work with task kto"),
         ("--task grpo", "grpo"),
     ],
 )
@@ -167,6 +173,7 @@ SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}]
         {"conversations": SHAREGPT[:1], "output": "bad", "kto_tag": False},
         {"instruction": "Q", "input": "", "output": "bad", "kto_tag": "false"},
         {"question": "Q", "completion": "bad", "label": False},
+        {"prompt": [ASK], "completion": "bad", "output": "", "response": "bad", "label": False},
         {"prompt": '[{"role": "user", "content": "Q"}]', "completion": '[{"role": "assistant", "content": "bad"}]', "label": False},
     ],
 )  # fmt: skip
@@ -199,6 +206,9 @@ def test_the_label_is_about_the_last_answer() -> None:
         ({"messages": [ASK], "label": True}, "the conversation has no assistant turn that the label could be about"),
         ({"completion": "good", "label": True}, "the row has an answer and no prompt"),
         ({"prompt": [ASK], "label": True}, "the row has a label and no answer"),
+        ({"prompt": [ASK], "completion": 3, "label": True}, "completion is a number, and an answer is text, a message or a list"),
+        ({"prompt": "Q", "response": "one", "completion": "two", "label": True}, "the row has an answer in completion and in response, and its label is about one"),
+        ({"messages": [ASK, BAD], "output": "two", "label": True}, "the row has an answer in output and in messages"),
         ([1], "the row is a list"),
     ],
 )  # fmt: skip

@@ -45,6 +45,9 @@ def test_files_hold_the_rows_that_the_script_writes(facts):
     asked, held_out = facts.make_people()
     assert read_rows("train.jsonl") == facts.train_rows(asked)
     assert read_rows("eval.jsonl") == facts.eval_rows(held_out)
+    for name, people in (("train", asked), ("eval", held_out)):
+        assert read_rows(f"pairs_{name}.jsonl") == facts.pairs(people)
+        assert read_rows(f"labelled_{name}.jsonl") == facts.labelled(people)
 
 
 def test_training_asks_about_nobody_held_out(facts):

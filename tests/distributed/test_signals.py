@@ -132,6 +132,36 @@ def test_only_what_nohup_and_shells_have_ignored_stays_ignored(tmp_path, number,
     assert (tmp_path / "told").read_text() == cause
 
 
+def signal_after_compiling(told: str, cache: str) -> None:
+    """A training rank that compiles a Triton kernel between two steps; writes to the file `told` what it takes SIGUSR1 for."""
+    os.environ["TRITON_CACHE_DIR"] = cache
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def copy(source, target, size: tl.constexpr):
+        place = tl.arange(0, size)
+        tl.store(target + place, tl.load(source + place))
+
+    stop = StopRequest(is_main=True)
+    stop.listen(None, {})
+    begin_training(stop)
+    given = {"source": "*fp32", "target": "*fp32", "size": "constexpr"}
+    triton.compile(ASTSource(triton.jit(copy), given, {"size": 128}), target=GPUTarget("cuda", 90, 32))
+    stop.start_poll()
+    stop.finish_poll()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_until(lambda: stop.local_cause is not None, 30, "the signal")
+    Path(told).write_text(str(stop.local_cause))
+
+
+def test_a_compiler_with_signal_handlers_of_its_own_does_not_take_the_runs_signals(tmp_path):
+    told = tmp_path / "told"
+    run_ranks(1, signal_after_compiling, str(told), str(tmp_path / "cache"), folder=tmp_path).check()
+    assert told.read_text() == "SIGUSR1"
+
+
 def second_signal(first: int, second: int, kept: bool) -> None:
     """A training rank that is signalled twice."""
     stop = StopRequest(is_main=True)

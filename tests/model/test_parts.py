@@ -9,7 +9,8 @@ import torch
 
 from tests.tiny_models import tiny_model
 from unsloth_ddp.model.modules import name_present_layers
-from unsloth_ddp.model.parts import adaptable_layers, describe_beside_text, freeze_beside_text, parts_beside_text
+from unsloth_ddp.model.parts import adaptable_layers, freeze_beside_text, parts_beside_text
+from unsloth_ddp.model.towers import describe_beside_text, trained_beside
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -41,7 +42,7 @@ def test_towers_are_adapted_and_trained_if_asked_for() -> None:
     model = tiny_model("gemma4", "Gemma4ForConditionalGeneration")
     parts = set(parts_beside_text(model))
     assert parts == {"model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"}
-    text, everything = adaptable_layers(model), adaptable_layers(model, towers=True)
+    text, everything = adaptable_layers(model), adaptable_layers(model, trained_beside(model, True))
     assert text.keys() < everything.keys()
     assert {path.split(".")[1] for path in everything.keys() - text.keys()} <= {part.split(".")[1] for part in parts}
     assert str(describe_beside_text(model)).endswith("parameters): trained")

@@ -209,6 +209,7 @@ CALL = {
     "cu_seq_lens_q": torch.tensor([0, 4, 6]),
     "max_length_q": 4,
     "same_shapes": True,
+    "head_size": 16,
     "is_causal": True,
 }
 
@@ -220,7 +221,7 @@ CALL = {
         # Without either, `attend` would take a pack for one row.
         ({"cu_seq_lens_q": None}, False), ({"max_length_q": None}, False),
         ({"dropout": 0.0, "softcap": None}, True), ({"dropout": 0.1}, False), ({"softcap": 30.0}, False),
-        ({"sliding_window": 8}, True),
+        ({"head_size": 512}, True), ({"head_size": 512, "sliding_window": 8}, False), ({"sliding_window": 8}, True),
         ({"s_aux": torch.zeros(2)}, False), ({"position_bias": torch.zeros(2)}, False),
     ],
 )  # fmt: skip
@@ -241,10 +242,9 @@ def test_a_config_tells_if_there_is_a_window(config: dict[str, Any], window: boo
     assert varlen._has_window(SimpleNamespace(**config)) is window
 
 
-@pytest.mark.parametrize("flag", ["_supports_attention_backend", "_supports_flash_attn"])
-def test_a_model_that_does_not_support_it_keeps_its_attention(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_support_it_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("Llama", **KV)
-    monkeypatch.setattr(model, flag, False)
+    monkeypatch.setattr(model, "_supports_flash_attn", False)
     assert varlen.obstacle(model)
 
 
@@ -301,6 +301,68 @@ def test_sharded_weights_are_not_needed() -> None:
         for parameter in one.parameters():
             parameter.ds_id, parameter.data = 0, torch.empty(0)
     assert varlen.obstacle(model) is None and varlen.obstacle(mixing)
+
+
+def slow_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: None, boundaries: Tensor, boundaries_k: Tensor, longest: int, longest_k: int,
+    dropout: float, mask_type: int, with_sums: bool, *, scale: float, window_size: int | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute what torch's memory-efficient kernel does; the sums hold nothing."""
+    assert bias is None and torch.equal(boundaries, boundaries_k) and (dropout, mask_type, with_sums) == (0.0, 1, True)
+    assert longest == longest_k <= query.shape[1]
+    width = -1 if window_size is None else window_size - 1
+    rows = int(boundaries.diff().max())
+    attended = slow_varlen(
+        query[0], key[0], value[0], boundaries, boundaries, rows, rows, scale=scale, window_size=(width, 0)
+    )
+    padded = -(-longest // 32) * 32
+    return attended[None].contiguous(), query.new_zeros((len(boundaries) - 1, query.shape[2], padded)), *[None] * 4
+
+
+def slow_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: None, attended: Tensor, boundaries: Tensor,
+    boundaries_k: Tensor, longest: int, longest_k: int, sums: Tensor, dropout: float, *others: Any, scale: float,
+    num_splits_key: int, window_size: int | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Compute the gradients that torch's memory-efficient kernel computes, by hand: there is no autograd below an operator."""
+    assert torch.equal(boundaries, boundaries_k) and sums.dtype == torch.float32 and num_splits_key == 1
+    assert window_size is None
+    gradients: list[list[Tensor]] = [[], [], []]
+    for first, end in zip(boundaries.tolist(), boundaries.tolist()[1:], strict=False):
+        q, k, v, o, g = (one[0, first:end].transpose(0, 1) for one in (query, key, value, attended, grad))
+        ahead = torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
+        shares = (scale * q @ k.mT).masked_fill(ahead, -torch.inf).softmax(-1)
+        scores = scale * shares * (g @ v.mT - (g * o).sum(-1, keepdim=True))
+        for kept, one in zip(gradients, (scores @ k, scores.mT @ q, shares.mT @ g), strict=True):
+            kept.append(one.transpose(0, 1))
+    return *(torch.cat(rows)[None] for rows in gradients), None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wide_heads_take_the_other_kernel_forward_and_backward(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {"_efficient_attention_forward": slow_forward, "_efficient_attention_backward": slow_backward}
+    monkeypatch.setattr(varlen, "aten", SimpleNamespace(**kernels))
+    monkeypatch.setattr(varlen, "SIXTEEN_BIT", (torch.float32,))
+    torch.manual_seed(0)
+    sizes = [(1, heads, 10, 264) for heads in (4, 2, 2)]
+    inputs = [torch.randn(size, requires_grad=True) for size in sizes]
+    boundaries = torch.tensor([0, 6, 10], dtype=torch.int32)
+
+    def attend(*given: Tensor) -> Tensor:
+        # The longest row of any batch, which is longer than this one.
+        return varlen.attend(torch.nn.Identity(), *given, scaling=0.1, cu_seq_lens_q=boundaries, max_length_q=64)[0]
+
+    attended = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(*inputs)
+    weights = torch.randn_like(attended)
+    gradients = torch.autograd.grad((attended * weights).sum(), inputs)
+    rows = [[one[:, :, first:end] for one in inputs] for first, end in ((0, 6), (6, 10))]
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(*row, is_causal=True, scale=0.1, enable_gqa=True)
+        for row in rows
+    ]
+    expected = torch.cat(alone, dim=2).transpose(1, 2)
+    torch.testing.assert_close(attended, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), inputs))
 
 
 def test_32_bits_are_left_to_sdpa() -> None:

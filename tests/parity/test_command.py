@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import runpy
@@ -13,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.conftest import REPO
+from tests.conftest import REPO, write_jsonl
 from tests.ranks import run_ranks
+from tests.tiny_vision import image_rows, save_vision
 from unsloth_ddp.config.checks import check_settings
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.parity import __main__ as command
 from unsloth_ddp.parity import comparison, launches, run, weights
 from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance
@@ -188,6 +191,41 @@ def test_python_and_accelerate_with_one_and_two_processes_agree(options, tmp_pat
     ]  # fmt: skip
     # Not zero, or the same run was compared with itself.
     assert 0 < found["launches"][2]["update"] < 1e-6
+
+
+def test_the_copied_rows_have_the_images_of_the_users_rows(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    rows = write_jsonl(folder / "rows.jsonl", image_rows(folder, (1, 0, 3)))
+    shapes = REPO / "demo" / "shapes_eval.parquet"  # bytes
+    settings = run.with_image_folders(Settings(dataset=[str(rows), str(shapes)]))
+    copied = tmp_path / "copy" / "rows.jsonl"
+    copied.parent.mkdir()
+    assert run.write_rows(settings, 5, copied) == 5
+
+    def read(source: Path, folders: list[str]) -> list:
+        found = checked_rows(str(source), "train", task="sft", image_folder=folders)
+        return [(one.messages, one.images) for _, one in itertools.islice(found, 5)]
+
+    expected = [*read(rows, []), *read(shapes, [])[:2]]
+    assert [len(images) for _, images in expected] == [1, 0, 3, 1, 1]
+    assert read(copied, settings.image_folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rows_with_images_take_the_same_steps_in_every_shape(tmp_path, capsys):
+    save_vision("qwen3_vl", tmp_path / "model")
+    # A rank of four has micro-batches without an image, and the last step is not full.
+    rows = write_jsonl(tmp_path / "rows.jsonl", image_rows(tmp_path, (1, 0, 3, 0, 1, 0, 0, 0, 3, 0, 0, 1) * 4))
+    argv = f"--model {tmp_path}/model --dataset {rows} --max_length 512 --lora_r 8 --train_towers true --gradient_checkpointing none"
+    options = ["--processes", "4", "--micro_batches", "1", "4", "--json", str(tmp_path / "found.json")]
+    code = command.main([*argv.split(), *options])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    found = json.loads((tmp_path / "found.json").read_text())["launches"]
+    assert [row["launch"]["per_device"] for row in found] == [1, 4, 1, 1, 4]
+    assert all(0 < row["update"] < 1e-6 for row in found if row["launch"]["per_device"] > 1)
 
 
 def run_script(script: str, config: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.plan.network import (
     Links,
     StepWork,
@@ -61,17 +63,24 @@ def test_all_but_the_last_bucket_hides_behind_the_backward_pass():
     assert exposed_seconds(0, 0.0, 1.0) == 0
 
 
+def efficiency(lengths: list[int], per_device: int, accumulation: int, processes: int, images=None) -> float | None:
+    plan = BatchPlan(per_device, accumulation, processes)
+    return balance_efficiency(np.array(lengths), plan, np.array(images or [0] * len(lengths)))
+
+
 def test_uneven_rows_cost_what_the_longest_takes():
-    assert balance_efficiency([4, 4, 4, 4], 1, 2, 2) == 1
+    assert efficiency([4, 4, 4, 4], 1, 2, 2) == 1
     # Two processes, one row each a step: 4 and 2, then 1 and 1.
-    assert balance_efficiency([4, 2, 1, 1, 9], 1, 1, 2) == pytest.approx((3 + 1) / (4 + 1))
+    assert efficiency([4, 2, 1, 1, 9], 1, 1, 2) == pytest.approx((3 + 1) / (4 + 1))
     # Rows of like length share a micro-batch: 4 and 4, then 2 and 3.
-    assert balance_efficiency([4, 2, 3, 4], 2, 1, 2) == pytest.approx(3.5 / 4)
+    assert efficiency([4, 2, 3, 4], 2, 1, 2) == pytest.approx(3.5 / 4)
     # The process with the most so far gets the cheapest: 4 + 1 and 3 + 2.
-    assert balance_efficiency([4, 1, 3, 2], 1, 2, 2) == 1
+    assert efficiency([4, 1, 3, 2], 1, 2, 2) == 1
     # Of many steps every nth is looked at.
-    assert balance_efficiency([4, 2] * 100_000, 1, 1, 2) == pytest.approx(3 / 4)
-    assert balance_efficiency([4], 1, 1, 2) is None
+    assert efficiency([4, 2] * 100_000, 1, 1, 2) == pytest.approx(3 / 4)
+    assert efficiency([4], 1, 1, 2) is None
+    # 4 with an image of 6, and 4 and 3 and 3 without.
+    assert efficiency([4, 4, 3, 3], 1, 2, 2, [6, 0, 0, 0]) == pytest.approx(10 / 13)
 
 
 def test_efficiency_falls_with_nodes_and_rises_with_bandwidth_and_work():

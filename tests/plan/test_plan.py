@@ -324,14 +324,33 @@ def test_a_t4_is_planned_in_fp16_and_without_packs(capsys):
     ) in printed.replace("- ", "")
 
 
-def test_packing_on_is_not_offered_where_a_run_refuses_it(tmp_path, capsys):
-    rows = [{"prompt": f"What is {number}?", "completion": "It is.", "label": number % 2 == 0} for number in range(4)]
-    assert (
-        plan("--model", str(DEMO_MODEL), "--task", "kto", "--dataset", str(write_jsonl(tmp_path / "rows.jsonl", rows)))
-        == 0
-    )
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "planned as padded rows, because rows of preference tasks are padded." in printed
+def test_a_labelled_answer_counts_without_its_mismatched_row(tmp_path):
+    rows = [{"prompt": f"What is {n}?", "completion": "It is not " * 2**n, "label": n > 1} for n in range(4)]
+    file, path = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "plan.json"
+    found = []
+    for task, options in {
+        "kto": ("--packing", "on"),
+        "kto ": ("--packing", "off"),
+        "sft": ("--packing", "off"),
+    }.items():
+        if task == "sft":
+            write_jsonl(file, [{name: row[name] for name in ("prompt", "completion")} for row in rows])
+        words = ("--model", str(DEMO_MODEL), "--task", task.strip(), "--dataset", str(file), "--json", str(path))
+        assert plan(*words, *options) == 0
+        found.append(json.loads(path.read_text())["rows"]["tokens"])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_pair_takes_both_its_rows_in_a_pack_and_twice_the_longer_one_without(tmp_path, capsys):
+    rows = [{"prompt": f"What is {n}?", "chosen": "It is.", "rejected": "It is not " * 8} for n in range(4)]
+    file, path = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "plan.json"
+    tokens = {}
+    for packing in ("on", "off"):
+        options = ("--model", str(DEMO_MODEL), "--task", "dpo", "--dataset", str(file), "--packing", packing)
+        assert plan(*options, "--json", str(path)) == 0
+        tokens[packing] = json.loads(path.read_text())["rows"]["tokens"]
+    assert 1.2 < tokens["off"] / tokens["on"] < 2
+    assert "off: a captured step sums the losses of tokens, and dpo compares whole answers" in capsys.readouterr().out
 
 
 def test_where_nothing_fits_the_smallest_is_planned(capsys):

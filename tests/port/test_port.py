@@ -397,3 +397,32 @@ def test_files_of_preference_runs_become_runs_that_the_kit_accepts(
 @pytest.mark.parametrize("loss", ["nll", "dft"])
 def test_files_of_supervised_fine_tuning_say_that_they_are_taken_for_it(loss: str) -> None:
     assert "trl sft" in ported(TRL_FILE + f"loss_type: {loss}\n", TRL).left_out["the trainer"]
+
+
+def test_keys_of_images_and_of_what_sees_them_are_taken(tmp_path):
+    info = {
+        "shown": {
+            "file_name": "shown.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages", "images": "images"},
+        }
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    content = {
+        "model_name_or_path": "m", "dataset": "shown", "cutoff_len": 99, "media_dir": "photos", "image_max_pixels": 262144,
+        "image_min_pixels": 1024, "freeze_vision_tower": False, "freeze_multi_modal_projector": True,
+    }  # fmt: skip
+    found = port(content, LLAMA_FACTORY, tmp_path)
+    assert (found.options["image_folder"], found.options["image_max_pixels"]) == (["photos"], 262144)
+    assert found.options["train_towers"] == "tower"
+    assert not any("images" in sentence for sentence in found.to_do)
+    assert "image_max_pixels bounds an image" in found.left_out["image_min_pixels"]
+    both = port({**content, "freeze_multi_modal_projector": False}, LLAMA_FACTORY, tmp_path)
+    assert both.options["train_towers"] is True
+    axolotl = port(
+        {"base_model": "m", "datasets": [{"path": "org/rows", "type": "chat_template"}], "image_size": 512},
+        AXOLOTL,
+        tmp_path,
+    )
+    assert "image_max_pixels bounds an image" in axolotl.left_out["image_size"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 
+from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.towers import image_tower, kept_a_patch
 from unsloth_ddp.sizing.count import read_model_shape
 
 
@@ -63,3 +66,37 @@ def test_work_a_token_counts_weight_gradients_of_trained_weights_only(demo_shape
     assert demo_shape.backward_share("full", recomputed=False) == pytest.approx(2 / 3)
     assert demo_shape.backward_share("full", recomputed=True) == pytest.approx(3 / 4)
     assert 0.5 < demo_shape.backward_share("lora", recomputed=False) < 2 / 3
+
+
+SHAPES_MODEL = REPO / "demo" / "vision_model"
+
+
+def test_the_tower_of_images_is_counted():
+    frozen, trained = (read_model_shape(Settings(model=str(SHAPES_MODEL), train_towers=one)) for one in (False, True))
+    assert (frozen.numbers_a_patch, frozen.tower_layers, frozen.tower_input) == (3 * 2 * 14 * 14, 2, 64 * 2)
+    assert (frozen.tower_trained, trained.tower_trained) == (False, True)
+    assert trained.adapter > frozen.adapter and trained.tokens_a_pixel > 1.9 * frozen.tokens_a_pixel > 0
+    full = read_model_shape(Settings(model=str(SHAPES_MODEL), method="full"))
+    # A token has three passes through the weights, a patch of a frozen tower one.
+    assert full.tokens_a_pixel == pytest.approx(
+        read_model_shape(Settings(model=str(SHAPES_MODEL), method="full", train_towers=True)).tokens_a_pixel / 3
+    )
+
+
+def test_a_layer_of_a_tower_keeps_about_what_is_counted():
+    model = transformers.AutoModelForImageTextToText.from_pretrained(SHAPES_MODEL, dtype=torch.float32)
+    block, kept = image_tower(model).blocks[0], {}
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def note(tensor):
+        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    patches = 256
+    states = torch.randn(patches, 64, requires_grad=True)
+    rotary = (torch.ones(patches, 32), torch.zeros(patches, 32))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        block(states, cu_seqlens=torch.tensor([0, patches]), position_embeddings=rotary)
+    numbers = sum(tensor.untyped_storage().nbytes() / 4 for tensor in kept.values()) / patches
+    assert kept_a_patch(block) == pytest.approx(numbers, rel=0.4)

@@ -316,3 +316,24 @@ def test_estimates_and_choices_need_no_torch():
     code = f"{imports}import sys\nprint(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_images_add_their_tower():
+    shape = dataclasses.replace(SHAPE, numbers_a_patch=10, tower_layers=6, tower_input=8, tower_kept=100)
+    work = dataclasses.replace(WORK, tokens=4, checkpointing="none")
+
+    def added(trained: bool, kind: str) -> float:
+        towers = dataclasses.replace(shape, tower_trained=trained)
+        each = dataclasses.replace(work, checkpointing=kind)
+        with_images = dataclasses.replace(each, pixels=1000)
+        found = estimate_memory(towers, "lora", "none", with_images)
+        assert found.lower_bound == trained
+        return found.activations - estimate_memory(towers, "lora", "none", each).activations
+
+    # 100 patches. A frozen tower holds the images in fp32 and one layer at a time, at the peak in place of the logits.
+    beside = 100 * 100 - 4 * SHAPE.vocabulary * 2
+    assert added(False, "none") == 4000 + beside
+    assert added(True, "none") == 4000 + 100 * 6 * 100 + beside
+    # Recomputed, a layer of the tower or one of the decoder, whichever is larger.
+    assert added(True, "torch") == 4000 + 100 * 6 * 8 + 100 * 100 - 4 * 300
+    assert added(False, "torch") == 4000 + 100 * 100 - 4 * 300

@@ -17,14 +17,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import DEMO_MODEL, save_llama
+from tests.conftest import DEMO_MODEL, REPO, save_llama
 from tests.ranks import run_ranks, train
 from tests.runtimes import cpu_runtime
 from tests.training.live_bytes import LiveBytes
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.dataset import Counts, TokenizedRows
+from unsloth_ddp.data.dataset import Counts, TokenizedRows, tokenize_examples
+from unsloth_ddp.data.node_folder import node_folder
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.collate import PadRight
+from unsloth_ddp.data.sources.examples import read_examples
 from unsloth_ddp.distributed.ranks import ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
@@ -33,6 +35,7 @@ from unsloth_ddp.model.loading.load import load_model
 from unsloth_ddp.model.loading.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET, ShardedLayout, ShardedModel, Weight, held_bytes
 from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
+from unsloth_ddp.training.tasks.images import ImageTask
 from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
 
@@ -113,6 +116,30 @@ def test_the_estimate_is_what_a_pass_over_the_whole_model_takes(deep_model, meth
         search.checkpointing.use(kind)
         estimated = search._activations(size, 1)
         assert estimated == pytest.approx(measured(search, size), rel=0.02)
+
+
+@pytest.mark.parametrize("given", [{}, {"train_towers": True}, {"method": "full", "train_towers": True}])
+def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
+    demo = REPO / "demo"
+    settings = Settings(
+        model=str(demo / "vision_model"), dataset=[str(demo / "shapes_eval.parquet")], use_cpu=True, lora_dropout=0.0, **given
+    )  # fmt: skip
+    runtime = cpu_runtime()
+    with node_folder(runtime) as folder, LiveBytes() as memory:
+        read_examples(settings, runtime, folder)
+        model, tokenizer = load_model(settings, runtime)
+        rows, _ = tokenize_examples(settings, runtime, folder, tokenizer)
+        search = search_of(settings, runtime, model, memory, "zero2")
+        task = ImageTask(None, divides=False, fused_head=False)
+        runner = MicroBatchRunner(model, CPU, task.loss, PadRight(0, rows.processing), contextlib.nullcontext)
+        search.data.train, search.runner = rows, runner
+        search.checkpointing.use("none")
+        estimated = {size: search._activations(size, 1) for size in (1, 4)}
+        assert estimated[4] == pytest.approx(measured(search, 4), rel=0.02)
+        text = [unit | {"images": [], "rendered": ""} for unit in search._largest(4)]
+        without = search._pass(runner, runner.batch_of(text))
+    # A trained tower keeps its activations; without images there are none.
+    assert (estimated[4] - without > 100_000) == bool(given)
 
 
 def test_the_model_stays_as_it_is(deep_model):

@@ -92,6 +92,17 @@ def test_rows_still_to_come_are_tried_at_their_longest(packed):
     assert [unit["lengths"].tolist() for unit in units if packed] == [[7], [7]] * packed
 
 
+def test_rows_with_the_most_pixels_are_tried_beside_the_longest():
+    columns = {"input_ids": [[1], [2, 2], [3] * 9, [4] * 5, [0]], "pixels": [900, 10, 0, 700, 0]}
+    columns["labels"] = columns["input_ids"]
+    processing: Any = SimpleNamespace(work=lambda pixels: pixels)
+    table = datasets.Dataset.from_dict(columns).with_format("numpy")
+    rows = TokenizedRows(table, Counts(rows=4), processing=processing)
+    assert [[len(unit["input_ids"]) for unit in largest(rows, size, 99)] for size in (1, 2, 3)] == [
+        [1], [9, 1], [9, 1, 5],
+    ]  # fmt: skip
+
+
 def test_another_micro_batch_keeps_the_global_batch():
     plan = BatchPlan(2, 12, 4)
     for number in (1, 2, 24, 36, 97):

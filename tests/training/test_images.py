@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import write_jsonl
-from tests.ranks import run_ranks, train
+from tests.plain_loop import PlainLoop, history, run_once, units_of
 from tests.tiny_vision import KINDS, image_rows, save_vision
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.tokenize import Encoder
@@ -19,12 +19,9 @@ from unsloth_ddp.data.images.processing import load_processing
 from unsloth_ddp.data.order.collate import PadRight
 from unsloth_ddp.data.sources.checked_rows import checked_rows
 
-GLOBAL_BATCH, STEPS, SEED, RATE, FULL_RATE, RANK = 8, 3, 5, 0.5, 0.2, 8
+RATE, FULL_RATE = 0.5, 0.2
 # 13 rows: the second step of an epoch holds 5, and one rank of two has micro-batches without an image.
 NUMBERS = (1, 0, 3, 2, 1, 0, 1, 3, 0, 0, 1, 0, 0)
-TOLERANCE = 5e-6
-# Gradients of this tiny Gemma 4 in fp32 differ that much from those in double precision, in which its rows are compared too.
-TOLERANCES = {"gemma4": 2e-3}
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +51,9 @@ def job(tmp_path_factory, model_of, rows):
 
     def run(kind: str, processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
         name = name or f"{kind}{processes}x{per_device}{extra.replace(' ', '')}".replace("/", "_")
-        if not (cwd / "outputs" / name / "summary.json").exists():
-            argv = (
-                f"--model {model_of(kind)} --dataset {rows} --run_name {name} --optim sgd "
-                f"--learning_rate {FULL_RATE if '--method full' in extra else RATE} "
-                f"--lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 --max_steps {STEPS} "
-                f"--seed {SEED} --global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size {per_device} "
-                "--per_device_eval_batch_size 3 --max_length 512 --logging_steps 1 --save_strategy no --report_to none "
-                f"--gradient_checkpointing none {extra}"
-            ).split()
-            run_ranks(
-                processes, train, argv, str(cwd), folder=cwd / f"{name}.out", environ=environ, timeout=600
-            ).check()
-        return cwd / "outputs" / name
+        rate = FULL_RATE if "--method full" in extra else RATE
+        options = f"--model {model_of(kind)} --dataset {rows} --learning_rate {rate} --max_length 512 {extra}"
+        return run_once(cwd, name, processes, per_device, options, environ)
 
     return run
 
@@ -79,29 +66,18 @@ def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def history(folder: Path, key: str = "loss") -> list[dict]:
-    return [e for e in json.loads((folder / "trainer_state.json").read_text())["log_history"] if key in e]
-
-
-class PlainLoop:
-    """An independent loop in double precision, one row at a time, on none of the kit's code."""
+class ImageLoop(PlainLoop):
+    absolute = 0.0
 
     def __init__(self, folder: Path, rows: Path, targets: list[str] | None) -> None:
-        from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(folder)
-        self.rows = [self.read(json.loads(line)["messages"], rows.parent) for line in rows.read_text().splitlines()]
+        self.read_rows = [
+            self.read(json.loads(line)["messages"], rows.parent) for line in rows.read_text().splitlines()
+        ]
         base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-        torch.manual_seed(SEED)
-        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets, task_type="CAUSAL_LM")
-        self.model = (base if targets is None else get_peft_model(base, config)).double()
-        self.rate = RATE if targets else FULL_RATE
-        self.initial = {n: p.detach().clone() for n, p in self.trained()}
-        self.losses = [self.step(one) for one in self.rows_of_steps()]
-        with torch.no_grad():
-            sums, count = zip(*(self.loss(row) for row in range(len(self.rows))), strict=True)
-            self.evaluated = float(sum(sums) / sum(count))
+        super().__init__(base, units_of(range(len(self.read_rows)), None), RATE if targets else FULL_RATE, targets)
 
     def read(self, messages: list[dict], folder: Path) -> tuple[dict, torch.Tensor]:
         """Return the inputs and the labels of a row: from behind the assistant's token up to the end of the turn."""
@@ -125,63 +101,32 @@ class PlainLoop:
             speaks = token != end and (speaks or token == begin)
         return inputs, torch.tensor(labels)
 
-    def trained(self):
-        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-
-    def rows_of_steps(self) -> list[list[int]]:
-        steps: list[list[int]] = []
-        for epoch in range(STEPS):
-            order = np.arange(len(self.rows))
-            np.random.default_rng([SEED, epoch]).shuffle(order)
-            steps += [order[start : start + GLOBAL_BATCH].tolist() for start in range(0, len(order), GLOBAL_BATCH)]
-        return steps[:STEPS]
-
     def loss(self, row: int) -> tuple[torch.Tensor, int]:
-        inputs, labels = self.rows[row]
+        inputs, labels = self.read_rows[row]
         logits = self.model(**inputs).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
         return loss, int((labels[1:] != -100).sum())
 
-    def step(self, rows: list[int]) -> float:
+    def measure(self, rows) -> dict[str, torch.Tensor]:
         sums, counts = zip(*(self.loss(row) for row in rows), strict=True)
-        loss = sum(sums) / sum(counts)
-        loss.backward()
-        with torch.no_grad():
-            for _, parameter in self.trained():
-                if parameter.grad is not None:
-                    parameter -= self.rate * parameter.grad
-                    parameter.grad = None
-        return loss.item()
+        return {"loss": sum(sums) / sum(counts)}
 
-    def assert_equal(self, folder: Path, tolerance: float = TOLERANCE) -> None:
-        """Compare the losses of the steps, the evaluation, and the update of all weights at once."""
-        assert [line["loss"] for line in history(folder)] == pytest.approx(self.losses, rel=max(1e-5, tolerance / 50))
-        for line in history(folder, "eval_loss")[-1:]:
-            assert line["eval_loss"] == pytest.approx(self.evaluated, rel=max(1e-5, tolerance / 50))
-        path = folder / "adapter_model.safetensors"
-        weights = load_file(path) if path.exists() else whole_weights(folder)
-        now = dict(self.trained())
-        names = {n.replace(".default", ""): n for n in now}
-        shared = [key for key in weights if key in names]
-        changed = {key for key, name in names.items() if not torch.equal(now[name], self.initial[name])}
-        assert changed <= set(shared)
-        expected = torch.cat([(now[names[key]] - self.initial[names[key]]).flatten() for key in shared])
-        update = torch.cat([(weights[key].double() - self.initial[names[key]]).flatten() for key in shared])
-        assert ((update - expected).norm() / expected.norm()).item() < tolerance
+    def weights(self, folder: Path) -> dict[str, torch.Tensor]:
+        return super().weights(folder) if (folder / "adapter_config.json").exists() else whole_weights(folder)
 
 
 @pytest.fixture(scope="module")
 def loops(model_of, rows):
-    made: dict[tuple, PlainLoop] = {}
+    made: dict[tuple, ImageLoop] = {}
     torch.set_num_threads(1)
 
-    def loop(kind: str, run: Path) -> PlainLoop:
+    def loop(kind: str, run: Path) -> ImageLoop:
         """Return the loop that trains the modules of a run; they are in the text decoder, or are all."""
         adapter = run / "adapter_config.json"
         targets = json.loads(adapter.read_text())["target_modules"] if adapter.exists() else None
         key = (kind, tuple(sorted(targets or ())))
         if key not in made:
-            made[key] = PlainLoop(model_of(kind), rows, targets)
+            made[key] = ImageLoop(model_of(kind), rows, targets)
         return made[key]
 
     return loop
@@ -193,17 +138,17 @@ def test_a_row_has_the_loss_of_a_plain_loop_alone_and_beside_all_others(kind, mo
     monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    folder, plain = model_of(kind), PlainLoop.__new__(PlainLoop)
+    folder, plain = model_of(kind), ImageLoop.__new__(ImageLoop)
     plain.processor = AutoProcessor.from_pretrained(folder)
     plain.model = AutoModelForImageTextToText.from_pretrained(folder).double().eval()
     processing = load_processing(Settings(model=str(folder)))
     encoder = Encoder(plain.processor.tokenizer, supervise_all=False, processing=processing)
-    plain.rows, units = [], []
+    plain.read_rows, units = [], []
     for _, example in checked_rows(str(rows), "train", task="sft"):
         row = encoder.encode(example)
         units.append({**vars(row), "input_ids": np.array(row.input_ids), "labels": np.array(row.labels)})
     for line in rows.read_text().splitlines():
-        plain.rows.append(plain.read(json.loads(line)["messages"], rows.parent))
+        plain.read_rows.append(plain.read(json.loads(line)["messages"], rows.parent))
     collate = PadRight(0, processing)
 
     def losses(batch):
@@ -235,7 +180,7 @@ def test_a_row_has_the_loss_of_a_plain_loop_alone_and_beside_all_others(kind, mo
 )  # fmt: skip
 def test_a_run_on_images_takes_the_step_of_a_plain_loop(kind, processes, per_device, job, loops, rows):
     folder = job(kind, processes, per_device, f"--eval_dataset {rows}")
-    loops(kind, folder).assert_equal(folder, TOLERANCES.get(kind, TOLERANCE))
+    loops(kind, folder).assert_equal(folder)
 
 
 def updates(one: Path, other: Path) -> float:
@@ -261,7 +206,15 @@ def test_weights_beside_the_text_are_frozen_unless_they_are_asked_for(job, model
     assert moved and not any("visual" in name for name in moved)
 
 
-@pytest.mark.parametrize("extra", ["", "--method full --train_towers"])
+def test_one_part_beside_the_text_is_trained_alone(job, loops, model_of):
+    folder = job("qwen3_vl", 2, 1, "--train_towers projector")
+    assert {key.split(".visual.")[1].split(".")[0] for key in load_file(folder / "adapter_model.safetensors") if ".visual." in key} == {
+        "merger", "deepstack_merger_list",
+    }  # fmt: skip
+    loops("qwen3_vl", folder).assert_equal(folder)
+
+
+@pytest.mark.parametrize("extra", ["", "--method full --train_towers", "--method full --train_towers projector"])
 def test_fsdp2_takes_the_step_of_one_process_with_ranks_without_an_image(extra, job):
     sharded = job("qwen3_vl", 2, 1, extra, f"fsdp2{len(extra)}", {"UNSLOTH_FSDP2": "1"})
     assert updates(sharded, job("qwen3_vl", 1, 8, extra)) < 1e-6

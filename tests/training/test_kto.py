@@ -12,19 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import demo_rows, write_jsonl
+from tests.plain_loop import PlainLoop, assert_same_end, history, run_once, units_of
 from tests.ranks import run_ranks, train
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.training.tasks.kto import KtoTask
 
-GLOBAL_BATCH, STEPS, SEED, RATE, RANK, BETA, MOST = 8, 3, 5, 2.0, 8, 0.3, 36
+RATE, BETA, MOST = 2.0, 0.3, 36
 WEIGHTS = (1.5, 0.75)
-TOLERANCE = 5e-6
-METRICS = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
 
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory) -> Path:
-    """13 rows of very different lengths, so that the second step of an epoch holds 5; some mismatched rows are cut."""
+    """13 rows of very different lengths; some mismatched rows are cut."""
     rows = [row["messages"] for row in demo_rows()][:13]
     found = []
     for number, row in enumerate(rows):
@@ -40,33 +39,23 @@ def job(tmp_path_factory, tiny_model, labelled):
     cwd = tmp_path_factory.mktemp("kto")
 
     def run(processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
-        name = name or f"{processes}x{per_device}"
-        if not (cwd / "outputs" / name / "summary.json").exists():
-            argv = (
-                f"--task kto --model {tiny_model} --dataset {labelled} --run_name {name} --optim sgd --learning_rate {RATE} "
-                f"--lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 --max_steps {STEPS} "
-                f"--seed {SEED} --global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size {per_device} "
-                f"--per_device_eval_batch_size 3 --max_length {MOST} --logging_steps 1 --save_strategy no --report_to none "
-                f"--gradient_checkpointing none --beta {BETA} --desirable_weight {WEIGHTS[0]} --undesirable_weight {WEIGHTS[1]} "
-                f"{'' if 'streaming' in extra else f'--eval_dataset {labelled}'} {extra}"
-            ).split()
-            run_ranks(
-                processes, train, argv, str(cwd), folder=cwd / f"{name}.out", environ=environ, timeout=600
-            ).check()
-        return cwd / "outputs" / name
+        name = name or f"{processes}x{per_device}{extra.replace(' ', '')}"
+        options = (
+            f"--task kto --model {tiny_model} --dataset {labelled} --learning_rate {RATE} --max_length {MOST} --beta {BETA} "
+            f"--desirable_weight {WEIGHTS[0]} --undesirable_weight {WEIGHTS[1]} "
+            f"{'' if 'streaming' in extra else f'--eval_dataset {labelled}'} {extra}"
+        )
+        return run_once(cwd, name, processes, per_device, options, environ)
 
     return run
 
 
-def history(folder: Path, key: str = "loss") -> list[dict]:
-    return [e for e in json.loads((folder / "trainer_state.json").read_text())["log_history"] if key in e]
+class KtoLoop(PlainLoop):
+    metrics = (
+        "loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected",
+    )  # fmt: skip
 
-
-class PlainLoop:
-    """An independent loop in double precision, one row at a time, on none of the kit's code."""
-
-    def __init__(self, folder: Path, rows: Path, full: bool = False) -> None:
-        from peft import LoraConfig, get_peft_model
+    def __init__(self, folder: Path, rows: Path, full: bool = False, packed: bool = False) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -82,27 +71,14 @@ class PlainLoop:
         partner = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
         mixed = [(ids[:start] + own[partner[i]][0][own[partner[i]][1] :], start) for i, (ids, start) in enumerate(own)]
         assert any(len(ids) > MOST for ids, _ in mixed), "no mismatched row is cut"
-        self.rows = [(a, (b[0][:MOST], b[1]), r["label"]) for a, b, r in zip(own, mixed, read, strict=True)]
+        self.answers = [(a, (b[0][:MOST], b[1]), r["label"]) for a, b, r in zip(own, mixed, read, strict=True)]
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.untrained = copy.deepcopy(base).double()
-        torch.manual_seed(SEED)
-        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-        self.model = (base if full else get_peft_model(base, config)).double()
-        self.initial = {n: p.detach().clone() for n, p in self.trained()}
-        self.logged = [self.step(rows) for rows in self.rows_of_steps()]
-        with torch.no_grad():
-            self.evaluated = self.measure(range(len(self.rows)))
-
-    def trained(self):
-        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-
-    def rows_of_steps(self) -> list[list[int]]:
-        steps: list[list[int]] = []
-        for epoch in range(STEPS):
-            order = np.arange(len(self.rows))
-            np.random.default_rng([SEED, epoch]).shuffle(order)
-            steps += [order[start : start + GLOBAL_BATCH].tolist() for start in range(0, len(order), GLOBAL_BATCH)]
-        return steps[:STEPS]
+        # A pack holds a row and its mismatched row of any length.
+        lengths = [len(one[0]) + len(other[0]) for one, other, _ in self.answers]
+        units = units_of(lengths, 2 * MOST if packed else None)
+        super().__init__(base, units, RATE, None if full else "all-linear")
+        assert max(one["kl"] for one in self.logged) > 0.01, self.logged
 
     @staticmethod
     def answer(model, row: tuple[list[int], int]) -> torch.Tensor:
@@ -112,11 +88,11 @@ class PlainLoop:
 
     def measure(self, rows) -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            mixed = [self.rows[i][1] for i in rows]
+            mixed = [self.answers[i][1] for i in rows]
             differences = [self.answer(self.model, row) - self.answer(self.untrained, row) for row in mixed]
             kl = (sum(differences) / len(rows)).clamp(min=0)
         losses, rewards, logps = [], {True: [], False: []}, {True: [], False: []}
-        for row, _, label in (self.rows[i] for i in rows):
+        for row, _, label in (self.answers[i] for i in rows):
             policy = self.answer(self.model, row)
             with torch.no_grad():
                 ratio = policy - self.answer(self.untrained, row)
@@ -136,43 +112,16 @@ class PlainLoop:
             "logps/rejected": sum(logps[False]) / len(logps[False]),
         }
 
-    def step(self, rows) -> dict[str, float]:
-        found = self.measure(rows)
-        found["loss"].backward()
-        with torch.no_grad():
-            for _, parameter in self.trained():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-                    parameter.grad = None
-        return {name: float(torch.as_tensor(value).detach()) for name, value in found.items()}
-
-    def assert_equal(self, folder: Path) -> None:
-        """Compare log lines, the evaluation, and the update of all weights at once."""
-        assert max(one["kl"] for one in self.logged) > 0.01, self.logged
-        for found, expected in zip(history(folder), self.logged, strict=True):
-            assert [found[n] for n in METRICS] == pytest.approx([expected[n] for n in METRICS], rel=1e-5, abs=3e-6)
-        evaluated = history(folder, "eval_loss")[-1]
-        expected = [float(self.evaluated[n]) for n in METRICS]
-        assert [evaluated[f"eval_{n}"] for n in METRICS] == pytest.approx(expected, rel=1e-5, abs=3e-6)
-        path = folder / "adapter_model.safetensors"
-        weights = load_file(path if path.exists() else folder / "model.safetensors")
-        names = {n.replace(".default", ""): n for n, _ in self.trained()}
-        assert set(weights) >= names.keys()
-        now = dict(self.trained())
-        expected = torch.cat([(now[n] - self.initial[n]).flatten() for n in names.values()])
-        update = torch.cat([(weights[key].double() - self.initial[n]).flatten() for key, n in names.items()])
-        assert ((update - expected).norm() / expected.norm()).item() < TOLERANCE
-
 
 @pytest.fixture(scope="module")
 def loops(tiny_model, labelled):
-    made: dict[bool, PlainLoop] = {}
+    made: dict[tuple, KtoLoop] = {}
     torch.set_num_threads(1)
 
-    def loop(full: bool = False) -> PlainLoop:
-        if full not in made:
-            made[full] = PlainLoop(tiny_model, labelled, full)
-        return made[full]
+    def loop(*key) -> KtoLoop:
+        if key not in made:
+            made[key] = KtoLoop(tiny_model, labelled, *key)
+        return made[key]
 
     return loop
 
@@ -183,6 +132,19 @@ def loops(tiny_model, labelled):
 )
 def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loops):
     loops().assert_equal(job(processes, per_device))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reference"),
+    [
+        ((1, 1), "adapter_off"),
+        ((2, 2), "precomputed"),
+        pytest.param((4, 1), "adapter_off", marks=pytest.mark.slow),
+        pytest.param((1, 4), "precomputed", marks=pytest.mark.slow),
+    ],
+)
+def test_packed_answers_take_the_step_of_a_plain_loop(layout, reference, job, loops):
+    loops(False, True).assert_equal(job(*layout, f"--packing on --reference {reference}"))
 
 
 def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loops):
@@ -196,18 +158,18 @@ def test_a_killed_run_ends_like_a_whole_one(reference, job, loops):
     # Both routes to the reference take the same steps.
     loops().assert_equal(whole)
     resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", f"resumed-{reference}")
-    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    (end, again) = (history(folder)[-1] for folder in (whole, resumed))
-    assert all(end[name] == again[name] for name in METRICS)
+    assert_same_end(whole, resumed, KtoLoop.metrics)
 
 
-def test_a_streamed_run_does_not_depend_on_the_layout_and_ends_like_a_whole_one(job):
-    options = "--streaming --shuffle_buffer 5 --lora_dropout 0 --save_strategy steps --save_steps 1"
-    whole, other = job(2, 2, options, "streamed"), job(1, 4, options, "streamed-one")
-    resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", "streamed-resumed")
-    expected, found, again = (load_file(folder / "adapter_model.safetensors") for folder in (whole, other, resumed))
-    assert all(torch.equal(expected[name], again[name]) for name in expected)
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_a_streamed_run_does_not_depend_on_the_layout_and_ends_like_a_whole_one(packing, job):
+    options = (
+        f"--streaming --shuffle_buffer 5 --packing {packing} --lora_dropout 0 --save_strategy steps --save_steps 1"
+    )
+    whole, other = job(2, 2, options, f"streamed-{packing}"), job(1, 4, options, f"streamed-one-{packing}")
+    resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", f"streamed-resumed-{packing}")
+    assert_same_end(whole, resumed, KtoLoop.metrics)
+    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, other))
     assert all(torch.allclose(expected[name], found[name], rtol=1e-4, atol=1e-6) for name in expected)
     kls = [entry["kl"] for entry in history(whole)]
     assert kls == pytest.approx([entry["kl"] for entry in history(other)], rel=1e-4, abs=1e-6) and max(kls) > 0.01

@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from tests.conftest import demo_rows, save_llama
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
 from unsloth_ddp.data.mismatched import with_mismatched
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
@@ -52,12 +53,16 @@ def adapted(folder: Path) -> Any:
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def batch_of(rows: list[dict], tokenizer: Any, max_length: int = 64) -> dict[str, Any]:
+def pair_examples(tokenizer: Any, rows: list[dict] = ROWS, max_length: int = 64) -> list[dict[str, np.ndarray]]:
     encoder = Encoder(tokenizer, supervise_all=False)
     encoded = [encode_row(encoder, to_pair(json.loads(json.dumps(row))), max_length) for row in rows]
     columns = [{"input_ids": one.input_ids, "labels": one.labels, "parts": one.parts} for one in encoded]
+    return [{name: np.array(values) for name, values in row.items()} for row in columns]
+
+
+def batch_of(rows: list[dict], tokenizer: Any, max_length: int = 64) -> dict[str, Any]:
     collate = Collate(PadRight(tokenizer.pad_token_id), Flatten("positions"), head_chooses=True)
-    return collate([{name: np.array(values) for name, values in row.items()} for row in columns])
+    return collate(pair_examples(tokenizer, rows, max_length))
 
 
 def make_task(model: Any, **settings: Any) -> Any:
@@ -122,13 +127,17 @@ def test_kto_is_that_of_trl_on_one_process_with_one_batch(tmp_path, monkeypatch_
         assert found[name] == pytest.approx(shown[name][-1], rel=1e-5, abs=3e-6), name
 
 
-def labelled_batch(tokenizer: Any, rows: list[dict] = LABELLED, max_length: int = 64) -> dict[str, Any]:
+def labelled_examples(tokenizer: Any, rows: list[dict] = LABELLED, max_length: int = 64) -> list[dict[str, np.ndarray]]:
     """The rows with TRL's mismatched ones: each takes the answer of the row before it."""
     encoder = Encoder(tokenizer, supervise_all=False)
     encoded = [encode_row(encoder, to_labelled(json.loads(json.dumps(row))), max_length) for row in rows]
     columns = [{name: np.array(getattr(one, name)) for name in ("input_ids", "labels", "desirable")} for one in encoded]
-    examples = [row | with_mismatched(row, columns[i - 1], max_length) for i, row in enumerate(columns)]
-    return Collate(PadRight(tokenizer.pad_token_id), Flatten("positions"), head_chooses=True)(examples)
+    return [row | with_mismatched(row, columns[i - 1], max_length) for i, row in enumerate(columns)]
+
+
+def labelled_batch(tokenizer: Any, rows: list[dict] = LABELLED) -> dict[str, Any]:
+    collate = Collate(PadRight(tokenizer.pad_token_id), Flatten("positions"), head_chooses=True)
+    return collate(labelled_examples(tokenizer, rows))
 
 
 def runner_of(model: Any) -> MicroBatchRunner:
@@ -304,11 +313,26 @@ def test_a_model_that_differs_from_its_reference_before_step_1_is_refused(traine
     same.begin(runner, runtime, data, None)
 
 
-def test_pairs_are_never_packed_on_a_gpu_either(trained, runtime):
-    from unsloth_ddp.model.forward.attention import choose_packing
-    from unsloth_ddp.sizing.choose import planned_packing
-
-    # Neither asks for the model's attention or shape.
-    shape: Any = None
-    for found in (choose_packing(Settings(task="dpo"), runtime, None), planned_packing(Settings(task="dpo"), shape)):
-        assert (found.packed, found.reason) == (False, "rows of preference tasks are padded")
+@pytest.mark.parametrize("times", [1, 12])
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_packs_have_the_sums_and_gradients_of_padded_rows(trained, kind, times):
+    model, tokenizer = trained
+    task = make_task(model, task=kind)
+    examples_of, rows = (pair_examples, ROWS) if kind == "dpo" else (labelled_examples, LABELLED)
+    chosen = examples_of(tokenizer, rows * times)
+    for one in chosen:
+        # The first token of a row is never predicted, whatever its label.
+        for start in (0, one["parts"][0]):
+            one["labels"][start] = one["input_ids"][start]
+    collate = Collate(PadRight(tokenizer.pad_token_id), Flatten("positions"), head_chooses=True, by_row=True)
+    found = []
+    for examples in (chosen, [join_rows(chosen[:3]), join_rows(chosen[3:])]):
+        batch = collate(examples)
+        units = task.units(batch, runner_of(model))
+        loss, sums = task.measure(model, batch, units.float())
+        found.append((units, sums, gradient(model, loss)))
+    assert batch["position_ids"].shape == batch["input_ids"].shape
+    # Logits of all tokens of few rows, and of the supervised ones of many.
+    assert ("supervised_positions" in batch) == (times > 1)
+    for padded, packed in zip(*found, strict=True):
+        assert torch.allclose(packed, padded, rtol=1e-4, atol=1e-5)

@@ -94,9 +94,13 @@ _METHODS = "the methods are lora, qlora and full"
 
 # "name/tools" -> value -> options, and what is said of other values.
 VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
-    "freeze_vision_tower/L freeze_multi_modal_projector/L freeze_vit/S freeze_aligner/S fix_vit/G": (
-        {"true": {}, "false": {"train_towers": True}},
-        "towers and projectors are frozen unless train_towers is given",
+    "freeze_vision_tower/L freeze_vit/S fix_vit/G": (
+        {"true": {}, "false": {"train_towers": "tower"}},
+        "towers are frozen unless train_towers is given",
+    ),
+    "freeze_multi_modal_projector/L freeze_aligner/S": (
+        {"true": {}, "false": {"train_towers": "projector"}},
+        "projectors are frozen unless train_towers is given",
     ),
     "freeze_language_model/L freeze_llm/S": ({"false": _NOTHING}, "the text decoder is always trained"),
     "tune_llm/G": ({"true": _NOTHING}, "the text decoder is always trained"),
@@ -254,7 +258,7 @@ WITHOUT = {
     "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
     "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
     "video_max_pixels/L": "video is not trained",
-    "max_slice_nums/G": "the model's processor decides it; image_max_pixels bounds an image",
+    "image_size/A image_resize_algorithm/A image_min_pixels/L image_do_pan_and_scan/L crop_to_patches/L min_pixels/S max_slice_nums/G": "the model's processor decides it; image_max_pixels bounds an image",
     "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS bnb_4bit_compute_dtype/S "
     "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
     "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S expert_parallel_size/A "

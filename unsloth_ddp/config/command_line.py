@@ -108,8 +108,9 @@ def make_parser(description: str) -> Parser:
         for name in (f.name for f in dataclasses.fields(topic)):
             text = f"{OPTIONS[name].help} [{_shown(getattr(defaults, name))}]".replace("%", "%%")
             kind = TYPES[name]
-            if kind is bool:
-                group.add_argument(f"--{name}", nargs="?", const="true", metavar="BOOL", help=text)
+            if bool in (kind, *typing.get_args(kind)):
+                metavar = "BOOL" if kind is bool else "VALUE"
+                group.add_argument(f"--{name}", nargs="?", const="true", metavar=metavar, help=text)
                 group.add_argument(
                     f"--no_{name}", dest=name, action="store_const", const="false", help=argparse.SUPPRESS
                 )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.config.declare import Option, option
-from unsloth_ddp.config.task_options import ImageSettings, TaskSettings
+from unsloth_ddp.config.task_options import PAIR_TASKS, ImageSettings, TaskSettings
 from unsloth_ddp.utils.files.safe import write_new_file
 
 
@@ -44,8 +44,12 @@ class ModelSettings:
         "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to rounding.",
         "refuse",
     )
-    train_towers: bool = option(
-        False, "Train the towers and projectors of an image-text model too; rows of text do not reach them.", "refuse"
+    train_towers: bool | Literal["tower", "projector"] = option(
+        False,
+        "Train what stands beside the text decoder of an image-text model too: true (both), tower, or projector. Rows of text do not "
+        "reach it.",
+        "refuse",
+        bare="true",
     )
     attn_implementation: str | None = option(
         None, "Attention implementation of the transformers backend (sdpa, eager, ...).", "report"
@@ -382,6 +386,16 @@ class Settings(
     ModelSettings,
 ):
     """All options of one run, flat, as they stand in a YAML file."""
+
+    @property
+    def longest_example(self) -> int:
+        """Return the most trained tokens of a training row, which may be two answers of up to max_length tokens."""
+        return self.max_length * (2 if self.task in PAIR_TASKS else 1)
+
+    @property
+    def longest_pack(self) -> int:
+        """Return the most tokens of a pack of several training rows; a labelled answer has its mismatched row beside it."""
+        return self.max_length * (2 if self.trains_preferences else 1)
 
     def save(self, path: Path) -> None:
         """Write the resolved settings; `--config <path>` repeats the run."""

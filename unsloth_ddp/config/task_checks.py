@@ -42,10 +42,8 @@ def check_task(settings: Settings) -> None:
             "it out, or give --preference_loss sigmoid."
         )
     refused = {
-        "packing on": settings.packing == "on" and "its rows are padded; give --packing auto",
-        "global_batch_tokens": settings.global_batch_tokens is not None
-        and "it counts packs and the rows are padded; give --global_batch_size",
-        "cuda_graphs on": settings.cuda_graphs == "on" and "they need packed rows; give --cuda_graphs auto",
+        "cuda_graphs on": settings.cuda_graphs == "on"
+        and "a captured step sums the losses of tokens and whole answers are compared; give --cuda_graphs auto",
         "loss_on all": settings.loss_on == "all" and "only answers are compared; leave it out",
         "reference adapter_off": settings.reference == "adapter_off"
         and settings.method == "full"

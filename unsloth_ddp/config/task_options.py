@@ -95,9 +95,10 @@ class TaskSettings:
 class ImageSettings:
     """Images"""
 
-    image_folder: str | None = option(
-        None,
-        "Folder of the images that rows name by relative paths; default: beside the rows' file, or the working folder.",
+    image_folder: list[str] = option(
+        [],
+        "Folders of the images that rows name by relative paths, looked up in this order; default: beside the rows' file, then the "
+        "working folder.",
         path="read",
         on_resume="allow",  # the images are compared themselves
         summary=False,

@@ -19,7 +19,9 @@ from unsloth_ddp.data.order.packing import Packing
 
 # The columns of a row; what else an example has is computed by its task.
 ROW_KEYS = ("input_ids", "labels", "parts", "desirable")
-IMAGE_KEYS = ("images", "rendered")
+IMAGE_KEYS = ("images", "rendered", "pixels")
+# What says how the tokens of an example or of a pack make rows.
+OF_TOKENS = ("input_ids", "labels", "parts", "lengths")
 
 
 class ListColumn:
@@ -48,7 +50,7 @@ class ArrowRows:
     """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
     Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run with images
-    have `images` and `rendered` (see chat.tokenize.EncodedRow).
+    have `images`, `rendered` and `pixels` (see chat.tokenize.EncodedRow).
 
     Args:
         added: further values of each row by name, each (rows, ...).
@@ -64,6 +66,10 @@ class ArrowRows:
     def __len__(self) -> int:
         return len(self.columns["input_ids"])
 
+    def members(self, index: int) -> list[int]:
+        """Return the row, as PackedRows returns those of a pack."""
+        return [index]
+
     def __getitem__(self, row: int) -> dict[str, Any]:
         found = {name: column[row] for name, column in self.columns.items()}
         found |= {name: column[row].as_py() for name, column in self.texts.items()}
@@ -72,7 +78,10 @@ class ArrowRows:
 
 @dataclass
 class PackedRows:
-    """Map-style dataset of packs; each item holds the concatenated ids and labels of its rows, and the rows' lengths."""
+    """Map-style dataset of packs; each item holds the concatenated ids and labels of its rows, and the rows' lengths.
+
+    The two rows of a pair, or of a labelled answer, follow each other.
+    """
 
     rows: ArrowRows
     packing: Packing
@@ -82,17 +91,32 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return a pack as `join_rows` makes it; the last index is the filler."""
-        filler = index == len(self.packing)
-        members = [len(self.rows) - 1] if filler else self.packing.members(index).tolist()
-        return join_rows([self.rows[member] for member in members])
+        return join_rows([self.rows[member] for member in self.members(index)])
+
+    def members(self, index: int) -> list[int]:
+        """Return the rows of a pack."""
+        return [len(self.rows) - 1] if index == len(self.packing) else self.packing.members(index).tolist()
 
 
-def join_rows(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Concatenate rows into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,).
+def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Concatenate examples into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,), further values (examples, ...).
 
-    The label of each row's first token is ignored, as in an unpacked row, because no token of the row predicts it.
+    An example is one row, or `parts` says how many tokens each of its two rows has. The label of each row's first token is
+    ignored, as in an unpacked row, because no token of the row predicts it.
     """
-    lengths = np.array([len(row["input_ids"]) for row in rows], dtype=np.int64)
-    labels = np.concatenate([row["labels"] for row in rows])
+    lengths = np.concatenate([one.get("parts", [len(one["input_ids"])]) for one in examples]).astype(np.int64)
+    labels = np.concatenate([one["labels"] for one in examples])
     labels[np.cumsum(lengths) - lengths] = IGNORED
-    return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, "lengths": lengths}
+    further = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in OF_TOKENS}
+    ids = np.concatenate([one["input_ids"] for one in examples])
+    return {"input_ids": ids, "labels": labels, "lengths": lengths, **further}
+
+
+def split_rows(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Return the rows of an example or a pack: `input_ids` and `labels` of each; an example of one row as it is."""
+    lengths = example.get("lengths", example.get("parts"))
+    if lengths is None:
+        return [example]
+    borders = np.cumsum(lengths)[:-1]
+    ids, labels = (np.split(example[name], borders) for name in ("input_ids", "labels"))
+    return [{"input_ids": of_row, "labels": kept} for of_row, kept in zip(ids, labels, strict=True)]

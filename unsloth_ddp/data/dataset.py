@@ -64,7 +64,11 @@ TOKEN_FEATURES = datasets.Features(
 # Further columns of the tasks, and of rows with images.
 PARTS = {"parts": datasets.List(datasets.Value("int32"))}
 DESIRABLE = {"desirable": datasets.List(datasets.Value("int32"))}
-IMAGES = {"images": datasets.List(datasets.Value("string")), "rendered": datasets.Value("string")}
+IMAGES = {
+    "images": datasets.List(datasets.Value("string")),
+    "rendered": datasets.Value("string"),
+    "pixels": datasets.Value("int64"),
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,14 @@ class TokenizedRows:
     added: dict[str, np.ndarray] = field(default_factory=dict)
     processing: ImageProcessing | None = None
 
+    def pixels(self) -> np.ndarray:
+        """Return the numbers of each row's images, as the model takes them, and of the filler's, int64 (rows + 1,)."""
+        return np.asarray(_column(self.dataset, "pixels").to_numpy())
+
+    def work_of_images(self) -> np.ndarray | None:
+        """Return the work of each row's images in the towers, in tokens; None for a run without images."""
+        return self.processing.work(self.pixels()) if self.processing else None
+
     @property
     def units(self) -> int:
         """Number of units that the batch plan counts: packs, or rows."""
@@ -114,21 +126,31 @@ class TokenizedRows:
     @property
     def examples(self) -> ArrowRows | PackedRows:
         """Return the units, followed by the filler."""
-        rows = ArrowRows(self.dataset, self.added)
-        return rows if self.packing is None else PackedRows(rows, self.packing)
+        return self.rows if self.packing is None else PackedRows(self.rows, self.packing)
+
+    @property
+    def rows(self) -> ArrowRows:
+        """Return the rows, followed by the filler."""
+        return ArrowRows(self.dataset, self.added)
 
     def first_tokens(self) -> np.ndarray:
         """Return the token ids of the first rows, int (n,)."""
         return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.counts.rows))])
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a pair, with its shorter row padded."""
-        if "parts" in self.dataset.column_names:
-            return 2 * pc.list_flatten(_column(self.dataset, "parts")).to_numpy().reshape(-1, 2).max(axis=1).astype(
-                np.int64
-            )
-        rows = row_lengths(self.dataset)
-        return rows if self.packing is None else np.append(self.packing.tokens, rows[-1])
+        """Return the trained tokens of each unit and of the filler, int64 (units + 1,); of a padded pair, twice its longer row."""
+        if self.packing is not None:
+            trained = self.trained_lengths()
+            return np.append(self.packing.sums(trained), trained[-1])
+        pairs = "parts" in self.dataset.column_names and "desirable" not in self.dataset.column_names
+        return 2 * self._parts().max(axis=1) if pairs else self.trained_lengths()
+
+    def trained_lengths(self) -> np.ndarray:
+        """Return the tokens of each row and of the filler without padding and mismatched rows, int64 (rows + 1,)."""
+        return self._parts()[:, 0] if "desirable" in self.dataset.column_names else row_lengths(self.dataset)
+
+    def _parts(self) -> np.ndarray:
+        return pc.list_flatten(_column(self.dataset, "parts")).to_numpy().reshape(-1, 2).astype(np.int64)
 
 
 def tokenize_examples(
@@ -264,7 +286,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         "supervised": [0],
         **parts,
         **({"desirable": [[1]]} if "desirable" in features else {}),
-        **({"images": [[]], "rendered": [""]} if "images" in features else {}),
+        **({"images": [[]], "rendered": [""], "pixels": [0]} if "images" in features else {}),
     }
     with_filler = datasets.concatenate_datasets([tokenized, datasets.Dataset.from_dict(filler, features=features)])
     found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}

@@ -271,6 +271,15 @@ def let_idle_threads_sleep() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
+def keep_tuned_kernels() -> None:
+    """Have Triton keep on the disk which variant of a kernel was fastest; call this before torch is imported.
+
+    Kernels of layers with a state, such as the gated delta nets of Qwen3.5, have many variants, and each run would compile and
+    time all of them before its first step. A resumed run takes the variants of the run that it continues.
+    """
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+
+
 def repeat_bits() -> None:
     """Set what full_determinism of Transformers' Trainer needs before the GPU is used; variables that are set stay.
 

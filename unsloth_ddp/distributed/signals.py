@@ -86,6 +86,7 @@ class StopRequest:
         self._is_main = is_main
         self._end_process = end_process
         self._signals = SignalCounter(os.getppid())
+        self._received: list[signal.Signals] = []
         self._max_time: str | None = None
         self._deadline: float | None = None
         self._training = False
@@ -119,7 +120,8 @@ class StopRequest:
             # nohup, and shells for background jobs, ignore these on purpose. The other signals are requests even if
             # they were inherited as ignored, as under some job runners.
             if number not in IGNORABLE or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _do_nothing)
+                self._received.append(number)
+        self._receive()
         os.register_at_fork(
             before=_block_signals, after_in_parent=_unblock_signals, after_in_child=self._stop_listening_in_child
         )
@@ -127,6 +129,15 @@ class StopRequest:
         if under_launcher(environ) and sys.platform == "linux":
             self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _receive(self) -> None:
+        """Install the handlers, again in the main thread before each exchange.
+
+        LLVM, which compiles Triton's kernels in this process, installs handlers of its own, and its handler of SIGUSR1
+        does nothing.
+        """
+        for number in self._received:
+            signal.signal(number, _do_nothing)
 
     def end_with(self, end_process: Callable[[int], Any]) -> None:
         """Have a signal that ends the process at once end it with this function, which may tell the other ranks."""
@@ -140,6 +151,7 @@ class StopRequest:
             has_checkpoint: returns whether a later start can resume from a complete checkpoint.
         """
         self._runtime, self._has_checkpoint = runtime, has_checkpoint
+        self._receive()
         if runtime.ranks.world_size > 1:
             import torch.distributed as dist
 
@@ -164,6 +176,7 @@ class StopRequest:
             return
         import torch
 
+        self._receive()
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.request_stop(f"max_time {self._max_time}")
         flag = torch.tensor([int(self.local_cause is not None), int(self.save_is_due())])

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def _path_of(base: Any, wanted: Any) -> str:
     return next(path for path, module in base.named_modules() if module is wanted)
 
 
-def adaptable_layers(model: Any, *, towers: bool = False) -> dict[str, Module]:
+def adaptable_layers(model: Any, beside: Callable[[str], bool] | None = None) -> dict[str, Module]:
     """Return the linear layers that all-linear and leaf names adapt, by their paths in the Transformers model.
 
     These are the layers of the text decoder that rows of text run through, except the output head, and except:
@@ -85,22 +84,26 @@ def adaptable_layers(model: Any, *, towers: bool = False) -> dict[str, Module]:
     fused kernels do; and layers that compute another product than torch's Linear.
 
     Args:
-        towers: take those of towers and projectors too.
+        beside: whether to take the layer with a path outside the text decoder too (towers.trained_beside).
     """
     base = base_model(model)
     head, modules = base.get_output_embeddings(), dict(base.named_modules())
-    beside = tuple(f"{path}." for path in parts_beside_text(model))
+    parts = tuple(f"{path}." for path in parts_beside_text(model))
     start = _path_of(base, text_decoder(model))
-    within = (f"{start}." if start else "", *(beside if towers else ()))
-    without = () if towers else beside
+    within = f"{start}." if start else ""
+
+    def is_taken(path: str) -> bool:
+        if f"{path}.".startswith(parts):
+            return beside is not None and beside(path)
+        return path.startswith(within)
+
     experts = _numbers_of_experts(base.config)
     return {
         path: module
         for path, module in modules.items()
         if is_linear(module)
         and module is not head
-        and path.startswith(within)
-        and not f"{path}.".startswith(without)
+        and is_taken(path)
         and not _chooses(path, modules, experts)
         and not _is_bypassed(path, modules)
         and _is_plain(module)
@@ -112,14 +115,19 @@ def is_linear(module: Module) -> bool:
     return isinstance(module, Linear) or type(module).__name__ == "Conv1D"
 
 
-def freeze_beside_text(model: Any) -> None:
-    """Freeze every weight that is in neither the text decoder nor the output head."""
+def freeze_beside_text(model: Any, beside: Callable[[str], bool] | None = None) -> None:
+    """Freeze every weight that is in neither the text decoder nor the output head.
+
+    Args:
+        beside: whether to leave the weight with a name outside the text decoder as it is.
+    """
     base = base_model(model)
     head = base.get_output_embeddings()
     trained = {id(p) for module in (text_decoder(model), head) if module is not None for p in module.parameters()}
     towers = {id(p) for module in parts_beside_text(model).values() for p in module.parameters()}
-    for parameter in base.parameters():
-        if id(parameter) not in trained or id(parameter) in towers:
+    for name, parameter in base.named_parameters():
+        own = id(parameter) in trained and id(parameter) not in towers
+        if not own and not (beside is not None and beside(name)):
             parameter.requires_grad_(False)
 
 
@@ -130,22 +138,6 @@ def sometimes_unused(model: Any) -> list[Parameter]:
         if isinstance(module, ModuleList) and path.endswith("experts"):
             found |= {id(p): p for p in module.parameters()}
     return list(found.values())
-
-
-def trains_beside_text(model: Any) -> bool:
-    """Return whether a weight of a tower or a projector is trained."""
-    return any(p.requires_grad for module in parts_beside_text(model).values() for p in module.parameters())
-
-
-def describe_beside_text(model: Any) -> str | None:
-    """Return which parts beside the text decoder a run trains, for the table before step 1; None if there are none."""
-    parts = parts_beside_text(model)
-    if not parts:
-        return None
-    weights = [p for module in parts.values() for p in module.parameters()]
-    count = sum(math.prod(full_shape(p)) for p in weights)
-    trained = "trained" if any(p.requires_grad for p in weights) else "frozen; --train_towers trains them"
-    return f"{', '.join(parts)} ({count:,} parameters): {trained}"
 
 
 def _numbers_of_experts(config: Any) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,10 +10,13 @@ import time
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.images.files import ImageFiles
+from unsloth_ddp.data.images.values import image_value
 from unsloth_ddp.data.sources.revisions import dataset_revisions
-from unsloth_ddp.data.sources.rows import checked_files, read_rows
+from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
 from unsloth_ddp.model.files.find import model_folder
 from unsloth_ddp.parity.comparison import LaunchComparison, LaunchOutcome, Tolerance, compare_launch
 from unsloth_ddp.parity.launches import Launch, launch_command, launch_settings
@@ -54,6 +58,7 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
         wanted *= ROWS_A_PACK
     rows_file = folder / "rows.jsonl"
     found = write_rows(check.settings, wanted, rows_file)
+    settings = with_image_folders(check.settings)
     count = len(check.launches)
     print(
         f"{counted(count, 'launch')} of {counted(check.steps, 'step')} of {counted(global_batch, unit)}, from {counted(found, 'row')}:",
@@ -65,7 +70,7 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
     tolerance, reference, initial = check.tolerance, None, None
     for launch in check.launches:
         config = folder / f"{launch.name}.yaml"
-        launch_settings(launch, check.settings, check.steps, check.precision, rows_file, folder).save(config)
+        launch_settings(launch, settings, check.steps, check.precision, rows_file, folder).save(config)
         outcome = run_launch(launch, check.script, config, folder, check.gpus[: launch.processes], check.timeout)
         told = launch.name_for_people
         print(f"  {told}: {'FAILED' if outcome.error else 'done'}, {outcome.seconds:.0f} s", flush=True)
@@ -98,11 +103,22 @@ def write_rows(settings: Settings, count: int, path: Path) -> int:
         )
         for source in sources
     )
-    lines = [json.dumps(row.columns, default=str) for row in islice(rows, count)]
+    lines = [json.dumps(row.columns, default=_as_text) for row in islice(rows, count)]
     if not lines:
         raise UserError(f"dataset {', '.join(settings.dataset)} holds no rows.")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
+
+
+def with_image_folders(settings: Settings) -> Settings:
+    """Return settings that name the folders of the rows' images, since a copy of the rows lies elsewhere."""
+    files = [one for one in checked_files(settings.dataset, streaming=settings.streaming) if is_file(one)]
+    folders = ImageFiles.of(settings.image_folder, files).folders
+    return dataclasses.replace(settings, image_folder=[str(one.absolute()) for one in folders])
+
+
+def _as_text(value: Any) -> str:
+    return image_value(value) if isinstance(value, bytes) else str(value)
 
 
 def run_launch(

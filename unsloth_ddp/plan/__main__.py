@@ -91,7 +91,8 @@ def plan(argv: list[str]) -> None:
     check_training_arguments(settings)
     shape = read_model_shape(settings)
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability, images=rows.images))
+    decision = planned_packing(settings, shape, capability, images=rows.images)
+    batch, packing, _ = plan_step(request, rows.unpadded, decision)
     rows = rows.packed(packing)
     made = make_plan(settings, shape, rows, batch, hardware)
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
@@ -105,7 +106,7 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     Raises:
         UserError: as in a run, for a bad row, a missing tokenizer or data without supervised tokens.
     """
-    from unsloth_ddp.data.dataset import tokenize_examples
+    from unsloth_ddp.data.dataset import row_lengths, tokenize_examples
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.data.sources.examples import read_examples
     from unsloth_ddp.distributed.ranks import Ranks
@@ -117,9 +118,14 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     with node_folder(runtime) as folder:
         read_examples(settings, runtime, folder)
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
-        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows.
-        lengths = rows.lengths()[:-1]
-    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed, images=rows.processing is not None)
+        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a labelled answer without its mismatched one.
+        lengths, held, trained = (
+            each[:-1] for each in (rows.lengths(), row_lengths(rows.dataset), rows.trained_lengths())
+        )
+        pixels = rows.pixels()[:-1] if rows.processing is not None else None
+    return RowLengths(
+        lengths, rows.counts.supervised, streamed=rows.streamed, pixels=pixels, held=held, trained=trained
+    )
 
 
 def check_training_arguments(settings: Settings) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
+
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
@@ -160,7 +162,7 @@ def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: Ba
     def add(method: Method, sharding: Sharding, offload: Offload, copies: int = 1) -> None:
         of_method = dataclasses.replace(settings, method=method)
         chosen = choose_step(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
-        work = make_workload(of_method, rows, chosen.tokens, hardware.processes, chosen.batch.accumulation)
+        work = make_workload(of_method, rows, chosen.tokens, chosen.batch)
         work = dataclasses.replace(work, offload=offload, copies=copies)
         as_chosen = dataclasses.replace(settings, gradient_checkpointing=chosen.checkpointing)
         memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory))
@@ -176,8 +178,10 @@ def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: Ba
                 without.add(memory[-1].verdict)
             if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1 and hardware.gpus_per_node > 1:
                 add(method, sharding, offload, hardware.nodes)
-    ordered = list(in_order(rows.each, settings.seed))
-    even = balance_efficiency(ordered, batch.per_device, batch.accumulation, hardware.processes)
+    beside = np.zeros(count) if rows.pixels is None else np.rint(rows.pixels * shape.tokens_a_pixel)
+    even = balance_efficiency(
+        in_order(rows.each, settings.seed), batch, in_order(beside.astype(np.int64), settings.seed)
+    )
     durations, speed = [], hardware.speed or 0.0
     # Adapters are trained in fp32.
     master_bytes = NUMBER_BYTES[settings.full_weights] if settings.method == "full" else 4

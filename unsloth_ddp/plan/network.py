@@ -7,7 +7,6 @@ left out, so real figures are lower, and more so with more machines (docs/plan.m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,21 +53,24 @@ def exposed_seconds(size: float, all_reduce: float, backward: float) -> float:
     return last + max(0.0, all_reduce - last - backward)
 
 
-def balance_efficiency(lengths: Sequence[int], per_device: int, accumulation: int, processes: int) -> float | None:
+def balance_efficiency(lengths: np.ndarray, plan: BatchPlan, beside: np.ndarray) -> float | None:
     """Return the efficiency that uneven rows allow: the mean work of a GPU over the work of the slowest.
 
-    A step takes as long as its process with the most tokens, padding included. Rows are dealt as in a run
+    A step takes as long as its process with the most tokens, padding and the work of images (`beside`) included. Rows are dealt as in a run
     (batch_plan.arrange). Only full steps count, and only a sample of many; None without a full step.
     """
-    plan = BatchPlan(per_device, accumulation, processes)
     steps = len(lengths) // plan.global_batch
     if not steps:
         return None
-    rows = np.asarray(lengths[: steps * plan.global_batch], dtype=np.int64).reshape(steps, plan.global_batch)
+    shape = (steps, plan.global_batch)
+    rows, images = (values[: steps * plan.global_batch].reshape(shape) for values in (lengths, beside))
     average = slowest = 0.0
-    for step in rows[:: math.ceil(steps / MOST_STEPS)]:
-        dealt = arrange(np.arange(len(step)), step, plan, padded=True)
-        work = step[dealt].reshape(accumulation, processes, per_device).max(axis=2).sum(axis=0)
+    for number in range(0, steps, math.ceil(steps / MOST_STEPS)):
+        step, extra = rows[number], images[number]
+        dealt = arrange(np.arange(len(step)), step, plan, padded=True, beside=extra).reshape(
+            plan.accumulation, plan.processes, plan.per_device
+        )
+        work = (step[dealt].max(axis=2) * plan.per_device + extra[dealt].sum(axis=2)).sum(axis=0)
         average += work.mean()
         slowest += work.max()
     return float(average / slowest)

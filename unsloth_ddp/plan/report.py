@@ -165,6 +165,12 @@ def notes(plan: Plan) -> list[str]:
             "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as a lower bound."
             + (" With the transformers backend QLoRA leaves the experts in 16 bit." if plan.shape.experts else "")
         )
+    if plan.rows.pixels is not None and (numbers := plan.shape.numbers_a_patch):
+        said.append(
+            f"Images: a row has {plan.rows.pixels.mean() / numbers:,.0f} patches on average, each of the work of "
+            f"{plan.shape.tokens_a_pixel * numbers:.2g} tokens in the tower."
+            + (" What a trained tower keeps was not held against a run on a GPU." if plan.shape.tower_trained else "")
+        )
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
     if plan.durations:
@@ -179,7 +185,7 @@ def notes(plan: Plan) -> list[str]:
         unit = plan.rows.unit.removesuffix("s")
         said.append(
             f"Rows are streamed: the plan is made from the first {counted(plan.rows.units, unit)}, and memory is that of "
-            f"micro-batches with {plan.settings.max_length:,} tokens per {unit}."
+            f"micro-batches with {plan.settings.longest_example:,} tokens per {unit}."
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
         )
     if plan.settings.packing == "auto":
@@ -187,7 +193,7 @@ def notes(plan: Plan) -> list[str]:
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}"
-            if not (plan.rows.images or plan.settings.trains_preferences or plan.shape.packing.wrong):
+            if not (plan.rows.images or plan.shape.packing.wrong):
                 planned += "; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
     return said

@@ -44,4 +44,7 @@ class Ported:
             # load_in_4bit or quantization_bit beside an adapter of kind lora, in either order.
             if option == "method" and {converted, self.options.get("method")} == {"lora", "qlora"}:
                 converted = "qlora"
+            # A file unfreezes the two by keys of their own.
+            if option == "train_towers" and {converted, self.options.get(option)} == {"tower", "projector"}:
+                converted = True
             self.options[option] = converted

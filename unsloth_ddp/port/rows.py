@@ -30,7 +30,7 @@ AS_HERE = {
 KNOWN_LLAMA_FACTORY = {
     "prompt": ("instruction",), "query": ("input",), "response": ("output",), "messages": ("messages", "conversations"),
     "system": ("system",), "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",),
-    "kto_tag": ("kto_tag", "label"),
+    "kto_tag": ("kto_tag", "label"), "images": ("images", "image"),
 }  # fmt: skip
 
 

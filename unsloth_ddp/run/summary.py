@@ -15,7 +15,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.adapter.experts import describe_experts
 from unsloth_ddp.model.loading.load import parameter_counts
-from unsloth_ddp.model.parts import describe_beside_text
+from unsloth_ddp.model.towers import describe_beside_text
 from unsloth_ddp.run.documents.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.documents.record import read_run
 from unsloth_ddp.run.next_steps import chat_command

@@ -10,7 +10,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import (
     IMAGES_ARE_PADDED,
-    PREFERENCES_ARE_PADDED,
     PackingDecision,
     decide_packing,
     describe_backend,
@@ -74,18 +73,19 @@ def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
     return choose_backend(settings.backend, True, unsupported_by_unsloth(settings, "none", "none"))
 
 
-def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: int, accumulation: int = 1) -> Workload:
-    """Return the load of a run on one GPU, without gradient checkpointing."""
+def make_workload(settings: Settings, rows: RowLengths, tokens: int, batch: BatchPlan) -> Workload:
+    """Return the load of a run on one GPU with these micro-batches, without gradient checkpointing."""
     return Workload(
         tokens=tokens,
         precision=NUMBER_BYTES[precision_of(settings)],
         master=NUMBER_BYTES[settings.full_weights],
         optimizer=settings.optim,
         checkpointing="none",
-        processes=processes,
+        processes=batch.processes,
         backend=backend_of(settings),
         packed=rows.packing is not None,
-        accumulation=accumulation,
+        accumulation=batch.accumulation,
+        pixels=rows.most_pixels(batch.per_device),
         ddp_buckets=settings.ddp_find_unused_parameters,
     )
 
@@ -119,11 +119,11 @@ def choose_step(
     kinds = checkpointing_kinds(settings, sharding)
 
     def tokens(size: int) -> int:
-        return largest_tokens(rows, size, settings.max_length)
+        return largest_tokens(rows, size, settings.longest_example)
 
     def fits_with(kind: str, size: int) -> bool:
         assert gpu_memory is not None
-        work = make_workload(settings, rows, tokens(size), batch.processes)
+        work = make_workload(settings, rows, tokens(size), with_micro_batch(batch, size))
         work = dataclasses.replace(work, checkpointing=cast(Checkpointing, kind), offload=offload, copies=copies)
         work = as_loaded(settings, shape, sharding, work, gpu_memory)
         # Also where it is a lower bound, which has no verdict.
@@ -183,8 +183,6 @@ def planned_packing(
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
     if images:
         return PackingDecision(False, IMAGES_ARE_PADDED)
-    if settings.trains_preferences and settings.packing != "off":
-        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

@@ -19,7 +19,8 @@ from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_
 from unsloth_ddp.model.forward.attention import packing_obstacles
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
-from unsloth_ddp.model.parts import parts_beside_text
+from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
+from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel, trained_beside
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.errors import UserError, one_line
 
@@ -80,11 +81,19 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and id(m) not in beside]
     towers = {id(p): p for one in beside.values() for p in one.parameters()}
     tower_linear = sum(one.weight.numel() for one in beside.values() if isinstance(one, torch.nn.Linear))
+    tower = image_tower(model)
+    beside_trained = trained_beside(model, settings.train_towers)
+    freeze_beside_text(model, beside_trained)
+    frozen = sum(p.numel() for p in towers.values() if not p.requires_grad)
+    tower_trained = any(p.requires_grad for block in tower.blocks for p in block.parameters()) if tower else False
+    work = tokens_a_pixel(model)
     try:
         adapted: Any = get_peft_model(model, lora_config(settings, model), low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"lora_target_modules: {one_line(error)}") from None
     adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    if tower and settings.method != "full":
+        tower_trained = any(p.requires_grad for block in tower.blocks for p in block.parameters())
     with_adapter = sum(p.numel() for _, p in adapted_parameters(adapted) if any(p is one for one in stacked.values()))
     adapted.to(torch.bfloat16)
     _without_adapted_experts(adapted)
@@ -106,8 +115,14 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         adapted_experts=with_adapter,
         has_experts=known > 0,
         layer_weights=weights_of_first_layer(adapted),
-        towers=0 if settings.train_towers else sum(p.numel() for p in towers.values()),
+        towers=frozen,
         tower_linear=tower_linear,
+        numbers_a_patch=tower.numbers_a_patch if tower else 0,
+        tower_layers=len(tower.blocks) if tower else 0,
+        tower_input=2 * tower.hidden if tower else 0,
+        tower_kept=2 * kept_a_patch(tower.blocks[0]) if tower else 0,
+        tower_trained=tower_trained,
+        tokens_a_pixel=work if settings.method == "full" else tokens_a_pixel(adapted),
         packing=packing,
     )
 

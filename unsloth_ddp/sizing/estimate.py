@@ -52,6 +52,7 @@ class Workload:
 
     Args:
         tokens: tokens of the largest micro-batch, padding included.
+        pixels: numbers of the images of the micro-batch with the most.
         precision: bytes of a number in the forward pass, 4 or 2.
         master: bytes of a stored trained weight (method full; adapters have 4).
         optimizer: its Transformers name.
@@ -74,6 +75,7 @@ class Workload:
     offload: Offload = "none"
     copies: int = 1
     ddp_buckets: bool = False
+    pixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
         found = _with_zero(shape, method, sharding, work, frozen, activations)
     if work.offload != "none":
         found = _in_host_memory(found, shape, method, sharding, work)
-    # No mixture of experts was held against a run.
-    return dataclasses.replace(found, lower_bound=True) if shape.has_experts else found
+    # No mixture of experts and no trained tower was held against a run.
+    unknown = shape.has_experts or (work.pixels > 0 and shape.tower_trained)
+    return dataclasses.replace(found, lower_bound=True) if unknown else found
 
 
 def _in_host_memory(
@@ -317,7 +320,22 @@ def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[flo
         held_at_once = 1 if work.checkpointing == "none" else max(1, shape.layers)
         added = shape.adapted_experts * work.precision / held_at_once
     tokens = work.tokens * scale
-    return tokens * (kept + shape.outside_kept), tokens * recomputed, logits, unpacked + added
+    tower_kept, tower_recomputed = _tower_activations(shape, work)
+    kept = tokens * (kept + shape.outside_kept) + tower_kept
+    return kept, max(tokens * recomputed, tower_recomputed), logits, unpacked + added
+
+
+def _tower_activations(shape: ModelShape, work: Workload) -> tuple[float, float]:
+    """Return the bytes that the tower of images keeps until its backward pass, images in fp32 included, and those of one layer.
+
+    Of a frozen tower nothing is kept, but one layer at a time computes.
+    """
+    if not work.pixels or not shape.numbers_a_patch:
+        return 0.0, 0.0
+    patches = work.pixels / shape.numbers_a_patch * work.precision / 2
+    layers = shape.tower_layers if shape.tower_trained else 0
+    each = shape.tower_kept if work.checkpointing == "none" else shape.tower_input
+    return 4 * work.pixels + patches * layers * each, patches * shape.tower_kept
 
 
 def _share_kept(method: Method, work: Workload) -> float:

@@ -42,6 +42,8 @@ def obstacle_on_gpus(settings: Settings, *, packed: bool, precision: str, shardi
     """Return what `obstacle` would on GPUs and with a torch that has the attention kernel."""
     if not packed:
         return "rows are padded, so micro-batches differ in shape"
+    if settings.trains_preferences:
+        return f"a captured step sums the losses of tokens, and {settings.task} compares whole answers"
     if precision != "bf16":
         return f"precision {precision} is not bf16"
     if sharding == "zero2":
@@ -135,7 +137,7 @@ def busy_without(
     if train.streamed:
         return None
     if settings.method == "full":
-        tokens = largest_tokens(train, plan.per_device, settings.max_length)
+        tokens = largest_tokens(train, plan.per_device, settings.longest_example)
         busy = tokens >= ENOUGH_TOKENS
         return f"micro-batches of {tokens:,} tokens keep the GPU busy without CUDA graphs" if busy else None
     packs = dealt(train, plan)

@@ -86,7 +86,7 @@ def sizes_to_replay(settings: Settings, rows: Units, plan: BatchPlan) -> list[in
     if settings.method == "full":
         # Each micro-batch casts all weights and adds to all gradients, so larger sizes save time.
         return sizes
-    return up_to_enough(sizes, lambda size: largest_tokens(rows, size, settings.max_length))
+    return up_to_enough(sizes, lambda size: largest_tokens(rows, size, settings.longest_example))
 
 
 def with_micro_batch(plan: BatchPlan, per_device: int) -> BatchPlan:

@@ -17,18 +17,40 @@ from unsloth_ddp.data.order.packing import Packing
 class RowLengths:
     """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
 
-    For `streamed` data these are its first rows, which stand for all. `images`: whether rows have some.
+    For `streamed` data these are its first rows, which stand for all. `pixels` are the numbers of each row's images
+    (images/processing.py), if rows have some. `held` and `trained`: tokens without padding, all and the trained ones, where a
+    training row is two rows.
     """
 
     each: np.ndarray
     supervised: int
     packing: Packing | None = None
     streamed: bool = False
-    images: bool = False
+    pixels: np.ndarray | None = None
+    held: np.ndarray | None = None
+    trained: np.ndarray | None = None
+
+    @property
+    def images(self) -> bool:
+        """Return whether rows have images."""
+        return self.pixels is not None
+
+    @property
+    def unpadded(self) -> np.ndarray:
+        """Return the tokens that each row takes in a pack."""
+        return self.each if self.held is None else self.held
+
+    def most_pixels(self, size: int) -> int:
+        """Return the most numbers of images in a micro-batch of `size` rows."""
+        return int(np.sort(self.pixels)[-size:].sum()) if self.pixels is not None else 0
 
     def packed(self, packing: Packing | None) -> RowLengths:
-        """Return the same tokens in packs; the rows themselves without packing."""
-        return self if packing is None else dataclasses.replace(self, each=packing.tokens, packing=packing)
+        """Return the same rows in packs; the rows themselves without packing."""
+        if packing is None:
+            return self
+        return dataclasses.replace(
+            self, each=packing.sums(self.each if self.trained is None else self.trained), packing=packing
+        )
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""
@@ -70,10 +92,10 @@ def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
 def largest_micro_batch(rows: RowLengths, plan: BatchPlan, settings: Settings) -> int:
     """Return the most tokens of a micro-batch of the run, with padding.
 
-    The longest units of a step share one (batch_plan.arrange). A unit of a stream that was not read may have --max_length.
+    The longest units of a step share one (batch_plan.arrange). A unit of a stream that was not read may be as long as any.
     """
     if rows.streamed:
-        return plan.per_device * settings.max_length
+        return plan.per_device * settings.longest_example
     steps = plan.steps(rows.units, settings.num_train_epochs, settings.max_steps)
     most, left = 0, steps * plan.global_batch
     for epoch in range(math.ceil(steps / plan.steps_per_epoch(rows.units))):

@@ -29,6 +29,12 @@ class ModelShape:
     layer_weights    in linear layers of the first block, those of the adapter included; 0 if it is not known
     towers           parameters beside the text decoder that full training freezes
     tower_linear     of those, in linear layers
+    numbers_a_patch  numbers of an image that a patch of the tower has; 0 without a tower of images
+    tower_layers     layers of the tower
+    tower_input      bytes of a patch at the input of such a layer, in 16 bit
+    tower_kept       bytes of a patch that such a layer keeps for its backward pass, in 16 bit; about
+    tower_trained    weights of these layers, or adapters on them, are trained
+    tokens_a_pixel   work of the tower for a number of an image, in tokens (model/towers.py)
     packing          what in the model is against packed rows
     """
 
@@ -49,6 +55,12 @@ class ModelShape:
     layer_weights: int = 0
     towers: int = 0
     tower_linear: int = 0
+    numbers_a_patch: int = 0
+    tower_layers: int = 0
+    tower_input: int = 0
+    tower_kept: int = 0
+    tower_trained: bool = False
+    tokens_a_pixel: float = 0.0
     packing: PackingObstacles = dataclasses.field(default_factory=PackingObstacles)
 
     def trained(self, method: str) -> int:

@@ -123,7 +123,7 @@ class MemorySearch:
         return self._choose(kinds, sizes, before)
 
     def _tokens(self, size: int) -> int:
-        return largest_tokens(self.data.train, size, self.settings.max_length)
+        return largest_tokens(self.data.train, size, self.settings.longest_example)
 
     def _largest(self, size: int) -> list[dict[str, np.ndarray]]:
         return largest(self.data.train, size, self.settings.max_length)
@@ -144,7 +144,7 @@ class MemorySearch:
         # If nothing leaves the headroom free, use the smallest candidate if it fits at all.
         kind, size = found or (kinds[-1], sizes[0])
         worst = max(trials[kind, size], key=lambda one: one.share)
-        longest = largest_tokens(self.data.train, 1, self.settings.max_length)
+        longest = largest_tokens(self.data.train, 1, self.settings.longest_example)
         if worst.needed is None:
             raise UserError(self._too_large(kind, size, longest, worst))
         self._check_evaluation()
@@ -233,11 +233,21 @@ class MemorySearch:
 
 
 def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, np.ndarray]]:
-    """Return the `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`."""
-    longest, examples = np.argsort(-rows.lengths()[:-1], kind="stable")[:size], rows.examples
+    """Return the `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`.
+
+    Of rows with images, these are the longest one, to which all others are padded, and those with the most pixels.
+    """
+    lengths, examples = rows.lengths()[:-1], rows.examples
+    longest = np.argsort(-lengths, kind="stable")
+    work = rows.work_of_images()
+    if work is not None:
+        first = longest[0] if size > 1 else np.argmax(lengths + work[:-1])
+        by_work = np.argsort(-work[:-1], kind="stable")
+        longest = np.array([first, *by_work[by_work != first]])
+    longest = longest[:size]
     if not rows.streamed:
         return [examples[int(index)] for index in longest]
-    first = examples[int(longest[0])]
+    first = rows.rows[0 if rows.packing else int(longest[0])]
     if "images" in first:
         more = max(0, max_length - len(first["input_ids"]))
         return [first | {name: np.pad(first[name], (0, more), "edge") for name in ("input_ids", "labels")}] * size

@@ -61,21 +61,27 @@ class RowFeed:
 
     def train_order(self, plan: BatchPlan) -> BalancedOrder:
         """Return the order of prepared training rows."""
-        self._order = BalancedOrder(plan, self.train.lengths(), self.seed, padded=self.train.packing is None)
+        train = self.train
+        self._order = BalancedOrder(
+            plan, train.lengths(), self.seed, padded=train.packing is None, beside=train.work_of_images()
+        )
         return self._order
 
     def eval_order(self, evaluation: TokenizedRows, at_once: int) -> BalancedOrder:
         """Return the order of evaluation rows, planned as one step, so that rows of similar length share a batch."""
         processes = self.runtime.ranks.world_size
         plan = BatchPlan(at_once, math.ceil(evaluation.units / (at_once * processes)), processes)
-        return BalancedOrder(plan, evaluation.lengths(), None, padded=True)
+        return BalancedOrder(plan, evaluation.lengths(), None, padded=True, beside=evaluation.work_of_images())
 
     def streamed_loader(
         self, plan: BatchPlan, collate: Callable[[list[Unit]], dict[str, Any]], *, pinned: bool
     ) -> DataLoader:
         """Return this rank's streamed micro-batches; accelerate must not shard them again."""
         assert self._windows is not None
-        self._streamed = streamed_steps(self.settings, self.runtime, plan, self.train.packing, self._windows)
+        train = self.train
+        self._streamed = streamed_steps(
+            self.settings, self.runtime, plan, train.packing, self._windows, train.processing
+        )
 
         def collate_unless_skipped(units: list[Unit] | None) -> dict[str, Any] | None:
             return None if units is None else collate(units)

@@ -27,20 +27,20 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoin
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan, rows_at_once
-from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.collate import Collate, PadRight
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.files.stored_weights import complete_result
-from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_packs
+from unsloth_ddp.model.forward.attention import flatten_for, prepare_for_packs
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode
-from unsloth_ddp.model.parts import trains_beside_text
+from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
 from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory
@@ -100,11 +100,13 @@ class DDPTrainer(ResumableTrainer):
         self.peak_before_steps = 0
         if data.train.processing is not None:
             data.train.processing.always = shards_weights(runtime.sharding) or trains_beside_text(model)
+            data.train.processing.tokens_a_pixel = tokens_a_pixel(model)
             config.dataloader_num_workers = image_workers(config.dataloader_num_workers, runtime, data.train)
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
         padded = PadRight(tokenizer.pad_token_id, data.train.processing)
-        self.collate = Collate(padded, Flatten(keys_for_packs(runtime, model)))
+        flatten = flatten_for(runtime, model)
+        self.collate = Collate(padded, flatten, by_row=settings.trains_preferences)
         checkpointing = GradientCheckpointing(model, runtime, settings)
         graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
         self._use_plan(config, data.plan)

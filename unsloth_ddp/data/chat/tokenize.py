@@ -37,6 +37,7 @@ class EncodedRow:
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
         desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
         images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
+        pixels: numbers of its images, as the model takes them.
         cuts_image: whether the row was cut before the end of its last image.
     """
 
@@ -51,6 +52,7 @@ class EncodedRow:
     images: list[str] = field(default_factory=list)
     rendered: str = ""
     image_end: int = 0
+    pixels: int = 0
     cuts_image: bool = False
 
 
@@ -162,10 +164,11 @@ class Encoder:
                 f"the chat template cannot render the row ({' '.join(str(error).split())}); change the row, or give "
                 "another template with --chat_template."
             ) from None
-        text, spans, images = chat.text, chat.spans, []
+        text, spans, images, pixels = chat.text, chat.spans, [], 0
         if self.processing and example.images:
             expanded = self.processing.expand(text, example.images)
             text, ids, offsets, images = expanded.text, expanded.ids, expanded.offsets, expanded.images
+            pixels = expanded.pixels
             spans = [expanded.moved(span) for span in spans]
         else:
             ids, offsets = self._tokenize(text, special=False)
@@ -180,7 +183,7 @@ class Encoder:
         encoded = self._encoded(ids, offsets, text, keep)
         encoded.notes, encoded.unread_keys = chat.notes, chat.unread_keys
         if images:
-            encoded.images, encoded.rendered = example.images, chat.text
+            encoded.images, encoded.rendered, encoded.pixels = example.images, chat.text, pixels
             encoded.image_end = max(position for position, shown in enumerate(of_image) if shown) + 1
         return encoded
 

@@ -7,10 +7,12 @@ again for each micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,12 +36,14 @@ class Expanded:
         ids: its tokens.
         offsets: the characters of each token.
         images: the characters of each image, in the text before and after the expansion.
+        pixels: numbers in the images' largest tensor of floating point, padding included.
     """
 
     text: str
     ids: list[int]
     offsets: list[Span]
     images: list[tuple[Span, Span]]
+    pixels: int = 0
 
     def moved(self, span: Span) -> Span:
         """Return where characters of the text before the expansion stand after it."""
@@ -60,11 +64,13 @@ class ImageProcessing:
         most_pixels: larger images are scaled down before.
         for_towers: a row with one small image and no label, rendered; it is added to micro-batches without an image if
             `always` is set, so that the towers run, and get gradients, in every micro-batch.
+        tokens_a_pixel: work of the towers for each number of an image, in tokens (model/towers.py).
     """
 
     processor: Any
     most_pixels: int | None = None
     always: bool = False
+    tokens_a_pixel: float = 0.0
     for_towers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,6 +87,10 @@ class ImageProcessing:
             raise UserError(
                 f"{type(self.processor).__name__} marks text in {', '.join(self.of_tokens)}, which is not supported."
             )
+
+    def work(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the work of rows' images in the towers, in tokens, int64; `pixels` are Expanded.pixels of the rows."""
+        return np.rint(pixels * self.tokens_a_pixel).astype(np.int64)
 
     @property
     def image_token(self) -> str:
@@ -120,7 +130,9 @@ class ImageProcessing:
         ids = [int(token) for token in found["input_ids"][0]]
         offsets = [(int(start), int(stop)) for start, stop in found["offset_mapping"][0]]
         places = [(tuple(one["span"]), tuple(one["new_span"])) for one in replaced]
-        return Expanded(expanded + text[end:], ids, offsets, places)
+        # Some processors return a mask of floating point beside (SmolVLM's).
+        pixels = max(_numbers(value) for name, value in found.items() if name not in OF_TEXT) if images else 0
+        return Expanded(expanded + text[end:], ids, offsets, places, pixels)
 
     def tensors(self, row: dict[str, Any]) -> dict[str, Tensor]:
         """Return what the model takes of a row's images beside tokens; empty without an image.
@@ -181,6 +193,15 @@ class ImageProcessing:
         shown = [found for found in of_rows if found]
         names = [name for name in (shown[0] if shown else ()) if name not in (*OF_TEXT, *self.of_tokens)]
         return batch | {name: join_padded([found[name] for found in shown]) for name in names}
+
+
+def _numbers(value: Any) -> int:
+    """Return how many numbers of floating point a processor's value holds: a tensor, an array, or lists of them."""
+    if isinstance(value, (list, tuple)):
+        return sum(_numbers(one) for one in value)
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    floating = floating or (isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating))
+    return math.prod(value.shape) if floating else 0
 
 
 def join_padded(tensors: Sequence[Tensor]) -> Tensor:

@@ -162,22 +162,31 @@ class RowOrder:
 
 
 class BalancedOrder(RowOrder):
-    """A RowOrder that arranges the rows of each optimizer step by length (see `arrange`)."""
+    """A RowOrder that arranges the rows of each optimizer step by length and work (see `arrange`)."""
 
-    def __init__(self, plan: BatchPlan, lengths: np.ndarray, seed: int | None, *, padded: bool) -> None:
-        """`lengths` are the tokens of each row and, at the end, of the filler; `seed` None keeps the order of the data."""
+    def __init__(
+        self, plan: BatchPlan, lengths: np.ndarray, seed: int | None, *, padded: bool, beside: np.ndarray | None = None
+    ) -> None:
+        """`lengths` are the tokens of each row and, at the end, of the filler; `seed` None keeps the order of the data.
+
+        `beside` is the work of each row's images, in tokens.
+        """
         super().__init__(len(lengths) - 1, plan.per_device * plan.processes, seed)
         self.plan = plan
         self.lengths = lengths
+        self.beside = beside
         self.padded = padded
 
     def __iter__(self) -> Iterator[int]:
         order, step = self.indices(), self.plan.global_batch
         for start in range(0, len(order), step):
-            yield from arrange(order[start : start + step], self.lengths, self.plan, padded=self.padded).tolist()
+            rows = order[start : start + step]
+            yield from arrange(rows, self.lengths, self.plan, padded=self.padded, beside=self.beside).tolist()
 
 
-def arrange(rows: np.ndarray, lengths: np.ndarray, plan: BatchPlan, *, padded: bool) -> np.ndarray:
+def arrange(
+    rows: np.ndarray, lengths: np.ndarray, plan: BatchPlan, *, padded: bool, beside: np.ndarray | None = None
+) -> np.ndarray:
     """Return the rows of one step in the order of distribution: micro-batch m goes to process m % processes.
 
     Rows of similar length share a micro-batch, which minimizes padding. Micro-batches of similar cost share an
@@ -188,12 +197,19 @@ def arrange(rows: np.ndarray, lengths: np.ndarray, plan: BatchPlan, *, padded: b
         rows: int (rows of the step,), a multiple of per-device batch x processes.
         lengths: tokens of every row of the data.
         padded: if set, every row of a micro-batch costs as much as its longest row; otherwise its own length.
+        beside: the work of every row's images in the towers, in tokens, which comes on top.
     """
-    batches = rows[np.argsort(-lengths[rows], kind="stable")].reshape(-1, plan.processes, plan.per_device)
-    costs = lengths[batches].max(axis=2) if padded else lengths[batches].sum(axis=2)
-    dealt = np.empty_like(batches)
+    beside = np.zeros_like(lengths) if beside is None else beside
+    by_length = rows[np.lexsort((-beside[rows], -lengths[rows]))]
+    batches = by_length.reshape(-1, plan.per_device)
+    costs = lengths[batches].max(axis=1) * plan.per_device if padded else lengths[batches].sum(axis=1)
+    costs = costs + beside[batches].sum(axis=1)
+    dearest = np.argsort(-costs, kind="stable")
+    positions = batches[dearest].reshape(-1, plan.processes, plan.per_device)
+    costs = costs[dearest].reshape(-1, plan.processes)
+    dealt = np.empty_like(positions)
     so_far = np.zeros(plan.processes, dtype=np.int64)
-    for position, (group, cost) in enumerate(zip(batches, costs, strict=True)):
+    for position, (group, cost) in enumerate(zip(positions, costs, strict=True)):
         ranks = np.argsort(so_far, kind="stable")
         dealt[position, ranks] = group
         so_far[ranks] += cost

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from unsloth_ddp.data.arrow_rows import IMAGE_KEYS, ROW_KEYS
+from unsloth_ddp.data.arrow_rows import IMAGE_KEYS, OF_TOKENS, join_rows, split_rows
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 
-# What an example holds of its rows.
-OF_ROWS = (*ROW_KEYS, *IMAGE_KEYS)
+# What a batch does not hold as it is in the examples.
+COLLATED = (*OF_TOKENS, *IMAGE_KEYS, "desirable")
 # Begins the names of a batch of mismatched rows (see mismatched.py).
 MISMATCHED = "mismatched_"
 
@@ -23,22 +23,20 @@ MISMATCHED = "mismatched_"
 class PadRight:
     """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64.
 
-    A pair is two rows, the chosen one first. Further values of each example are stacked, and with `processing` those of its
-    images are added.
+    A pair is two rows, the chosen one first. With `processing` the values of images are added.
     """
 
     pad_token_id: int
     processing: ImageProcessing | None = None
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        rows = [row for example in examples for row in split_parts(example)]
+        rows = [row for example in examples for row in split_rows(example)]
         if (
             self.processing
             and (row := self.processing.row_for_towers())
             and not any(len(one["images"]) for one in rows)
         ):
             rows.append({**row, "labels": np.full(len(row["input_ids"]), IGNORED)})
-        added = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in OF_ROWS}
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -48,18 +46,9 @@ class PadRight:
             ids[index, :length] = row["input_ids"]
             labels[index, :length] = row["labels"]
             mask[index, :length] = 1
-        named = {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}
+        named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         batch = {name: torch.from_numpy(values) for name, values in named.items()}
         return batch | self.processing.collate(rows, shape[1]) if self.processing else batch
-
-
-def split_parts(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Return the rows of an example: the two of a pair, or itself."""
-    if "parts" not in example:
-        return [example]
-    borders = np.cumsum(example["parts"])[:-1]
-    ids, labels = (np.split(example[name], borders) for name in ("input_ids", "labels"))
-    return [{"input_ids": of_row, "labels": kept} for of_row, kept in zip(ids, labels, strict=True)]
 
 
 @dataclass
@@ -69,10 +58,12 @@ class Flatten:
     Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, and
     Transformers finds the rows by them. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
     int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
-    which would otherwise compute them in every layer and wait for the device each time.
+    which would otherwise compute them in every layer and wait for the device each time. With `row_of_token` add `seq_idx`,
+    (1, tokens), int32, for convolutions.
     """
 
     keys: Literal["unsloth", "flash", "positions"]
+    row_of_token: bool = False
 
     def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         lengths = np.concatenate([pack["lengths"] for pack in packs])
@@ -89,6 +80,8 @@ class Flatten:
             borders = torch.as_tensor(np.append(0, ends), dtype=torch.int32)
             batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
             batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+        if self.row_of_token:
+            batch["seq_idx"] = torch.as_tensor(np.repeat(np.arange(len(lengths)), lengths), dtype=torch.int32)[None]
         return batch
 
 
@@ -96,14 +89,15 @@ class Flatten:
 class Collate:
     """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
 
-    With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py). With a
-    `shape`, add `padded_batch`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
+    Further values of each example are added, (examples, ...). With `head_chooses`, add the positions of the supervised tokens
+    to the batch (see model/supervised_head.py). With `by_row`, add `row_lengths`, (rows,), to batches of packs. With a `shape`, add `padded_batch`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
     """
 
     pad: PadRight
     flatten: Flatten
     head_chooses: bool = False
     shape: FixedShape | None = None
+    by_row: bool = False
 
     def find_supervised(self, wanted: bool) -> None:
         """Set whether the positions of supervised tokens are added to every batch."""
@@ -118,6 +112,9 @@ class Collate:
             return self._labelled(examples)
         packed = "lengths" in examples[0]
         batch: dict[str, Any] = self.flatten(examples) if packed else self.pad(examples)
+        batch |= {name: torch.from_numpy(values) for name, values in _further(examples).items()}
+        if packed and self.by_row:
+            batch["row_lengths"] = torch.from_numpy(np.concatenate([pack["lengths"] for pack in examples]))
         if self.head_chooses:
             batch |= supervised_positions(batch["labels"])
         if packed and self.shape is not None:
@@ -128,16 +125,19 @@ class Collate:
         return batch
 
     def _labelled(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows, each padded by themselves."""
-        both = zip(*(split_parts(one) for one in examples), strict=True)
-        batch, mismatched = (
-            self([row | _added(one, half) for row, one in zip(rows, examples, strict=True)])
-            for half, rows in enumerate(both)
-        )
-        desirable = torch.from_numpy(np.concatenate([one["desirable"] for one in examples]) > 0)
-        return batch | {"desirable": desirable} | {MISMATCHED + name: value for name, value in mismatched.items()}
+        """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows, padded or packed by themselves."""
+        rows = [row for one in examples for row in split_rows(one)]
+        further = _further(examples)
+        batch: dict[str, Any] = {}
+        for half, prefix in enumerate(("", MISMATCHED)):
+            found = self([join_rows(rows[half::2])] if "lengths" in examples[0] else rows[half::2])
+            found |= {name: torch.from_numpy(values[:, half]) for name, values in further.items()}
+            batch |= {prefix + name: value for name, value in found.items()}
+        desirable = np.concatenate([one["desirable"].ravel() for one in examples])
+        return batch | {"desirable": torch.from_numpy(desirable > 0)}
 
 
-def _added(example: dict[str, np.ndarray], half: int) -> dict[str, np.ndarray]:
-    """Return what the task has added to one of the two rows of an example."""
-    return {name: values[half] for name, values in example.items() if name not in OF_ROWS}
+def _further(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return what a task has added to the examples, each (examples, ...); those of a pack are joined already."""
+    join = np.concatenate if "lengths" in examples[0] else np.stack
+    return {name: join([one[name] for one in examples]) for name in examples[0] if name not in COLLATED}

@@ -45,6 +45,10 @@ class Packing:
         """Return the rows of one pack."""
         return self.rows[self.starts[pack] : self.starts[pack + 1]]
 
+    def sums(self, of_rows: np.ndarray) -> np.ndarray:
+        """Return the summed values of each pack's rows, (packs,)."""
+        return np.add.reduceat(of_rows[self.rows], self.starts[:-1])
+
     @property
     def rows_a_pack(self) -> float:
         """Mean number of rows in a pack."""
@@ -165,8 +169,7 @@ class PackingObstacles:
     no_kernel: str | None = None
 
 
-# Why the packs of a kernel that keeps rows apart are not used for pairs of answers.
-PREFERENCES_ARE_PADDED = "rows of preference tasks are padded"
+# Why the packs of a kernel that keeps rows apart are not used.
 IMAGES_ARE_PADDED = "rows with images are padded"
 
 
@@ -211,7 +214,7 @@ def describe_older_gpu(name: str, capability: tuple[int, int]) -> str:
 class BatchRequest:
     """The requested size of a step (see the options of the same names).
 
-    `plan` is the resulting plan in rows, or in packs if `packing` is "on".
+    `plan` is the resulting plan in rows, or in packs of up to `max_length` tokens if `packing` is "on".
 
     Raises:
         UserError: the global batch does not divide, or contradicts the accumulation.
@@ -238,7 +241,7 @@ class BatchRequest:
             per_device = max(1, settings.global_batch_size // (accumulation * processes))
         return cls(
             packing=settings.packing,
-            max_length=settings.max_length,
+            max_length=settings.longest_pack,
             per_device=per_device,
             processes=processes,
             global_batch=settings.global_batch_size,

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import join_rows
+from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.batch_plan import BatchPlan, arrange
 from unsloth_ddp.data.order.packing import Packing, best_fit
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition
@@ -38,12 +39,14 @@ class StepFiller:
     Args:
         capacity: maximum tokens of a pack; None if rows are not packed.
         keep_order: keep packs in the order of the rows instead of shuffling them.
+        processing: knows the work of images, if rows have some.
     """
 
     plan: BatchPlan
     capacity: int | None
     keep_order: bool
     seed: int
+    processing: ImageProcessing | None = None
 
     def units(self, window: TokenizedWindow) -> list[Unit]:
         """Return the rows of a window, or the packs made of them, in training order."""
@@ -84,7 +87,8 @@ class StepFiller:
 
     def _dealt(self, step: list[Unit]) -> Shares:
         plan, lengths = self.plan, np.array([len(unit["input_ids"]) for unit in step])
-        order = arrange(np.arange(len(step)), lengths, plan, padded=self.capacity is None)
+        beside = self.processing.work(np.array([unit["pixels"] for unit in step])) if self.processing else None
+        order = arrange(np.arange(len(step)), lengths, plan, padded=self.capacity is None, beside=beside)
         slots = order.reshape(plan.accumulation, plan.processes, plan.per_device)
         return [[[step[i] for i in batch] for batch in slots[:, process]] for process in range(plan.processes)]
 
@@ -150,13 +154,18 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
 
 
 def streamed_steps(
-    settings: Settings, runtime: Runtime, plan: BatchPlan, packing: Packing | None, windows: StreamedWindows
+    settings: Settings,
+    runtime: Runtime,
+    plan: BatchPlan,
+    packing: Packing | None,
+    windows: StreamedWindows,
+    processing: ImageProcessing | None = None,
 ) -> StreamedSteps:
     """Return the steps of a run with --streaming, filled from `windows`; `packing` is that of the first rows."""
     capacity = packing.capacity if packing else None
     return StreamedSteps(
         runtime,
-        StepFiller(plan, capacity, settings.shuffle_buffer == 0, windows.seed),
+        StepFiller(plan, capacity, settings.shuffle_buffer == 0, windows.seed, processing),
         settings.max_steps,
         lambda start: read_ahead(
             windows,

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.arrow_rows import ROW_KEYS
+from unsloth_ddp.data.arrow_rows import IMAGE_KEYS, ROW_KEYS
 from unsloth_ddp.data.chat.tokenize import EncodedRow, encode_row
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
 from unsloth_ddp.data.images.files import ImageFiles
@@ -106,7 +106,7 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
             columns = {name: values for name in ROW_KEYS if (values := getattr(encoded, name, None))}
             unit: Unit = {name: np.array(values, dtype=np.int32) for name, values in columns.items()}
             if self.images:
-                unit |= {"images": encoded.images, "rendered": encoded.rendered}
+                unit |= {name: getattr(encoded, name) for name in IMAGE_KEYS}
             window.rows.append(unit)
         return dataclasses.replace(window, rows=self.join(window.rows))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def checked_rows(
     revision: str | None = None,
     *,
     task: str,
-    image_folder: str | None = None,
+    image_folder: Sequence[str] = (),
     streaming: bool = False,
     may_be_empty: bool = False,
 ) -> Iterator[tuple[str, Example]]:

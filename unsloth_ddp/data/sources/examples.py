@@ -113,7 +113,7 @@ def _examples(
     folder: Path,
     *,
     task: str,
-    image_folder: str | None,
+    image_folder: list[str],
     streaming: bool = False,
 ) -> datasets.Dataset:
     files = checked_files(sources, streaming=streaming)

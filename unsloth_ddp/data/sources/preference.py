@@ -61,6 +61,8 @@ def to_pair(row: Any) -> Example:
         UserError: the row is no pair, or one of its answers cannot be read.
     """
     row = _renamed(row, f"a pair has {ACCEPTED}")
+    for name in ANSWERS:
+        _check_answer(row, name)
     if missing := [name for name in ANSWERS if name not in row]:
         raise UserError(_refusal(row, missing))
     halves = [_read(name, {**_rest(row), **half}) for name, half in zip(ANSWERS, _halves(row), strict=True)]
@@ -95,14 +97,20 @@ def to_labelled(row: Any) -> Example:
 
 def _labelled_answer(row: dict[str, Any]) -> dict[str, Any]:
     """Return the prompt and the completion of a labelled row."""
-    name = next((name for name in LABELLED if name in row), None)
-    answer = messages_or_text(row[name], name) if name else None
+    given = [name for name in LABELLED if name in row]
+    given = [name for name in given if not is_empty(row[name])] or given
+    for name in given:
+        _check_answer(row, name)
+    answer = messages_or_text(row[given[0]], given[0]) if given else None
+    _refuse_several([name for name in given if row[name] != row[given[0]]], given)
     for column in ("conversations", "messages"):
         if not is_empty(row.get(column)):
             turns = _turns(as_list(row[column], column))
-            return (
-                _last_answer(turns) if answer is None else {"prompt": turns, "completion": _turns(_one_or_more(answer))}
-            )
+            if answer is None:
+                return _last_answer(turns)
+            if turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
+                _refuse_several([column], [given[0], column])
+            return {"prompt": turns, "completion": _turns(_one_or_more(answer))}
     if answer is None:
         raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}.")
     if "instruction" in row:
@@ -116,6 +124,21 @@ def _labelled_answer(row: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt, "completion": answer}
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _turns(_one_or_more(prompt))
     return {"prompt": asked, "completion": _turns(_one_or_more(answer))}
+
+
+def _check_answer(row: dict[str, Any], name: str) -> None:
+    """Refuse a column that cannot be an answer."""
+    if name in row and not isinstance(row[name], str | dict | list):
+        raise UserError(
+            f"{name} is {kind_of(row[name])}, and an answer is text, a message or a list of messages; write it as one of them."
+        )
+
+
+def _refuse_several(others: list[str], given: list[str]) -> None:
+    if others:
+        raise UserError(
+            f"the row has an answer in {' and in '.join(given)}, and its label is about one of them; remove the others."
+        )
 
 
 def _last_answer(turns: list[Any]) -> dict[str, Any]:

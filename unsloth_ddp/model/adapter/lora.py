@@ -12,6 +12,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.experts import full_shape, names_in_layers, stacked_experts
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.parts import adaptable_layers, is_linear, parts_beside_text, path_in_class
+from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError
 
 # Name of an expert's linear layer -> name of the tensor in which Transformers stacks it. PEFT 0.21 maps names in the same
@@ -78,7 +79,7 @@ def adapted_paths(settings: Settings, model: torch.nn.Module) -> set[str]:
     dot for every module whose path ends with it. In MoE models PEFT takes some names for those of experts (see
     target_parameters), even if other layers, such as shared experts, have these names too. all-linear leaves these names out.
     """
-    layers = adaptable_layers(model, towers=settings.train_towers)
+    layers = adaptable_layers(model, trained_beside(model, settings.train_towers))
     names = [name for name in settings.lora_target_modules if not _tensors_called(name, model)]
     chosen = {path for name in names for path in _paths_named(name, model, layers)}
     if ALL_LINEAR in names:
@@ -157,7 +158,9 @@ def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None
             f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss multiplies "
             f"directly, so an adapter on it would not be trained; leave it out, or give --lora_modules_to_save {name[:100]}."
         )
-    if _tensors_called(name, model) or _paths_named(name, model, adaptable_layers(model, towers=settings.train_towers)):
+    if _tensors_called(name, model) or _paths_named(
+        name, model, adaptable_layers(model, trained_beside(model, settings.train_towers))
+    ):
         return
     path = next(path for path, _ in base_model(model).named_modules() if f".{path}".endswith(f".{name}"))
     raise UserError(

@@ -17,7 +17,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.data.order.packing import (
     IMAGES_ARE_PADDED,
-    PREFERENCES_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
     decide_packing,
@@ -31,11 +30,15 @@ from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
 from unsloth_ddp.model.forward.row_check import rows_mix
+from unsloth_ddp.model.forward.short_convolution import convolve_within_rows, convolving_layers
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.utils.errors import UserError
 
-LARGEST_HEAD = 256
+# Of the kernels that varlen.py takes.
+LARGEST_HEAD = 512
 TORCH_KERNEL = "torch's varlen_attn"
+# Attention of Transformers in whose place varlen.py computes.
+REPLACED = ("sdpa", varlen.NAME)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class AttentionSetup:
         implementation: attention of Transformers (sdpa, flash_attention_2, ...), used where Unsloth has none.
         unsloth_attention: whether Unsloth has replaced the model's attention layers.
         replaceable: whether varlen.py may replace that attention.
+        chosen_by_unsloth: whether Unsloth has chosen the implementation, without attention layers of its own.
         obstacle: the reason why varlen.py cannot replace it, as far as it was looked for.
         capability: major compute capability of the GPU.
         flash_attn: whether Unsloth would use flash-attn.
@@ -62,6 +66,7 @@ class AttentionSetup:
     implementation: str = "sdpa"
     unsloth_attention: bool = False
     replaceable: bool = False
+    chosen_by_unsloth: bool = False
     obstacle: str | None = None
     capability: int = 0
     flash_attn: bool = False
@@ -77,11 +82,14 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if setup.device_type != "cuda" or not setup.sixteen_bit or setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return None
     torch_kernel = TORCH_KERNEL if setup.torch_varlen and setup.capability >= AMPERE[0] else None
+    wide = setup.head_dim > varlen.LARGEST_FLASH_HEAD
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
-            return "flash-attn"
-        usable = setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable and not setup.obstacle
+            return None if wide else "flash-attn"
+        usable = setup.implementation in REPLACED and setup.replaceable and not setup.obstacle
         return torch_kernel if usable else None
+    if wide:
+        return None
     if setup.flash_attn and setup.capability >= AMPERE[0]:
         return "flash-attn"
     return torch_kernel or ("xformers" if setup.xformers else None)
@@ -98,8 +106,6 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
-    if settings.trains_preferences and settings.packing != "off":
-        return PackingDecision(False, PREFERENCES_ARE_PADDED)
     if images and settings.packing == "on":
         raise UserError(f"packing on does not work with rows of images: {IMAGES_ARE_PADDED}; give --packing auto.")
     if images and settings.packing == "auto":
@@ -115,6 +121,8 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
     )
     if choice.packed and setup and not setup.unsloth_attention and kernel == TORCH_KERNEL:
         varlen.use(base_model(model))
+    if choice.packed and _convolves_here(runtime, model):
+        convolve_within_rows(model)
     return choice
 
 
@@ -149,7 +157,7 @@ def prove_rows_apart(
     mixed = None
     if all(runtime.gather(_can_compute(runtime, model))):
         prepare_for_packs(runtime, model)
-        mixed = rows_mix(model, Flatten(keys_for_packs(runtime, model)), token_ids, runtime.precision)
+        mixed = rows_mix(model, flatten_for(runtime, model), token_ids, runtime.precision)
     elif runtime.backend != "unsloth" and not _gets_boundaries(_implementation(model)):
         mixed = "its masks cannot be tried before training while its weights are sharded"
     mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
@@ -175,6 +183,11 @@ def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
     """Return what in the model keeps a GPU from computing packed rows with a kernel; None if it is something else."""
     if setup is None or setup.device_type != "cuda" or not setup.sixteen_bit:
         return None
+    if setup.chosen_by_unsloth and setup.implementation not in REPLACED:
+        return (
+            f"Unsloth computes the model's attention with {setup.implementation or 'code of its own'}, which takes no boundaries of "
+            "rows; --backend transformers may pack them"
+        )
     if setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return (
             f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of 8 up to "
@@ -217,6 +230,17 @@ def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", 
     return "unsloth" if runtime.backend == "unsloth" else "positions"
 
 
+def flatten_for(runtime: Runtime, model: Any) -> Flatten:
+    """Return what collates packs for this model."""
+    return Flatten(keys_for_packs(runtime, model), row_of_token=_convolves_here(runtime, model))
+
+
+def _convolves_here(runtime: Runtime, model: Any) -> bool:
+    """Return whether the model has short convolutions, and Unsloth does not keep their rows apart."""
+    unsloths = runtime.backend == "unsloth" and state_reason(model) is not None
+    return not unsloths and bool(convolving_layers(model))
+
+
 def prepare_for_packs(runtime: Runtime, model: Any) -> None:
     """Enable Unsloth's packed attention for models that use Transformers' attention, as Unsloth's own trainer does."""
     if runtime.backend == "unsloth" and _implementation(model) != varlen.NAME:
@@ -239,13 +263,15 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
         flash_attn = selected == attention_dispatch.FLASH_VARLEN
         # At import Unsloth has read its environment variable and checked the arguments of torch's kernel.
         torch_varlen = torch.version.hip is None and attention_dispatch._TORCH_VARLEN_ATTN is not None
+    layers_of_unsloth = unsloth and any(_is_unsloth_attention(module) for module in model.modules())
     setup = AttentionSetup(
         device_type=runtime.device_type,
         sixteen_bit=runtime.precision != "fp32",
         head_dim=_largest_head(base.config.get_text_config()),
         implementation=_implementation(model),
-        unsloth_attention=unsloth and any(_is_unsloth_attention(module) for module in model.modules()),
+        unsloth_attention=layers_of_unsloth,
         replaceable=unsloth or settings.attn_implementation is None,
+        chosen_by_unsloth=unsloth and not layers_of_unsloth,
         capability=torch.cuda.get_device_capability()[0] if cuda else 0,
         flash_attn=flash_attn,
         xformers=xformers,

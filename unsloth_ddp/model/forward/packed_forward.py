@@ -23,6 +23,7 @@ from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import repeatable_options
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
+from unsloth_ddp.model.forward.short_convolution import convolving_layers
 from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced, text_decoder
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
@@ -71,6 +72,7 @@ class PackedForward:
             for module in layer.modules()
             if type(module).__name__.endswith("Attention") and type(module).forward.__module__.startswith("unsloth.")
         }
+        self.convolves: bool = bool(convolving_layers(model))
         self.unsloth_modules: list[Any] = [sys.modules[name] for name in attention]
         if any(not hasattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules):
             raise NotImplementedError("Unsloth computes its attention in another way")
@@ -95,6 +97,8 @@ class PackedForward:
             boundaries = step.boundaries.int()
             # Compiled layers are the same for any number of rows.
             torch._dynamo.mark_dynamic(boundaries, 0)
+            if self.convolves:
+                given["seq_idx"] = (step.position_ids == 0).cumsum(1).int()
         self._rows.boundaries = boundaries
         if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
             longest = self.shape.longest

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from unsloth_ddp.model.forward.short_convolution import convolving_layers
 from unsloth_ddp.model.modules import base_model, text_decoder
 
 # Layers that carry a state from one token to the next, and so from the end of a row into the next row of the pack.
 STATEFUL_LAYERS = re.compile(
-    r"mamba|deltanet|rwkv|shortconv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor",
+    r"mamba|deltanet|rwkv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor",
     re.IGNORECASE,
 )
 # Packages with kernels that begin a new state with each row: the layers, the module, and the package.
 KERNELS = (
     (re.compile("deltanet|linear_?attention", re.IGNORECASE), "fla", "flash-linear-attention (uv sync --extra hybrid)"),
-    (re.compile("shortconv", re.IGNORECASE), "causal_conv1d", "causal-conv1d"),
 )
 # Attention within fixed chunks of the sequence, regardless of row boundaries.
 CHUNKED_ATTENTION = ("chunked_attention",)
@@ -60,10 +60,15 @@ def state_reason(model: Any) -> str | None:
 
 
 def stateful_layer(model: Any) -> str | None:
-    """Return the class of the first layer of a model's text decoder that carries a state from token to token, if any."""
+    """Return the class of the first layer of a model's text decoder that carries a state from token to token, if any.
+
+    Short convolutions that short_convolution.py computes within rows have none.
+    """
+    within_rows = {part for layer in convolving_layers(model) for part in layer.modules()}
     for module in text_decoder(model).modules():
         name = type(module).__name__
-        convolves = isinstance(module, torch.nn.Conv1d) and module.kernel_size != (1,)
+        convolution = isinstance(module, torch.nn.Conv1d) and module.kernel_size != (1,)
+        convolves = convolution and module not in within_rows
         whole = hasattr(module, "config_class")
         if not whole and (STATEFUL_LAYERS.search(name) or hasattr(module, "A_log") or convolves):
             return name

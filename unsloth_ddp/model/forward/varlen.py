@@ -19,7 +19,10 @@ from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
+aten = torch.ops.aten
 
+# Values of a head that flash attention takes, and the code of torch's memory-efficient kernel for causal attention.
+LARGEST_FLASH_HEAD, CAUSAL_FROM_TOP_LEFT = 256, 1
 NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Config fields for the dropout of attention scores, which varlen_attn does not have.
@@ -51,8 +54,7 @@ def obstacle(model: Any) -> str | None:
     Some models accept the arguments for packed rows and do not pass them on, so a forward pass over six tokens
     records which arguments reach the attention function.
     """
-    supported = getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)
-    if not supported or not model._can_set_attn_implementation():
+    if not getattr(model, "_supports_flash_attn", False) or not model._can_set_attn_implementation():
         return "Transformers does not let other attention replace that of this model"
     try:
         if any(getattr(model.config, name, None) for name in DROPOUT_FIELDS):
@@ -86,6 +88,8 @@ def _obstacle_in(others: dict[str, Any]) -> str | None:
         return "the model does not pass the boundaries of rows to the attention kernel"
     if not others["same_shapes"]:
         return NOT_TAKEN.format("keys of another size than queries, or wider values")
+    if others["head_size"] > LARGEST_FLASH_HEAD and others.get("sliding_window"):
+        return NOT_TAKEN.format(f"heads of {others['head_size']} values with a sliding window")
     return NOT_TAKEN.format("attention to later tokens") if others.get("is_causal") is False else None
 
 
@@ -102,7 +106,7 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
         others.setdefault("is_causal", getattr(module, "is_causal", None))
         # Values may be narrower (multi-head latent attention); they are padded.
         alike = key.shape[:3] == value.shape[:3] and key.shape[2:] == query.shape[2:] and value.shape[3] <= key.shape[3]
-        calls.append(others | {"same_shapes": alike})
+        calls.append(others | {"same_shapes": alike, "head_size": query.shape[3]})
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     probed = _on_meta(model) if is_sharded(model) else model
@@ -196,8 +200,6 @@ def attend(
     Returns:
         (batch, tokens, heads, size of a value), and None in place of attention weights.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     batch, heads, tokens, size = query.shape
     dtype = _compute_dtype(query.dtype, query.device)
     if attention_mask is not None or key.shape[2] != tokens or dtype not in SIXTEEN_BIT:
@@ -227,19 +229,114 @@ def attend(
         return heads_first.transpose(1, 2).reshape(batch * tokens, heads_first.shape[1], heads_first.shape[3]).to(dtype)
 
     width = value.shape[3]
-    # One size of heads for the kernel; the scale is that of the keys.
+    # One size of heads for the kernels; the scale is that of the keys.
     padded = value if width == size else torch.nn.functional.pad(value, (0, size - width))
+    kernel = _flash if size <= LARGEST_FLASH_HEAD else _memory_efficient
+    scale = size**-0.5 if scaling is None else scaling
+    attended = kernel(by_token(query), by_token(key), by_token(padded), boundaries, longest, scale, sliding_window)
+    return attended.view(batch, tokens, heads, size)[..., :width], None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Return causal attention within rows by flash attention, (tokens, heads, head size), of up to 256 values a head."""
+    from torch.nn.attention.varlen import varlen_attn
+
     attended = varlen_attn(
-        by_token(query),
-        by_token(key),
-        by_token(padded),
+        query,
+        key,
+        value,
         boundaries,
         boundaries,
         longest,
         longest,
-        scale=size**-0.5 if scaling is None else scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=key.shape[1] != heads,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(attended, Tensor), "varlen_attn returned log-sum-exp values that were not requested"
-    return attended.view(batch, tokens, heads, size)[..., :width], None
+    return attended
+
+
+def _memory_efficient(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Return the same by torch's memory-efficient kernel, which takes wider heads and no groups of them."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    # The kernel refuses a row that is longer than all rows together.
+    return wide_attention(query, key, value, boundaries, min(longest, query.shape[0]), scale, window)[0]
+
+
+# Operators of the kit, since torch cannot compile the backward pass of this kernel within rows: what describes it to the
+# compiler does not take the kernel's arguments (torch 2.11 to 2.14).
+@torch.library.custom_op("unsloth_ddp::wide_attention", mutates_args=())
+def wide_attention(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention (tokens, heads, head size), and the log-sum-exp values (rows, heads, padded row) for the backward pass."""
+    rows = (None, boundaries, boundaries, longest, longest)
+    attended, sums, *_ = aten._efficient_attention_forward(
+        query[None], key[None], value[None], *rows, 0.0, CAUSAL_FROM_TOP_LEFT, True, scale=scale, window_size=window
+    )
+    return attended[0], sums
+
+
+@wide_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    aligned = (longest + 31) // 32 * 32
+    sums = query.new_empty((boundaries.shape[0] - 1, query.shape[1], aligned), dtype=torch.float32)
+    return query.new_empty((*query.shape[:2], value.shape[2])), sums
+
+
+@torch.library.custom_op("unsloth_ddp::wide_attention_backward", mutates_args=())
+def wide_attention_backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    attended: Tensor,
+    sums: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values; `inputs` are these and the boundaries of rows."""
+    query, key, value, boundaries = inputs
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    # In one part, since several parts add to the gradients of keys in any order.
+    gradients = aten._efficient_attention_backward(
+        grad[None].contiguous(), query[None], key[None], value[None], None, attended[None], boundaries, boundaries, longest,
+        longest, sums, 0.0, unused, unused, CAUSAL_FROM_TOP_LEFT, False, scale=scale, num_splits_key=1, window_size=window,
+    )  # fmt: skip
+    by_query, by_key, by_value = (gradient[0].contiguous() for gradient in gradients[:3])
+    return by_query, by_key, by_value
+
+
+@wide_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    inputs: list[Tensor],
+    attended: Tensor,
+    sums: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, _ = inputs
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.others = inputs[4:]
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    *inputs, attended, sums = ctx.saved_tensors
+    return *wide_attention_backward(grad, inputs, attended, sums, *ctx.others), None, None, None, None
+
+
+wide_attention.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -34,6 +34,7 @@ from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, load
 from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config
 from unsloth_ddp.model.modules import DTYPES, name_present_layers
 from unsloth_ddp.model.parts import freeze_beside_text
+from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
 from unsloth_ddp.utils.panics import panics_raised
@@ -123,8 +124,9 @@ def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: Devic
         ) from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
-    if settings.method == "full" and not settings.train_towers:
-        freeze_beside_text(model)
+    beside = trained_beside(model, settings.train_towers)
+    if settings.method == "full":
+        freeze_beside_text(model, beside)
     return model, tokenizer
 
 

@@ -11,8 +11,7 @@ the number of rows. TRL's z is that of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import MISMATCHED
 from unsloth_ddp.data.training_data import TrainingData
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
-from unsloth_ddp.training.tasks.reference import Reference, check_same, make_reference
+from unsloth_ddp.training.tasks.reference import Reference, make_reference
 
 COLUMNS = (
     "rows", "loss_sum", "divergence", "supervised_tokens", "correct", "desirable", "undesirable",
@@ -34,18 +33,16 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class KtoTask:
+class KtoTask(AnswerTask):
     """Learn from answers that are labelled as desirable or undesirable.
 
     Args:
         weights: of desirable and of undesirable answers.
-        log_probabilities: of the answers under a model.
     """
 
     beta: float
     weights: tuple[float, float]
-    log_probabilities: AnswerLogProbabilities
-    reference: Reference
+    reference: Reference = field(kw_only=True)
 
     @classmethod
     def of(cls, settings: Settings, model: Any, data: TrainingData) -> KtoTask:
@@ -56,7 +53,8 @@ class KtoTask:
             return torch.stack([compute(model, batch), compute(model, mismatched(batch))], dim=1)
 
         weights = settings.desirable_weight, settings.undesirable_weight
-        return cls(settings.resolved_beta, weights, compute, make_reference(settings, compute, of_examples, data))
+        reference = make_reference(settings, compute, of_examples, data)
+        return cls(settings.resolved_beta, weights, log_probabilities=compute, reference=reference)
 
     @property
     def described(self) -> str:
@@ -75,18 +73,9 @@ class KtoTask:
         return COLUMNS
 
     @property
-    def head_chooses(self) -> bool:
-        """Return that a batch names its supervised tokens, since only their logits are computed."""
-        return True
-
-    @property
     def units_need_model(self) -> bool:
         """Return that the loss depends on the divergence, which `units` computes."""
         return True
-
-    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> KtoTask:
-        """Return the task as it is."""
-        return self
 
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner) -> Tensor:
         """Return the number of answers, and the summed divergence of the mismatched rows, float64 (2,)."""
@@ -97,7 +86,7 @@ class KtoTask:
         other = mismatched(batch)
         with torch.no_grad(), evaluation_mode(model):
             ratios = self.log_probabilities(model, other).double() - self.reference.of(model, other).double()
-        counted = answer_tokens(other["labels"]) > 0
+        counted = answer_tokens(other) > 0
         return torch.stack([counted.sum().double(), ratios.masked_fill(~counted, 0).sum()])
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
@@ -110,7 +99,7 @@ class KtoTask:
         # The reference comes first, so that its activations are gone before those of the policy are kept.
         reference, desirable = self.reference.of(model, batch), batch["desirable"]
         policy = self.log_probabilities(model, batch)
-        tokens = answer_tokens(batch["labels"])
+        tokens = answer_tokens(batch)
         # A row without an answer (the filler, or one that was cut) counts as nothing, also in its gradient.
         counted = tokens > 0
         divergence = (divisor[1] / divisor[0].clamp(min=1e-30)).clamp(min=0)
@@ -142,16 +131,6 @@ class KtoTask:
         if sums["desirable"] and sums["undesirable"]:
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return found | {"rewards/accuracies": sums["correct"] / rows}
-
-    def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
-        """Prepare the reference, and refuse a model that differs from it before step 1."""
-        self.reference.prepare(runner, runtime, data, checkpoint)
-        if checkpoint is None:
-            check_same(self.log_probabilities, self.reference, runner, runtime, data)
-
-    def save(self, folder: Path) -> None:
-        """Write the reference, if it is precomputed."""
-        self.reference.save(folder)
 
 
 def mismatched(batch: dict[str, Any]) -> dict[str, Any]:

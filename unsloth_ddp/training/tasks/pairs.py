@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.task_options import REFERENCE_TASKS
 from unsloth_ddp.data.training_data import TrainingData
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.training.tasks.pair_losses import PairLoss, Two
-from unsloth_ddp.training.tasks.reference import Reference, check_same, make_reference
+from unsloth_ddp.training.tasks.reference import Reference, make_reference
 
 COLUMNS = (
     "pairs", "pair_loss", "chosen_tokens", "chosen_nll", "supervised_tokens", "rewards_chosen", "rewards_rejected",
@@ -29,20 +28,16 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class PairTask:
+class PairTask(AnswerTask):
     """Compare the answers of pairs.
 
     Args:
         pair_loss: the loss of a pair (pair_losses.py).
         sft_weight: of the cross entropy of the chosen answers.
-        log_probabilities: of the answers under a model.
-        reference: None for losses without one.
     """
 
     pair_loss: PairLoss
     sft_weight: float
-    log_probabilities: AnswerLogProbabilities
-    reference: Reference | None
 
     @classmethod
     def of(cls, settings: Settings, model: Any, data: TrainingData) -> PairTask:
@@ -52,7 +47,7 @@ class PairTask:
         if settings.task in REFERENCE_TASKS:
             of_pairs = lambda model, batch: compute(model, batch).view(-1, 2)  # noqa: E731
             reference = make_reference(settings, compute, of_pairs, data)
-        return cls(PairLoss.of(settings), settings.resolved_sft_weight, compute, reference)
+        return cls(PairLoss.of(settings), settings.resolved_sft_weight, log_probabilities=compute, reference=reference)
 
     @property
     def described(self) -> str:
@@ -67,22 +62,13 @@ class PairTask:
         return COLUMNS
 
     @property
-    def head_chooses(self) -> bool:
-        """Return that a batch names its supervised tokens, since only their logits are computed."""
-        return True
-
-    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> PairTask:
-        """Return the task as it is."""
-        return self
-
-    @property
     def units_need_model(self) -> bool:
         """Return False: units are only counted."""
         return False
 
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the numbers of pairs and of tokens in chosen answers, (2,)."""
-        tokens = answer_tokens(batch["labels"])
+        tokens = answer_tokens(batch)
         return torch.stack([(tokens[0::2] > 0).sum(), tokens[0::2].sum()])
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
@@ -94,7 +80,7 @@ class PairTask:
         # The reference comes first, so that its activations are gone before those of the policy are kept.
         reference = None if self.reference is None else self.reference.of(model, batch)
         policy = self.log_probabilities(model, batch)
-        tokens = answer_tokens(batch["labels"])
+        tokens = answer_tokens(batch)
         # A pair without answers (the filler, or answers that were cut) counts as nothing, also in its gradient.
         counted = tokens[0::2] > 0
         sums = two(policy)
@@ -130,19 +116,6 @@ class PairTask:
             "logps/rejected": sums["logps_rejected"] / pairs,
             "nll_loss": nll,
         }
-
-    def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
-        """Prepare the reference, and refuse a model that differs from it before step 1."""
-        if self.reference is None:
-            return
-        self.reference.prepare(runner, runtime, data, checkpoint)
-        if checkpoint is None:
-            check_same(self.log_probabilities, self.reference, runner, runtime, data)
-
-    def save(self, folder: Path) -> None:
-        """Write the reference, if it is precomputed."""
-        if self.reference is not None:
-            self.reference.save(folder)
 
 
 def two(of_rows: Tensor) -> Two:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ def check_same(
     batch = runner.batch_of([examples[index] for index in range(min(2, data.train.units))])
     with torch.no_grad(), evaluation_mode(runner.model), runner.autocast():
         policy, expected = compute(runner.model, batch), reference.of(runner.model, batch)
-    tokens = answer_tokens(batch["labels"]).clamp(min=1)
+    tokens = answer_tokens(batch).clamp(min=1)
     difference = ((policy - expected).abs() / tokens).max().item()
     if not difference <= SAME[runtime.precision]:
         raise UserError(
@@ -150,14 +151,18 @@ class Precomputed:
         ranks, filler, examples = runtime.ranks, rows.counts.rows, rows.examples
         # The longest first, so that memory runs out at once or never. Each rank takes as many batches.
         order = np.argsort(-rows.lengths()[:-1], kind="stable")
-        at_once = ROWS_AT_ONCE * ranks.world_size
-        order = np.append(order, np.full(-len(order) % at_once, filler))
+        own = ROWS_AT_ONCE if rows.packing is None else math.ceil(ROWS_AT_ONCE / rows.packing.rows_a_pack)
+        at_once = own * ranks.world_size
+        order = np.append(order, np.full(-len(order) % at_once, rows.units))
         values = torch.zeros((filler + 1, 2), dtype=torch.float32, device=runner.device)
         with torch.no_grad(), evaluation_mode(runner.model), runner.autocast():
-            for start in range(ranks.rank * ROWS_AT_ONCE, len(order), at_once):
-                taken = order[start : start + ROWS_AT_ONCE]
-                batch = runner.batch_of([examples[int(index)] for index in taken])
-                values[torch.as_tensor(taken, device=runner.device)] = self.compute(runner.model, batch).float()
+            for start in range(ranks.rank * own, len(order), at_once):
+                taken = order[start : start + own].tolist()
+                batch = runner.batch_of([examples[index] for index in taken])
+                members = torch.tensor(
+                    [row for index in taken for row in examples.members(index)], device=runner.device
+                )
+                values[members] = self.compute(runner.model, batch).float()
         values[filler] = 0
         if ranks.world_size > 1:
             # Every row is one rank's, and 0 elsewhere.

@@ -1,0 +1,175 @@
+"""Find the tower of images of a model, its projectors, and the work of an image, from the modules of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Linear, Module, ModuleList, Parameter
+from torch.nn.modules.conv import _ConvNd
+
+from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, full_shape, number_in, stacked_experts
+from unsloth_ddp.model.modules import base_model, embedding_ids, text_decoder
+from unsloth_ddp.model.parts import parts_beside_text
+from unsloth_ddp.utils.errors import UserError
+
+COLORS = 3
+
+
+@dataclass(frozen=True)
+class ImageTower:
+    """The part of a model that sees images.
+
+    Args:
+        path: of the part beside the text decoder that it is in, or is.
+        blocks: its alike layers, which every patch runs through.
+        numbers_a_patch: numbers of an image that its first layer takes at a place.
+        hidden: numbers of a patch between its layers.
+    """
+
+    path: str
+    blocks: list[Module]
+    numbers_a_patch: int
+    hidden: int
+
+
+def image_tower(model: Any) -> ImageTower | None:
+    """Return the part whose first layer reads three colors; None if there is none.
+
+    That layer is a convolution with three channels, or a linear layer of flattened patches.
+    """
+    for path, part in parts_beside_text(model).items():
+        layers = _layers(part)
+        first = next((one for one in part.modules() if isinstance(one, (Linear, _ConvNd))), None)
+        if layers is None or first is None:
+            continue
+        numbers = full_shape(first.weight)[1:]
+        if (numbers[0] == COLORS) if isinstance(first, _ConvNd) else (numbers[0] % COLORS == 0):
+            return ImageTower(path, list(layers), math.prod(numbers), full_shape(first.weight)[0])
+    return None
+
+
+def kept_a_patch(block: Module) -> int:
+    """Return about how many numbers a trained layer of a tower keeps of a patch for its backward pass.
+
+    These are inputs and outputs of its norms, outputs of its linear layers, and inputs of those that no norm feeds. Attention
+    scores and copies for attention kernels are left out.
+    """
+    norms = [p.numel() for n, p in block.named_parameters() if n.endswith("weight") and p.ndim == 1]
+    linear = [m for m in block.modules() if isinstance(m, Linear)]
+    kept = 2 * sum(norms) + sum(m.out_features for m in linear)
+    return kept + sum(m.in_features for m in linear if m.in_features not in norms)
+
+
+def projectors(model: Any) -> dict[str, Module]:
+    """Return the modules between towers and text decoder by their paths.
+
+    These are the parts beside the decoder without layers of their own, and if a tower has none beside it, what follows its
+    layers in it and is multiplied with weights (Qwen's merger).
+    """
+    parts = parts_beside_text(model)
+    found = {path: part for path, part in parts.items() if not _layers(part) and _multiplies(part)}
+    for path, part in parts.items():
+        layers = _layers(part)
+        if layers and not found:
+            found |= {f"{path}.{name}": module for name, module in _after(part, layers)}
+    return found
+
+
+def _layers(part: Module) -> ModuleList | None:
+    """Return the longest list of layers in a part, of several the first."""
+    return max((one for one in part.modules() if isinstance(one, ModuleList) and len(one)), key=len, default=None)
+
+
+def _multiplies(module: Module) -> bool:
+    return any(len(full_shape(p)) > 1 for p in module.parameters())
+
+
+def _after(part: Module, layers: Module) -> Iterable[tuple[str, Module]]:
+    """Yield what is registered after the module that holds the layers, at every depth; no other tower."""
+    begun, within = False, ""
+    for name, child in part.named_children():
+        if begun and _multiplies(child) and not hasattr(child, "config"):
+            yield name, child
+        if any(one is layers for one in child.modules()):
+            begun, within = True, name
+    if begun and (inner := part.get_submodule(within)) is not layers:
+        yield from ((f"{within}.{name}", child) for name, child in _after(inner, layers))
+
+
+def trained_beside(model: Any, choice: bool | str) -> Callable[[str], bool] | None:
+    """Return whether --train_towers trains the module or weight of a path outside the text decoder; None if it trains none.
+
+    Raises:
+        UserError: the model has no such part.
+    """
+    if not choice:
+        return None
+    parts = tuple(f"{path}." for path in parts_beside_text(model))
+    between = tuple(f"{path}." for path in projectors(model))
+    if not parts or (choice == "projector" and not between):
+        part = choice if choice == "projector" else "tower"
+        raise UserError(
+            f"train_towers {str(choice).lower()}: the model ({type(base_model(model)).__name__}) has no {part} beside its text "
+            "decoder; leave train_towers out."
+        )
+
+    def is_trained(path: str) -> bool:
+        inside = f"{path}.".startswith(between)
+        return f"{path}.".startswith(parts) and (choice is True or inside == (choice == "projector"))
+
+    return is_trained
+
+
+def trains_beside_text(model: Any) -> bool:
+    """Return whether a weight of a tower or a projector is trained."""
+    return any(p.requires_grad for module in parts_beside_text(model).values() for p in module.parameters())
+
+
+def describe_beside_text(model: Any) -> str | None:
+    """Return which parts beside the text decoder a run trains, for the table before step 1; None if there are none."""
+    parts = parts_beside_text(model)
+    if not parts:
+        return None
+    weights = [p for module in parts.values() for p in module.parameters()]
+    of_projectors = {id(p) for module in projectors(model).values() for p in module.parameters()}
+    trained = {id(p) in of_projectors for p in weights if p.requires_grad}
+    count = sum(math.prod(full_shape(p)) for p in weights)
+    how = "frozen; --train_towers trains them"
+    if trained:
+        both = len(trained) == 2 or not of_projectors
+        how = "trained" if both else f"only the {'projector' if True in trained else 'tower'} is trained"
+    return f"{', '.join(parts)} ({count:,} parameters): {how}"
+
+
+def tokens_a_pixel(model: Any) -> float:
+    """Return the work of the tower for each number of an image, in tokens of the text decoder.
+
+    A patch is multiplied with the weights of the tower's blocks, as a token is with those of the decoder and the head.
+    Multiplied with n weights, of which t are trained, a token takes 4 n + 2 t FLOP (sizing/shape.py), and a patch of a frozen
+    tower 2 n, as it needs no backward pass. Attention scores are left out in both.
+    """
+    tower = image_tower(model)
+    if tower is None:
+        return 0.0
+    in_blocks = [p for block in tower.blocks for p in block.parameters()]
+    beside = {id(p) for part in parts_beside_text(model).values() for p in part.parameters()}
+    embeddings, head = embedding_ids(model), base_model(model).get_output_embeddings()
+    decoder = [p for p in text_decoder(model).parameters() if id(p) not in beside | embeddings]
+    decoder += list(head.parameters()) if head is not None else []
+    config = base_model(model).config.get_text_config()
+    experts = {id(p) for p in stacked_experts(base_model(model)).values()}
+    used = number_in(config, EXPERTS_A_TOKEN) / (number_in(config, EXPERTS) or 1) or 1.0
+    trains = any(p.requires_grad for p in in_blocks)
+    patch = _work(in_blocks, passes=4 if trains else 2)
+    token = _work((p for p in decoder if id(p) not in experts), passes=4)
+    token += used * _work((p for p in decoder if id(p) in experts), passes=4)
+    return patch / token / tower.numbers_a_patch
+
+
+def _work(parameters: Iterable[Parameter], passes: int) -> float:
+    """Return the FLOP of a place that is multiplied with these weights: `passes` for each, and 2 more if it is trained."""
+    multiplied = [p for p in parameters if len(full_shape(p)) > 1]
+    return float(sum(math.prod(full_shape(p)) * (passes + 2 * p.requires_grad) for p in multiplied))

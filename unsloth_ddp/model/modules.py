@@ -97,13 +97,17 @@ def without_dropout(model: Any) -> Iterator[bool]:
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Set an attribute of a module or an object to `new` inside the block."""
-    before = getattr(owner, name)
+    """Set an attribute of a module or an object to `new` inside the block; remove it afterwards if there was none."""
+    missing = object()
+    before = getattr(owner, name, missing)
     setattr(owner, name, new)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @contextmanager

@@ -125,50 +125,31 @@ class PackedForward:
         A layer that is computed again in the backward pass has to find there what it found in the forward pass.
         """
         with ExitStack() as changes:
+            for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing()):
+                changes.enter_context(replaced(owner, name, value))
             if self.unsloth_modules:
-                changes.enter_context(self._unsloth_attention())
                 changes.enter_context(_fused_norm())
-            changes.enter_context(self._own_checkpointing())
             yield
 
-    @contextmanager
-    def _unsloth_attention(self) -> Iterator[None]:
-        """Compute the attention of Unsloth's layers within the rows of `_rows` inside the block."""
-        before = [getattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules]
-        allowed = getattr(self.decoder, "_unsloth_allow_packed_overlength", False)
-        try:
+    def _unsloth_attention(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what to replace so that the attention of Unsloth's layers is computed within the rows of `_rows`."""
+        for module in self.unsloth_modules:
+            yield module, UNSLOTH_ATTENTION, self._attend
+        if self.unsloth_modules:
             # Unsloth would cut a micro-batch of several packs at the longest row.
-            self.decoder._unsloth_allow_packed_overlength = True
-            for module in self.unsloth_modules:
-                setattr(module, UNSLOTH_ATTENTION, self._attend)
-            yield
-        finally:
-            self.decoder._unsloth_allow_packed_overlength = allowed
-            for module, function in zip(self.unsloth_modules, before, strict=True):
-                setattr(module, UNSLOTH_ATTENTION, function)
+            yield self.decoder, "_unsloth_allow_packed_overlength", True
 
-    @contextmanager
-    def _own_checkpointing(self) -> Iterator[None]:
-        """Turn the library's gradient checkpointing off inside the block, and recompute layers if `recompute` says so.
+    def _own_checkpointing(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what to replace to turn the library's gradient checkpointing off, and to recompute layers if `recompute` says so.
 
         Transformers' checkpointing reads the state of the GPU's random numbers, and Unsloth's is reentrant; neither can
         be captured.
         """
-        switched = [module for module in self.decoder.modules() if vars(module).get("gradient_checkpointing")]
-        kinds = [module.gradient_checkpointing for module in switched]
-        calls = [layer._compiled_call_impl for layer in self.layers]
-        try:
-            for module in switched:
-                module.gradient_checkpointing = False
-            if self.recompute:
-                for layer, call in zip(self.layers, calls, strict=True):
-                    layer._compiled_call_impl = _recomputed(call or layer._call_impl)
-            yield
-        finally:
-            for layer, call in zip(self.layers, calls, strict=True):
-                layer._compiled_call_impl = call
-            for module, kind in zip(switched, kinds, strict=True):
-                module.gradient_checkpointing = kind
+        for module in self.decoder.modules():
+            if vars(module).get("gradient_checkpointing"):
+                yield module, "gradient_checkpointing", False
+        for layer in self.layers if self.recompute else ():
+            yield layer, "_compiled_call_impl", _recomputed(layer._compiled_call_impl or layer._call_impl)
 
     @contextmanager
     def compiled_layers(self) -> Iterator[None]:

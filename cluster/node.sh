@@ -443,7 +443,19 @@ is_named() {
   [[ -n $config ]] && grep -Es '^run_name *:' "$config" | grep -Eiqv '^run_name *: *(null|none|~)? *(#.*)?$'
 }
 
-# Start together: a launcher that came while the master's old one still listened would join a job that is ending.
+# Check whether the master's launcher waits for nodes: in the store of a job that has begun, nodes have told their ranks.
+master_waits() {
+  timeout 30 python - "$MASTER_ADDR" "$MASTER_PORT" 2>/dev/null <<'PYTHON'
+import datetime, sys
+from torch.distributed import TCPStore
+limit = datetime.timedelta(seconds=5)
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, wait_for_workers=False, timeout=limit)
+sys.exit(store.num_keys() > 1)
+PYTHON
+}
+
+# Start together: a launcher that came while the master's old one still listened would join a job that is ending. A master
+# that was started again while this node's job ended waits already.
 wait_for_the_others() {
   ((NNODES > 1)) || return 0
   # A meeting of torchrun's is joined at any time.
@@ -455,6 +467,7 @@ wait_for_the_others() {
   while ((SECONDS - since < START_TIMEOUT)) && [[ -z $stop ]]; do
     # shellcheck disable=SC2016
     timeout 2 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$MASTER_ADDR" "$MASTER_PORT" 2>/dev/null || return 0
+    ! master_waits || return 0
     sleep 1
   done
 }

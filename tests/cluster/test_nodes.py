@@ -100,6 +100,27 @@ def test_a_killed_rank_ends_both_nodes_which_start_again_from_the_checkpoint(two
 
 
 @pytest.mark.slow
+def test_a_main_node_that_is_back_before_the_others_have_ended_is_joined_at_once(two_hosts, one_host, job, tmp_path):
+    two_hosts[1].slow("5mbit")
+    words = [*job.words, "--no_preflight", "--max_restarts", "1", "--run_name", "back"]
+    processes = start_nodes(two_hosts, words, tmp_path)
+    run = tmp_path / "outputs" / "back"
+    wait_until((run / "checkpoint-5" / "manifest.json").exists, RUN_SECONDS, "the first checkpoint")
+    two_hosts[0].power_off()
+    processes[0].wait()
+    two_hosts[0].reconnect()
+    processes[0] = two_hosts[0].start(
+        ["bash", NODE_SH, *words], tmp_path / "node1.txt", variables(two_hosts, 0, START_TIMEOUT="900"), tmp_path
+    )
+    wait_until(lambda: "start 1 of at most 1 again" in outputs(two_hosts, tmp_path)[1], 60, "the second node to notice")
+    two_hosts[1].fast()
+    # The second node has the default START_TIMEOUT, 300 s, and would wait so long for a master that stops listening.
+    codes = wait_for_all(processes, 250)
+    assert codes == [0, 0], "\n".join(outputs(two_hosts, tmp_path))
+    assert difference(run, one_host[0]) < TOLERANCE
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_node_stops_all_with_a_checkpoint_and_the_command_goes_on(two_hosts, one_host, job, tmp_path):
     two_hosts[1].slow("5mbit")
     words = [*job.words, "--no_preflight", "--run_name", "stopped"]

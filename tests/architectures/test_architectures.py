@@ -306,6 +306,16 @@ def test_two_processes_take_the_steps_of_one(name: str, method: str, run: Any) -
     assert_same_weights(*(run(name, method, OPTIONS, ranks)[0] for ranks in (1, 2)))
 
 
+@pytest.mark.parametrize(
+    "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "gemma3", "lfm2_moe"))]
+)
+def test_packs_of_two_processes_take_the_steps_of_one(name: str, run: Any) -> None:
+    options = f"{OPTIONS} --packing on --global_batch_size 8"
+    (one, said), (two, _) = (run(name, "lora", options, ranks) for ranks in (1, 2))
+    assert "so a mask keeps rows apart" in " ".join(said.split())
+    assert_same_weights(one, two)
+
+
 @pytest.mark.parametrize("name", ["gemma4", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_shards_take_the_steps_of_one_process(name: str, run: Any) -> None:
     """Their classes name layers of towers, some of which the model has not."""

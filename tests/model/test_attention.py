@@ -126,6 +126,19 @@ def test_a_t4_packs_with_xformers_only(xformers: bool, monkeypatch: pytest.Monke
     )
 
 
+def test_attention_that_unsloth_has_chosen_and_nothing_replaces_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    stand_in_for_unsloth(monkeypatch, "sdpa")
+    model = make("Gemma3Text", **KV, head_dim=16)
+    model.set_attn_implementation("flex_attention")
+    choice = attention.choose_packing(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
+    assert not choice.packed
+    assert choice.reason == (
+        "Unsloth computes the model's attention with flex_attention, which takes no boundaries of rows; "
+        "--backend transformers may pack them"
+    )
+
+
 IDS = np.arange(3, 60)
 BY_MASK = PackingDecision(True, "a mask keeps rows apart")
 

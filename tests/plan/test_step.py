@@ -195,7 +195,7 @@ PADDING = "micro-batches of 2,274 tokens on average would be padded to 2,854"
         (SMALL, 2**20, 1, 4, None),
         (SMALL, 2**28, 2, 4, "micro-batches of "),
         (SMALL | {"cuda_graphs": "on"}, 2**28, 1, 4, None),
-        (SMALL | {"cuda_graphs": "off"}, 2**20, 1, 8, "--cuda_graphs off"),
+        (SMALL | {"cuda_graphs": "off"}, 2**20, 1, 8, "as set"),
         (SMALL | {"streaming": True, "max_steps": 200}, 2**28, 1, 4, None),
         (LARGE, 2**28, 1, 4, None),
         (LARGE, 2**28, 2, 4, None),
@@ -236,7 +236,7 @@ def test_cuda_graphs_are_planned_as_a_run_chooses_them(
     [
         (SMALL, True, f"off: {PADDING}"),
         (LARGE, True, "on: if a trial before step 1 gives the same loss and gradients"),
-        (SMALL | {"cuda_graphs": "off"}, True, "off: --cuda_graphs off"),
+        (SMALL | {"cuda_graphs": "off"}, True, "off: as set"),
         (
             SMALL | {"streaming": True, "max_steps": 200},
             True,

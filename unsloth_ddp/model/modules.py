@@ -1,7 +1,8 @@
-"""Name the dtypes of a model, unwrap it from PEFT, find its text decoder, count a layer's weights, and switch it to evaluation or training for a block."""
+"""Name the dtypes of a model, unwrap it from PEFT, find its text decoder, count a layer's weights, and change what it computes with for a block."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -92,3 +93,32 @@ def without_dropout(model: Any) -> Iterator[bool]:
     finally:
         for layer, p in zip(layers, before, strict=True):
             layer.p = p
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Set an attribute of a module or an object to `new` inside the block; remove it afterwards if there was none."""
+    missing = object()
+    before = getattr(owner, name, missing)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process inside the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

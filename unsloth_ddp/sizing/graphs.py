@@ -84,7 +84,7 @@ def reason_before(
         while_launching: see `busy_without`.
     """
     if settings.cuda_graphs == "off":
-        return "--cuda_graphs off"
+        return "as set"
     if against is None and settings.cuda_graphs == "auto" and settings.method != "full":
         return busy_without_before(settings, train, plan, while_launching)
     return against

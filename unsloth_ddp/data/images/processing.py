@@ -146,7 +146,7 @@ class ImageProcessing:
         if not len(row["images"]):
             return {}
         found = self._process(row["rendered"], [self._open(image) for image in row["images"]])
-        ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
+        ids = torch.tensor(row["input_ids"], dtype=torch.int64)
         # The kit may have added the EOS token; what is cut holds no image.
         shared = min(len(ids), found["input_ids"].shape[1])
         if not torch.equal(found["input_ids"][0, :shared], ids[:shared]):

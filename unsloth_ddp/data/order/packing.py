@@ -193,7 +193,7 @@ def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | N
         return PackingDecision(False, wrong)
     if wanted == "on":
         masked = f"{missing}, so a mask keeps rows apart, which is slow"
-        return PackingDecision(True, f"--packing on; {f'{kernel} keeps rows apart' if kernel else masked}")
+        return PackingDecision(True, f"as set; {f'{kernel} keeps rows apart' if kernel else masked}")
     if kernel is None:
         return PackingDecision(False, missing)
     return PackingDecision(True, f"{kernel} keeps rows apart")

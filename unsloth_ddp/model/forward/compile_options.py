@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from unsloth_ddp.model.modules import environment_variable
 
 # torch.compile times variants of a kernel and takes the fastest. Variants of a sum add in different orders, so that
 # weights differ in their last bits between two runs that compile. With the first option it takes one variant of each sum
@@ -28,21 +29,12 @@ def repeatable_options() -> dict[str, Any]:
 BLOCK_COMPILE = "UNSLOTH_BLOCK_COMPILE"
 
 
-@contextmanager
-def uncompiled_layers() -> Iterator[None]:
+def uncompiled_layers() -> AbstractContextManager[None]:
     """Compute layers that Unsloth compiles as a whole without compilation inside the block.
 
     It would compile them for each micro-batch that is tried, and drops all of that when training begins.
     """
-    before = os.environ.get(BLOCK_COMPILE)
-    os.environ[BLOCK_COMPILE] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BLOCK_COMPILE]
-        else:
-            os.environ[BLOCK_COMPILE] = before
+    return environment_variable(BLOCK_COMPILE, "0")
 
 
 def leave_layers_uncompiled() -> None:

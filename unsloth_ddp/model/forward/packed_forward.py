@@ -24,7 +24,7 @@ from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import repeatable_options
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
 from unsloth_ddp.model.forward.short_convolution import convolving_layers
-from unsloth_ddp.model.modules import base_model, kept_random_numbers, text_decoder
+from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced, text_decoder
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
@@ -125,50 +125,31 @@ class PackedForward:
         A layer that is computed again in the backward pass has to find there what it found in the forward pass.
         """
         with ExitStack() as changes:
+            for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing()):
+                changes.enter_context(replaced(owner, name, value))
             if self.unsloth_modules:
-                changes.enter_context(self._unsloth_attention())
                 changes.enter_context(_fused_norm())
-            changes.enter_context(self._own_checkpointing())
             yield
 
-    @contextmanager
-    def _unsloth_attention(self) -> Iterator[None]:
-        """Compute the attention of Unsloth's layers within the rows of `_rows` inside the block."""
-        before = [getattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules]
-        allowed = getattr(self.decoder, "_unsloth_allow_packed_overlength", False)
-        try:
+    def _unsloth_attention(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what to replace so that the attention of Unsloth's layers is computed within the rows of `_rows`."""
+        for module in self.unsloth_modules:
+            yield module, UNSLOTH_ATTENTION, self._attend
+        if self.unsloth_modules:
             # Unsloth would cut a micro-batch of several packs at the longest row.
-            self.decoder._unsloth_allow_packed_overlength = True
-            for module in self.unsloth_modules:
-                setattr(module, UNSLOTH_ATTENTION, self._attend)
-            yield
-        finally:
-            self.decoder._unsloth_allow_packed_overlength = allowed
-            for module, function in zip(self.unsloth_modules, before, strict=True):
-                setattr(module, UNSLOTH_ATTENTION, function)
+            yield self.decoder, "_unsloth_allow_packed_overlength", True
 
-    @contextmanager
-    def _own_checkpointing(self) -> Iterator[None]:
-        """Turn the library's gradient checkpointing off inside the block, and recompute layers if `recompute` says so.
+    def _own_checkpointing(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what to replace to turn the library's gradient checkpointing off, and to recompute layers if `recompute` says so.
 
         Transformers' checkpointing reads the state of the GPU's random numbers, and Unsloth's is reentrant; neither can
         be captured.
         """
-        switched = [module for module in self.decoder.modules() if vars(module).get("gradient_checkpointing")]
-        kinds = [module.gradient_checkpointing for module in switched]
-        calls = [layer._compiled_call_impl for layer in self.layers]
-        try:
-            for module in switched:
-                module.gradient_checkpointing = False
-            if self.recompute:
-                for layer, call in zip(self.layers, calls, strict=True):
-                    layer._compiled_call_impl = _recomputed(call or layer._call_impl)
-            yield
-        finally:
-            for layer, call in zip(self.layers, calls, strict=True):
-                layer._compiled_call_impl = call
-            for module, kind in zip(switched, kinds, strict=True):
-                module.gradient_checkpointing = kind
+        for module in self.decoder.modules():
+            if vars(module).get("gradient_checkpointing"):
+                yield module, "gradient_checkpointing", False
+        for layer in self.layers if self.recompute else ():
+            yield layer, "_compiled_call_impl", _recomputed(layer._compiled_call_impl or layer._call_impl)
 
     @contextmanager
     def compiled_layers(self) -> Iterator[None]:
@@ -207,12 +188,8 @@ def _fused_norm() -> Iterator[None]:
     if variable in os.environ or not hasattr(module, switch):
         yield
         return
-    before = getattr(module, switch)
-    try:
-        setattr(module, switch, True)
+    with replaced(module, switch, True):
         yield
-    finally:
-        setattr(module, switch, before)
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

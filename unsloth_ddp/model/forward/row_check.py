@@ -21,6 +21,7 @@ from unsloth_ddp.model.modules import (
     base_model,
     embedding_ids,
     kept_random_numbers,
+    replaced,
     text_decoder,
     training_mode,
     without_dropout,
@@ -118,15 +119,16 @@ def _prepared(model: Any, device: torch.device) -> Iterator[None]:
     """
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     config = base_model(model).config.get_text_config()
-    balanced = getattr(config, ROUTER_LOSS, None)
     try:
-        if balanced:
-            setattr(config, ROUTER_LOSS, False)
-        with training_mode(model), without_dropout(model), kept_random_numbers(device), uncompiled_layers():
+        with (
+            replaced(config, ROUTER_LOSS, False),
+            training_mode(model),
+            without_dropout(model),
+            kept_random_numbers(device),
+            uncompiled_layers(),
+        ):
             yield
     finally:
-        if balanced:
-            setattr(config, ROUTER_LOSS, balanced)
         for parameter, gradient in before:
             parameter.grad = gradient
 

@@ -13,7 +13,6 @@ accelerate's own method (fsdp_cpu_ram_efficient_loading) first reads the whole m
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import check_complete
 from unsloth_ddp.model.loading.packed_shards import SplitPacked, is_four_bit, split_quantized
 from unsloth_ddp.model.loading.shards import as_shard, part_of, part_shape, places
-from unsloth_ddp.model.modules import DTYPES, base_model
+from unsloth_ddp.model.modules import DTYPES, base_model, environment_variable, replaced
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.memory_limits import BYTES_PACKED
 from unsloth_ddp.utils.units import shown_bytes
@@ -84,17 +83,17 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         _place(model, mesh, lambda name: any(target in name for target in whole))
         check_room(_part_bytes(model, mesh), mesh, model_name)
         # Threads would prefetch whole tensors, which become small only when they are converted.
-        with _environment("HF_DEACTIVATE_ASYNC_LOAD", "1" if whole or quantizer is not None else "0"):
+        with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1" if whole or quantizer is not None else "0"):
             result = convert(model, state_dict, load_config, disk_offload_index)
         _check_read(model, result[0], model_name, quantized=quantizer is not None)
         _split_the_rest(model, mesh)
         return result
 
     with (
-        _replaced(modeling_utils, "convert_and_load_state_dict_in_model", read),
-        _replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
+        replaced(modeling_utils, "convert_and_load_state_dict_in_model", read),
+        replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
         # Otherwise Transformers loads weights only in the first rank of each node.
-        _environment("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"),
+        environment_variable("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"),
     ):
         yield
 
@@ -256,26 +255,3 @@ def _part_bytes(model: Module, mesh: DeviceMesh) -> int:
     """Return the bytes of this rank's shard of a model; a 4-bit weight takes BYTES_PACKED per value."""
     sizes = {p: (BYTES_PACKED if is_four_bit(p) else p.element_size()) for p in model.parameters()}
     return int(sum(p.numel() * size for p, size in sizes.items()) / mesh.size(mesh.ndim - 1))
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, new: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, new)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

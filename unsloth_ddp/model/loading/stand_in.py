@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, ModuleList, Parameter
 
-from unsloth_ddp.model.modules import text_decoder
+from unsloth_ddp.model.modules import replaced, text_decoder
 
 # Largest period after which layers of different kinds repeat (Gemma 3: five with a sliding window and one without).
 LONGEST_PERIOD = 8
@@ -194,16 +194,10 @@ def _of_torch(hook: Callable[..., Any]) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
 
-@contextlib.contextmanager
-def first_layers(model: Any, count: int) -> Iterator[None]:
+def first_layers(model: Any, count: int) -> contextlib.AbstractContextManager[None]:
     """Reduce a stand-in to its first `count` layers inside the block."""
     layers = layers_of(model)
-    before = layers._modules
-    layers._modules = dict(list(before.items())[:count])
-    try:
-        yield
-    finally:
-        layers._modules = before
+    return replaced(layers, "_modules", dict(list(layers._modules.items())[:count]))
 
 
 @contextlib.contextmanager

@@ -141,6 +141,13 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
             "--task dpo --method full --streaming --max_steps 3",
             "method full does not work with task dpo: its reference",
         ),
+        ("--task simpo --reference_model other", "reference_model other is for --task dpo or kto"),
+        (
+            "--task dpo --reference_model other --reference adapter_off",
+            "reference adapter_off with reference_model does",
+        ),
+        ("--task dpo --reference_model other --streaming --max_steps 3", "reference_model does not work with task dpo"),
+        ("--task kto --reference_model_revision main", "reference_model_revision main names no model"),
         ("--task dpo --loss_on all", "loss_on all does not work with task dpo"),
         ("--task dpo --desirable_weight 2", "desirable_weight 2.0 is for --task kto"),
         ("--task kto --preference_loss ipo", "preference_loss ipo is for --task dpo or cpo"),

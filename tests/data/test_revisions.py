@@ -54,6 +54,11 @@ def test_branches_and_tags_become_commits(asked: list[Any]) -> None:
     assert pinned(model_revision="v1", dataset=["o/more"], dataset_revision=["v2"]) == ("b" * 40, ["d" * 40])
 
 
+def test_the_reference_model_has_a_commit_of_its_own(asked: list[Any]) -> None:
+    settings = Settings(model="o/other", task="dpo", reference_model="o/model", reference_model_revision="v1")
+    assert pin_revisions(settings, CPU).reference_model_revision == "b" * 40
+
+
 def test_a_commit_and_local_files_are_not_asked_for(asked: list[Any], tmp_path: Path) -> None:
     commit = "e" * 40
     assert pinned(model_revision=commit, dataset=["rows.jsonl"]) == (commit, [])

@@ -284,6 +284,18 @@ def test_pairs_that_do_not_exist_are_refused_with_the_reason(monkeypatch, shardi
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 @pytest.mark.parametrize("sharding", ["none", "zero2", "zero3", "fsdp2"])
+def test_another_reference_needs_the_whole_model_on_every_gpu(monkeypatch, sharding, method):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    with_reference = settings(method=method, task="dpo", reference_model="other")
+    if sharding == "none":
+        check_sharding(sharding, with_reference, "cuda", "transformers", 2)
+        return
+    with pytest.raises(UserError, match=f"reference_model other does not work with sharding {sharding}"):
+        check_sharding(sharding, with_reference, "cuda", "transformers", 2)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("sharding", ["none", "zero2", "zero3", "fsdp2"])
 def test_every_other_pair_is_let_through(monkeypatch, sharding, method):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     if (sharding, method) != ("zero3", "qlora"):

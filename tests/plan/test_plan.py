@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
-from tests.conftest import DEMO_MODEL, write_jsonl
+from tests.conftest import DEMO_MODEL, save_llama, write_jsonl
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan, plan_batch
@@ -372,3 +373,21 @@ def test_what_fits_is_named_before_what_may_fit():
     assert verdict_sentence(report).endswith("What fits by the table: lora with fsdp2, qlora with DDP.")
     del rows[2:]
     assert verdict_sentence(report).endswith("What may fit by the table: lora with zero3.")
+
+
+def test_another_reference_is_counted_beside_the_model_while_it_computes(tmp_path, capsys):
+    other = save_llama(tmp_path / "other", hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    rows = [{"prompt": f"What is {n}?", "chosen": "It is.", "rejected": "It is not."} for n in range(4)]
+    file, path = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "plan.json"
+    options = ("--model", str(DEMO_MODEL), "--task", "dpo", "--dataset", str(file), "--gpus_per_node", "2")
+    found = []
+    for reference in ((), ("--reference_model", str(other))):
+        assert plan(*options, *reference, "--json", str(path)) == 0
+        memory = json.loads(path.read_text())["plan"]["memory"]
+        found.append(next(row for row in memory if (row["method"], row["sharding"]) == ("lora", "none")))
+    assert {row["sharding"] for row in memory} == {"none"}
+    # In 16 bit.
+    added = 2 * AutoModelForCausalLM.from_pretrained(other).num_parameters()
+    assert found[1]["loading"] - found[0]["weights"] == added
+    assert found[1]["total"] == max(found[0]["total"], found[1]["loading"])
+    assert f"Reference: {other} is loaded beside the model" in " ".join(capsys.readouterr().out.split())

@@ -376,6 +376,7 @@ KTO = {"task": "kto", "beta": 0.2}
         (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: simpo\n", {"task": "simpo"}),
         (LLAMA_FACTORY, "pref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.1\nstage: dpo\n", PAIRS | {"preference_loss": "hinge", "sft_weight": 0.1}),
         (LLAMA_FACTORY, "stage: dpo\npref_loss: orpo\n", {"task": "orpo"}),
+        (LLAMA_FACTORY, "stage: dpo\npref_beta: 0.2\nref_model: o/other\n", PAIRS | {"reference_model": "o/other"}),
         (TRL, "loss_type: kto\nbeta: 0.2\n", KTO),
         (TRL, "desirable_weight: 1.5\nbeta: 0.2\n", KTO | {"desirable_weight": 1.5}),
         (AXOLOTL, "rl: kto\nrl_beta: 0.2\nkto_desirable_weight: 1.5\nkto_undesirable_weight: 0.5\ndatasets: [{path: o/r, type: llama3.argilla}]\n",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import demo_rows, write_jsonl
+from tests.conftest import demo_rows, save_llama, write_jsonl
 from tests.plain_loop import PlainLoop, assert_same_end, history, run_once, units_of
 from tests.ranks import run_ranks, train
 from unsloth_ddp.distributed.signals import StopRequest
@@ -55,7 +55,9 @@ class KtoLoop(PlainLoop):
         "loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected",
     )  # fmt: skip
 
-    def __init__(self, folder: Path, rows: Path, full: bool = False, packed: bool = False) -> None:
+    def __init__(
+        self, folder: Path, rows: Path, full: bool = False, packed: bool = False, reference: Path | None = None
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -74,6 +76,8 @@ class KtoLoop(PlainLoop):
         self.answers = [(a, (b[0][:MOST], b[1]), r["label"]) for a, b, r in zip(own, mixed, read, strict=True)]
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.untrained = copy.deepcopy(base).double()
+        if reference:
+            self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
         # A pack holds a row and its mismatched row of any length.
         lengths = [len(one[0]) + len(other[0]) for one, other, _ in self.answers]
         units = units_of(lengths, 2 * MOST if packed else None)
@@ -145,6 +149,12 @@ def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loops):
 )
 def test_packed_answers_take_the_step_of_a_plain_loop(layout, reference, job, loops):
     loops(False, True).assert_equal(job(*layout, f"--packing on --reference {reference}"))
+
+
+def test_another_reference_takes_the_step_of_a_plain_loop(job, tiny_model, labelled, tmp_path_factory):
+    # So close that its KL is not far from that of the model itself, at which the losses are not flat.
+    other = save_llama(tmp_path_factory.mktemp("models") / "other", initializer_range=0.05, num_hidden_layers=3)
+    KtoLoop(tiny_model, labelled, False, False, other).assert_equal(job(2, 2, f"--reference_model {other}", "other"))
 
 
 def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loops):

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
-from tests.conftest import demo_rows, write_jsonl
-from tests.plain_loop import PlainLoop, assert_same_end, run_once, units_of
+from tests.conftest import demo_rows, save_llama, write_jsonl
+from tests.plain_loop import PlainLoop, assert_same_end, history, run_once, units_of
+from tests.ranks import run_ranks, train
 
 RATE, BETA, MOST = 0.5, 0.3, 64
 
@@ -25,6 +27,13 @@ def pairs(tmp_path_factory) -> Path:
         rejected = {"role": "assistant", "content": " ".join(["Oslo"] * (1 + number % 4)) + other[1]["content"]}
         found.append({"prompt": one[:-1], "chosen": one[-1:], "rejected": [rejected]})
     return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", found)
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory) -> Path:
+    """A model of other sizes with the same tokenizer."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return save_llama(tmp_path_factory.mktemp("models") / "other", initializer_range=0.08, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,14 @@ class PairLoop(PlainLoop):
     undecided = ("rewards/accuracies",)
 
     def __init__(
-        self, folder: Path, rows: Path, task: str, sft_weight: float, full: bool = False, packed: bool = False
+        self,
+        folder: Path,
+        rows: Path,
+        task: str,
+        sft_weight: float,
+        full: bool = False,
+        packed: bool = False,
+        reference: Path | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,6 +81,8 @@ class PairLoop(PlainLoop):
             self.pairs.append([(torch.tensor(ids[:MOST]), len(prompt) + 1) for ids in whole])
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.untrained = copy.deepcopy(base).double()
+        if reference:
+            self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
         # A pack holds two answers of any length.
         lengths = [len(one[0]) + len(other[0]) for one, other in self.pairs]
         units = units_of(lengths, 2 * MOST if packed else None)
@@ -164,3 +182,47 @@ def test_a_killed_run_with_a_precomputed_reference_ends_like_a_whole_one(job, lo
 def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loops):
     folder = job(2, 2, f"--task dpo --sft_weight 0.5 --method {method}", f"fsdp2-{method}", {"UNSLOTH_FSDP2": "1"})
     loops("dpo", 0.5, method == "full").assert_equal(folder)
+
+
+SAVED = "--task dpo --sft_weight 0.5 --lora_dropout 0 --save_strategy steps --save_steps 1"
+
+
+def printed(folder: Path) -> str:
+    """What the first rank of a run printed, with single spaces."""
+    return " ".join((folder.parent.parent / f"{folder.name}.out" / "rank_0.txt").read_text().split())
+
+
+def reference_values(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint-3" / "reference_log_probabilities.safetensors")
+
+
+def test_packed_pairs_with_another_reference_take_the_step_of_a_plain_loop(job, loops, other_model):
+    loop = loops("dpo", 0.5, False, True, other_model)
+    # Rewards begin elsewhere than at 0.
+    assert abs(loop.logged[0]["rewards/chosen"]) > 0.01
+    folder = job(1, 1, f"--task dpo --sft_weight 0.5 --packing on --reference_model {other_model}", "packed-other")
+    loop.assert_equal(folder)
+    assert "computed once before step 1" in printed(folder)
+
+
+def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loops, other_model, tiny_model, tmp_path):
+    options = f"{SAVED} --reference_model {other_model}"
+    whole = job(2, 2, options, "whole-other")
+    loops("dpo", 0.5, False, False, other_model).assert_equal(whole)
+    resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", "resumed-other")
+    assert_same_end(whole, resumed, PairLoop.metrics)
+    assert "Loading reference model" in printed(whole) and "Loading reference model" not in printed(resumed)
+    argv = f"--config {whole}/settings.yaml --run_name another --reference_model {tiny_model} --resume {whole}/checkpoint-2"
+    result = run_ranks(1, train, argv.split(), str(tmp_path), folder=tmp_path / "out")
+    assert result.codes == [2] and f"reference_model {other_model} -> {tiny_model}" in result.output, result.output
+
+
+def test_the_model_as_its_own_reference_gives_the_values_of_the_other_routes(job, tiny_model):
+    own = job(2, 2, f"{SAVED} --reference_model {tiny_model}", "own")
+    precomputed = reference_values(job(2, 2, f"{SAVED} --reference precomputed", "precomputed"))
+    found = reference_values(own)
+    assert all(torch.allclose(found[name], precomputed[name], rtol=1e-6, atol=0) for name in ("train", "eval"))
+    off = job(2, 2, SAVED, "adapter-off")
+    for one, other in zip(history(own)[1:], history(off)[1:], strict=True):
+        names = PairLoop.metrics
+        assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-5, abs=3e-6)

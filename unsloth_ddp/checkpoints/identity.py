@@ -19,14 +19,23 @@ from unsloth_ddp.model.files.identity import model_identity
 def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
     """Return what identifies a run before its rows are known; every rank calls this."""
     identity = {name: getattr(settings, name) for name in manifest.GUARDED}
-    model = Path(str(settings.model)).expanduser()
     identity |= {
-        "model": str(model.resolve()) if model.exists() else settings.model,
+        "model": _named(settings.model),
+        "reference_model": _named(settings.reference_model),
         "gradient_checkpointing": settings.gradient_checkpointing,
         "attn_implementation": settings.attn_implementation,
         **runtime.layout(),
     }
-    return identity | runtime.broadcast_from_main(lambda: model_identity(settings))
+    identity |= runtime.broadcast_from_main(lambda: model_identity(settings))
+    if reference := settings.of_reference:
+        of_reference = runtime.broadcast_from_main(lambda: model_identity(reference))
+        identity |= {f"reference_{name}": value for name, value in of_reference.items()}
+    return identity
+
+
+def _named(model: str | None) -> str | None:
+    """Return the full path of a folder, or the Hub id."""
+    return str(Path(model).expanduser().resolve()) if model and Path(model).expanduser().exists() else model
 
 
 def trained_identity(model: Any) -> dict[str, str]:

@@ -43,7 +43,7 @@ PLATEAU = "reduce_lr_on_plateau"
 # Facts that it has to share: what the run made of options, and what follows from several of them.
 GUARDED_FACTS = (
     *options_with(on_resume="refuse", resolved=True), "steps", "rows", "data", "sources", "sources_revision",
-    "model_config", "model_tokenizer", "model_weights",
+    "model_config", "model_tokenizer", "model_weights", "reference_model_config", "reference_model_weights",
 )  # fmt: skip
 # Options and facts whose change is reported and not refused: the same is computed elsewhere or otherwise.
 SAID = ("world_size", "copies", *options_with(on_resume="report"))
@@ -252,7 +252,7 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
     def changes(names: tuple[str, ...]) -> list[str]:
         both = [name for name in names if name in before and name in now]
         # Earlier releases did not keep the commit of a Hub model.
-        both = [name for name in both if name != "model_revision" or before[name] is not None]
+        both = [name for name in both if not name.endswith("model_revision") or before[name] is not None]
         return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
 
     result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), reported=changes(SAID))
@@ -260,13 +260,16 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
     packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
     if packed and packs and processes and packs % processes:
         result.instead = f"its steps hold {counted(packs, 'pack')}, which {counted(processes, 'process')} cannot share: start as many as divide {packs}"
-    moved = ("model_revision", "sources_revision")
+    moved = ("model_revision", "reference_model_revision", "sources_revision")
     kept = [name for name in moved if before.get(name) and any(c.startswith(f"{name} ") for c in result.refused)]
     if kept:
         option = {"sources_revision": "dataset_revision"}.get(kept[0], kept[0])
         values = before[kept[0]] if isinstance(before[kept[0]], list) else [before[kept[0]]]
         result.instead = f"give --{option} {' '.join(map(printable, map(str, values)))} to read the same commit again"
-    elif any(change.startswith(("model_weights", "model_config", "model_tokenizer")) for change in result.refused):
+    elif any(
+        change.removeprefix("reference_").startswith(("model_weights", "model_config", "model_tokenizer"))
+        for change in result.refused
+    ):
         result.instead = "put the earlier files of the model back"
     kept = [*changes(KEPT), *_changed_fields(before.get("trainer_args"), now.get("trainer_args"))]
     schedules = [run.get("lr_scheduler_type") for run in (before, now)]

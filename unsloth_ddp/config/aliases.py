@@ -71,6 +71,7 @@ RENAMED = {
     "image_folder": "media_dir/L image_dir/G",
     "image_max_pixels": "max_pixels/S",
     "beta": "rl_beta/A pref_beta/L orpo_alpha/A",
+    "reference_model": "ref_model/LSG ref_model_name_or_path/G",
     "label_smoothing": "dpo_label_smoothing/AL",
     "sft_weight": "pref_ftx/L rpo_alpha/AS cpo_alpha/A",
     "desirable_weight": "kto_desirable_weight/A kto_chosen_weight/L",
@@ -251,7 +252,7 @@ WITHOUT = {
     "plugins/A liger_rope/A liger_rms_norm/A liger_glu_activation/A liger_layer_norm/A liger_fused_linear_cross_entropy/A enable_liger_kernel/L "
     "cut_cross_entropy/A lora_mlp_kernel/A lora_qkv_kernel/A lora_o_kernel/A use_kernels/A chunked_cross_entropy/A use_unsloth_gc/L "
     "use_reentrant_gc/L activation_offloading/A": _KERNELS,
-    "trl/A reward_model/A ref_model/L task_type/S num_labels/A process_reward_model/A "
+    "trl/A reward_model/A task_type/S num_labels/A process_reward_model/A "
     "do_predict/L predict_with_generate/LS": _OTHER_TASK,
     "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/AG loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S relora/A "
     "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "

@@ -397,6 +397,24 @@ class Settings(
         """Return the most tokens of a pack of several training rows; a labelled answer has its mismatched row beside it."""
         return self.max_length * (2 if self.trains_preferences else 1)
 
+    @property
+    def of_reference(self) -> Settings | None:
+        """Return the settings that load --reference_model as the model is loaded; None without one.
+
+        An adapter is the smallest one, which changes nothing before it is trained.
+        """
+        if self.reference_model is None:
+            return None
+        small: dict[str, Any] = {"lora_r": 1, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
+        small |= {"lora_target_parameters": [], "lora_modules_to_save": [], "train_towers": False}
+        return dataclasses.replace(
+            self,
+            model=self.reference_model,
+            model_revision=self.reference_model_revision,
+            gradient_checkpointing="none",
+            **small,
+        )
+
     def save(self, path: Path) -> None:
         """Write the resolved settings; `--config <path>` repeats the run."""
         write_new_file(path, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))

@@ -21,6 +21,8 @@ def check_task(settings: Settings) -> None:
         "simpo_gamma": ("simpo",),
         "sft_weight": PAIR_TASKS,
         "reference": REFERENCE_TASKS,
+        "reference_model": REFERENCE_TASKS,
+        "reference_model_revision": REFERENCE_TASKS,
         "desirable_weight": ("kto",),
         "undesirable_weight": ("kto",),
     }
@@ -41,6 +43,10 @@ def check_task(settings: Settings) -> None:
             f"label_smoothing {settings.label_smoothing} has no effect on preference_loss {settings.preference_loss}; leave "
             "it out, or give --preference_loss sigmoid."
         )
+    if settings.reference_model_revision and not settings.reference_model:
+        raise UserError(
+            f"reference_model_revision {settings.reference_model_revision} names no model; give --reference_model with it."
+        )
     refused = {
         "cuda_graphs on": settings.cuda_graphs == "on"
         and "a captured step sums the losses of tokens and whole answers are compared; give --cuda_graphs auto",
@@ -48,6 +54,12 @@ def check_task(settings: Settings) -> None:
         "reference adapter_off": settings.reference == "adapter_off"
         and settings.method == "full"
         and "method full has no adapter; give --reference precomputed",
+        "reference adapter_off with reference_model": settings.reference == "adapter_off"
+        and settings.reference_model
+        and "another model is no model without its adapter; leave one of them out",
+        "reference_model": settings.reference_model
+        and settings.streaming
+        and "streamed rows are not known before they are trained; leave --streaming out",
         "reference precomputed": settings.reference == "precomputed"
         and settings.streaming
         and "streamed rows are not known before they are trained; leave --streaming out",

@@ -67,6 +67,16 @@ class TaskSettings:
         on_resume="refuse",
         summary=True,
     )
+    reference_model: str | None = option(
+        None,
+        "Hub id or folder of another model as the reference of dpo and kto, computed once before step 1. Default: the model itself.",
+        on_resume="refuse",
+        path="read",
+        summary=True,
+    )
+    reference_model_revision: str | None = option(
+        None, "Branch, tag or commit of the reference model on the Hub.", on_resume="refuse", summary=True
+    )
 
     desirable_weight: float = option(
         1.0, "Weight of the desirable answers with kto.", at_least=0, on_resume="refuse", summary=True

@@ -134,8 +134,8 @@ class TokenizedRows:
         return ArrowRows(self.dataset, self.added)
 
     def first_tokens(self) -> np.ndarray:
-        """Return the token ids of the first rows, int (n,)."""
-        return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.counts.rows))])
+        """Return the token ids of the first rows or packs, int (n,)."""
+        return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.units))])
 
     def lengths(self) -> np.ndarray:
         """Return the trained tokens of each unit and of the filler, int64 (units + 1,); of a padded pair, twice its longer row."""

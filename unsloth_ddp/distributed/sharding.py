@@ -223,6 +223,11 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """Refuse settings that do not work with this sharding."""
     if sharding == "none":
         return
+    if settings.reference_model:
+        raise UserError(
+            f"reference_model {settings.reference_model} does not work with sharding {sharding}, as every GPU loads it whole; use "
+            "accelerate_configs/ddp.yaml."
+        )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:

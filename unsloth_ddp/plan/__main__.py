@@ -90,11 +90,12 @@ def plan(argv: list[str]) -> None:
     )
     check_training_arguments(settings)
     shape = read_model_shape(settings)
+    reference = read_model_shape(settings.of_reference) if settings.of_reference else None
     rows = tokenize_rows(settings)
     decision = planned_packing(settings, shape, capability, images=rows.images)
     batch, packing, _ = plan_step(request, rows.unpadded, decision)
     rows = rows.packed(packing)
-    made = make_plan(settings, shape, rows, batch, hardware)
+    made = make_plan(settings, shape, rows, batch, hardware, reference)
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
         write_as_asked("--json", given.json, plan_as_json(made))

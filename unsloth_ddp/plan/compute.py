@@ -31,6 +31,7 @@ from unsloth_ddp.sizing.estimate import (
     MemoryEstimate,
     Method,
     Workload,
+    beside_reference,
     estimate_memory,
     is_supported,
     judge_fit,
@@ -126,13 +127,21 @@ class Plan:
 
 
 def make_memory_row(
-    settings: Settings, shape: ModelShape, method: Method, sharding: Sharding, work: Workload, gpu_memory: float | None
+    settings: Settings,
+    shape: ModelShape,
+    method: Method,
+    sharding: Sharding,
+    work: Workload,
+    gpu_memory: float | None,
+    reference: ModelShape | None = None,
 ) -> MemoryRow:
     """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run."""
     of_method = dataclasses.replace(settings, method=method)
     work = as_loaded(of_method, shape, sharding, work, gpu_memory)
     for kind in checkpointing_kinds(settings, sharding):
         found = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
+        if reference:
+            found = beside_reference(found, reference, method, work)
         verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
         chosen = not gpu_memory or sharding == "none" or is_chosen(found, sharding, gpu_memory)
         if verdict in ("fits", "unknown", "-") and chosen:
@@ -149,8 +158,19 @@ def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offloa
     return [pair for pair in [*several, *offloading] if is_supported(method, *pair)]
 
 
-def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, hardware: Hardware) -> Plan:
-    """Compute the plan of a run."""
+def make_plan(
+    settings: Settings,
+    shape: ModelShape,
+    rows: RowLengths,
+    batch: BatchPlan,
+    hardware: Hardware,
+    reference: ModelShape | None = None,
+) -> Plan:
+    """Compute the plan of a run.
+
+    Args:
+        reference: shape of --reference_model.
+    """
     asked, gpu_memory = batch, hardware.gpu_memory
     step = choose_step(settings, shape, rows, asked, gpu_memory)
     batch = step.batch
@@ -165,13 +185,16 @@ def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: Ba
         work = make_workload(of_method, rows, chosen.tokens, chosen.batch)
         work = dataclasses.replace(work, offload=offload, copies=copies)
         as_chosen = dataclasses.replace(settings, gradient_checkpointing=chosen.checkpointing)
-        memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory))
+        memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory, reference))
 
     for method in get_args(Method):
         without: set[str] = set()
         for sharding, offload in shardings_for(method, hardware.processes):
             # Host memory is slow: it is offered where the GPUs' does not do.
             if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
+                continue
+            # A run refuses it (see check_sharding).
+            if reference and sharding != "none":
                 continue
             add(method, sharding, offload)
             if offload == "none":

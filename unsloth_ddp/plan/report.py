@@ -171,6 +171,11 @@ def notes(plan: Plan) -> list[str]:
             f"{plan.shape.tokens_a_pixel * numbers:.2g} tokens in the tower."
             + (" What a trained tower keeps was not held against a run on a GPU." if plan.shape.tower_trained else "")
         )
+    if plan.settings.reference_model:
+        said.append(
+            f"Reference: {plan.settings.reference_model} is loaded beside the model before step 1, which counts as loading; it works "
+            "with DDP only."
+        )
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
     if plan.durations:

@@ -34,6 +34,7 @@ from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.forward.attention import choose_packing, prove_rows_apart
 from unsloth_ddp.model.loading import load
+from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 def check_model(run: Run) -> None:
     """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
     load.check_model(run.settings, run.runtime)
+    check_reference_files(run.settings, run.runtime)
     check_memory(run.settings, run.runtime)
     for sentence in [*ignored_settings(run.settings), *ignored_hub_options(run.settings)]:
         print(sentence, flush=True)
@@ -113,6 +115,7 @@ def load_model(run: Run) -> tuple[Any, Any]:
     print(f"Loading model {run.settings.model} ...", flush=True)
     with run.runtime.progress.timing("load"):
         model, tokenizer = load.load_model(run.settings, run.runtime)
+        check_reference_tokens(run.settings, run.runtime, tokenizer)
     run.identify(**trained_identity(model))
     return model, tokenizer
 

@@ -132,6 +132,12 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     return dataclasses.replace(found, lower_bound=True) if unknown else found
 
 
+def beside_reference(memory: MemoryEstimate, reference: ModelShape, method: Method, work: Workload) -> MemoryEstimate:
+    """Return the estimate of a run that has another model beside its own before step 1."""
+    weights = reference.parameters * work.master if method == "full" else _frozen_bytes(reference, method, work)
+    return dataclasses.replace(memory, loading=max(memory.loading, memory.weights + weights))
+
+
 def _in_host_memory(
     memory: MemoryEstimate, shape: ModelShape, method: Method, sharding: Sharding, work: Workload
 ) -> MemoryEstimate:

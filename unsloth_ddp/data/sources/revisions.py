@@ -47,6 +47,7 @@ def ignored_hub_options(settings: Settings) -> list[str]:
     hub, standard = set(_hub_datasets(settings)), Settings()
     local = {
         "model_revision": ("the model", is_file(str(settings.model))),
+        "reference_model_revision": ("the reference model", is_file(str(settings.reference_model))),
         "dataset_split": ("the dataset", not hub.intersection(settings.dataset)),
         "eval_dataset_split": (
             "the evaluation dataset",
@@ -62,17 +63,24 @@ def ignored_hub_options(settings: Settings) -> list[str]:
 
 
 def pin_revisions(settings: Settings, runtime: Runtime) -> Settings:
-    """Return the settings with commits as model_revision and dataset_revision, the same on every rank; every rank calls this.
+    """Return the settings with commits as the revisions of models and datasets, the same on every rank; every rank calls this.
 
     A revision that the Hub does not resolve (no network, no such name, no access) stays as given; reading raises the error.
 
     Raises:
         UserError: the number of dataset revisions differs from the number of Hub datasets.
     """
-    model, datasets = runtime.broadcast_from_main(
-        lambda: (_model_commit(settings, runtime.backend), _dataset_commits(settings))
+    reference = settings.of_reference
+    model, of_reference, datasets = runtime.broadcast_from_main(
+        lambda: (
+            _model_commit(settings, runtime.backend),
+            _model_commit(reference, runtime.backend) if reference else None,
+            _dataset_commits(settings),
+        )
     )
-    return dataclasses.replace(settings, model_revision=model, dataset_revision=datasets)
+    return dataclasses.replace(
+        settings, model_revision=model, reference_model_revision=of_reference, dataset_revision=datasets
+    )
 
 
 def _model_commit(settings: Settings, backend: str) -> str | None:

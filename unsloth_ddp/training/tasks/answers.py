@@ -35,11 +35,11 @@ class AnswerTask:
         return self
 
     def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
-        """Prepare the reference, and refuse a model that differs from it before step 1."""
+        """Prepare the reference, and refuse a model that should equal it before step 1 and differs."""
         if self.reference is None:
             return
         self.reference.prepare(runner, runtime, data, checkpoint)
-        if checkpoint is None:
+        if checkpoint is None and self.reference.is_start:
             check_same(self.log_probabilities, self.reference, runner, runtime, data)
 
     def save(self, folder: Path) -> None:

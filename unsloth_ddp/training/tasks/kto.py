@@ -24,7 +24,7 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
-from unsloth_ddp.training.tasks.reference import Reference, make_reference
+from unsloth_ddp.training.tasks.reference import LogProbabilities, Reference, make_reference
 
 COLUMNS = (
     "rows", "loss_sum", "divergence", "supervised_tokens", "correct", "desirable", "undesirable",
@@ -49,8 +49,8 @@ class KtoTask(AnswerTask):
         """Return the task that these settings name."""
         compute = AnswerLogProbabilities.of(model)
 
-        def of_examples(model: Any, batch: dict[str, Any]) -> Tensor:
-            return torch.stack([compute(model, batch), compute(model, mismatched(batch))], dim=1)
+        def of_examples(of_rows: LogProbabilities, model: Any, batch: dict[str, Any]) -> Tensor:
+            return torch.stack([of_rows(model, batch), of_rows(model, mismatched(batch))], dim=1)
 
         weights = settings.desirable_weight, settings.undesirable_weight
         reference = make_reference(settings, compute, of_examples, data)

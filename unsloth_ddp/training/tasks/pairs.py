@@ -45,7 +45,7 @@ class PairTask(AnswerTask):
         compute = AnswerLogProbabilities.of(model)
         reference: Reference | None = None
         if settings.task in REFERENCE_TASKS:
-            of_pairs = lambda model, batch: compute(model, batch).view(-1, 2)  # noqa: E731
+            of_pairs = lambda of_rows, model, batch: of_rows(model, batch).view(-1, 2)  # noqa: E731
             reference = make_reference(settings, compute, of_pairs, data)
         return cls(PairLoss.of(settings), settings.resolved_sft_weight, log_probabilities=compute, reference=reference)
 

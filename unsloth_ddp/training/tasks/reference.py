@@ -1,7 +1,8 @@
-"""The reference of a preference task: log-probabilities of answers under the weights that the run began with."""
+"""The reference of a preference task: log-probabilities of answers under the weights that the run began with, or another model's."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +16,16 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.dataset import TokenizedRows, longest_row
+from unsloth_ddp.data.order.collate import Collate
 from unsloth_ddp.data.sources.identity import checksum_of_rows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.forward.attention import flatten_for
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.loading.reference_model import reference_model
 from unsloth_ddp.model.modules import evaluation_mode
-from unsloth_ddp.training.tasks.log_probabilities import answer_tokens
+from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.utils.errors import UserError
 
 FILE_NAME = "reference_log_probabilities.safetensors"
@@ -31,14 +35,18 @@ ROWS_AT_ONCE = 8
 # Largest difference of policy and reference before step 1, per token: rounding of sums, and of kernels in 16 bit.
 SAME = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 
-# (model, batch) -> log-probability of each row's answer, (rows,), or of the two answers of each example, (examples, 2).
+# (model, batch) -> log-probability of each row's answer, (rows,).
 LogProbabilities = Callable[[Any, dict[str, Any]], Tensor]
+# (what computes those of rows, model, batch) -> those of the two answers of each example, (examples, 2).
+OfExamples = Callable[[LogProbabilities, Any, dict[str, Any]], Tensor]
 
 
 class Reference(Protocol):
     """Return the reference's log-probabilities of the rows of a micro-batch."""
 
     described: str
+    # Whether the model equals it before step 1.
+    is_start: bool
 
     def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
         """Prepare the first step; every rank calls this."""
@@ -51,16 +59,18 @@ class Reference(Protocol):
 
 
 def make_reference(
-    settings: Settings, of_rows: LogProbabilities, of_examples: LogProbabilities, data: TrainingData
+    settings: Settings, of_rows: LogProbabilities, of_examples: OfExamples, data: TrainingData
 ) -> Reference:
     """Return the reference that the settings name.
 
     Args:
         of_rows: computes the log-probability of each row of a batch, (rows,).
-        of_examples: computes those of the two answers of each example, (examples, 2).
+        of_examples: computes those of the two answers of each example.
     """
+    if settings.reference_model:
+        return OtherModel(settings, of_rows, of_examples, data)
     if settings.reference == "precomputed" or settings.method == "full":
-        return Precomputed(of_examples, data)
+        return Precomputed(of_rows, of_examples, data)
     return AdapterOff(of_rows)
 
 
@@ -89,6 +99,7 @@ class AdapterOff:
     """Compute the reference with the trained model without its adapter and without dropout, in each step."""
 
     described = "the model without its adapter"
+    is_start = True
 
     def __init__(self, compute: LogProbabilities) -> None:
         self.compute = compute
@@ -130,9 +141,10 @@ class Precomputed:
     """
 
     described = "computed once before step 1"
+    is_start = True
 
-    def __init__(self, compute: LogProbabilities, data: TrainingData) -> None:
-        self.compute = compute
+    def __init__(self, of_rows: LogProbabilities, of_examples: OfExamples, data: TrainingData) -> None:
+        self.of_rows, self.of_examples = of_rows, of_examples
         self.sets = {"train": data.train} | ({"eval": data.evaluation} if data.evaluation else {})
         for rows in self.sets.values():
             # Trials of the memory need the column before it is known.
@@ -143,11 +155,19 @@ class Precomputed:
         if checkpoint is not None:
             self._read(checkpoint)
             return
+        self._compute_all(runner, runtime)
+
+    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime) -> None:
+        self._compute_with(self.of_rows, runner, runtime)
+
+    def _compute_with(self, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime) -> None:
         print("Computing the reference's log-probabilities ...", flush=True)
         for rows in self.sets.values():
-            self._compute(rows, runner, runtime)
+            self._compute(rows, of_rows, runner, runtime)
 
-    def _compute(self, rows: TokenizedRows, runner: MicroBatchRunner, runtime: Runtime) -> None:
+    def _compute(
+        self, rows: TokenizedRows, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime
+    ) -> None:
         ranks, filler, examples = runtime.ranks, rows.counts.rows, rows.examples
         # The longest first, so that memory runs out at once or never. Each rank takes as many batches.
         order = np.argsort(-rows.lengths()[:-1], kind="stable")
@@ -162,7 +182,7 @@ class Precomputed:
                 members = torch.tensor(
                     [row for index in taken for row in examples.members(index)], device=runner.device
                 )
-                values[members] = self.compute(runner.model, batch).float()
+                values[members] = self.of_examples(of_rows, runner.model, batch).float()
         values[filler] = 0
         if ranks.world_size > 1:
             # Every row is one rank's, and 0 elsewhere.
@@ -195,3 +215,27 @@ class Precomputed:
                         "with, or start anew with --resume no."
                     )
                 rows.added[COLUMN][:] = file.get_tensor(name)
+
+
+class OtherModel(Precomputed):
+    """Compute the reference of every row with another model, which is freed before step 1."""
+
+    is_start = False
+
+    def __init__(
+        self, settings: Settings, of_rows: LogProbabilities, of_examples: OfExamples, data: TrainingData
+    ) -> None:
+        super().__init__(of_rows, of_examples, data)
+        self.settings = settings
+        self.described = f"{settings.reference_model}, computed once before step 1"
+
+    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime) -> None:
+        train, evaluation = self.sets["train"], self.sets.get("eval")
+        longest = longest_row(self.settings, train, evaluation)
+        packed = None if train.packing is None else train.first_tokens()
+        with reference_model(self.settings, runtime, runner.device, longest, packed) as model:
+            # Its output head and its kernel for packs may differ from those of the trained model.
+            assert isinstance(runner.collate, Collate)
+            collate = dataclasses.replace(runner.collate, flatten=flatten_for(runtime, model))
+            other = dataclasses.replace(runner, model=model, collate=collate)
+            self._compute_with(AnswerLogProbabilities.of(model), other, runtime)

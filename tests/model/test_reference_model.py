@@ -1,0 +1,69 @@
+"""Another model as the reference is refused where its probabilities cannot be compared, and identified by its files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import save_llama
+from tests.runtimes import cpu_runtime
+from unsloth_ddp.checkpoints.identity import run_identity
+from unsloth_ddp.checkpoints.manifest import compare_runs
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
+from unsloth_ddp.utils.errors import UserError
+
+CPU = cpu_runtime()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return save_llama(tmp_path / "other")
+
+
+def with_reference(model: Path, reference: Path) -> Settings:
+    return Settings(model=str(model), task="dpo", reference_model=str(reference))
+
+
+def test_a_model_with_the_same_tokens_is_taken(tiny_model: Path, other: Path) -> None:
+    settings = with_reference(tiny_model, other)
+    check_reference_files(settings, CPU)
+    check_reference_tokens(settings, CPU, AutoTokenizer.from_pretrained(tiny_model))
+
+
+def test_other_tokens_are_refused(tiny_model: Path, other: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens(["<more>"])
+    with pytest.raises(
+        UserError, match=r"has other tokens than model .*; '<more>' is None and \d+\), so .* same tokenizer.$"
+    ):
+        check_reference_tokens(with_reference(tiny_model, other), CPU, tokenizer)
+
+
+def test_an_adapter_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"reference_model \S+ is an adapter; merge it into its base"):
+        check_reference_files(with_reference(tiny_model, tmp_path), CPU)
+
+
+def test_a_folder_without_weights_is_refused(tiny_model: Path, other: Path) -> None:
+    (other / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="holds no weights"):
+        check_reference_files(with_reference(tiny_model, other), CPU)
+
+
+def test_changed_files_of_the_reference_are_refused_at_a_resume(tiny_model: Path, other: Path) -> None:
+    settings = with_reference(tiny_model, other)
+    before = run_identity(settings, CPU)
+    assert not compare_runs(before, run_identity(settings, CPU)).refused
+    shutil.rmtree(other)
+    # The same sizes with other values.
+    save_llama(other, initializer_range=0.03)
+    found = compare_runs(before, run_identity(settings, CPU))
+    assert [change.split()[0] for change in found.refused] == ["reference_model_config", "reference_model_weights"]
+    assert found.instead == "put the earlier files of the model back"
+    no_reference = run_identity(Settings(model=str(tiny_model), task="dpo"), CPU)
+    assert any(change.startswith("reference_model ") for change in compare_runs(before, no_reference).refused)

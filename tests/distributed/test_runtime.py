@@ -10,13 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import triton
 
 from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.backend import import_backend
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
-from unsloth_ddp.distributed.runtime import Runtime, choose_backend, control_timeout, started
+from unsloth_ddp.distributed.runtime import Runtime, choose_backend, control_timeout, keep_tuned_kernels, started
 from unsloth_ddp.utils.errors import UserError
 
 FAKE_UNSLOTH = """
@@ -211,3 +212,14 @@ def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, m
     if adapter:
         assert sorted(adapter[0]["target_modules"]) == sorted(LLAMA_LAYERS)
         assert adapter[0]["use_gradient_checkpointing"] == "unsloth"
+
+
+def test_tuned_kernels_are_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set first, so that it is as before after the test.
+    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "")
+    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING")
+    keep_tuned_kernels()
+    assert triton.knobs.autotuning.cache is True
+    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "0")
+    keep_tuned_kernels()
+    assert triton.knobs.autotuning.cache is False

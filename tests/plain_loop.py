@@ -1,4 +1,4 @@
-"""A plain PyTorch loop in double precision, one row at a time, that runs are compared with."""
+"""Train in a plain PyTorch loop in double precision, one row at a time, for comparison with runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demos of preference training learn which answers about other people are right."""
+"""Test that the demos of preference training learn which answers about other people are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another model as the reference is refused where its probabilities cannot be compared, and identified by its files."""
+"""Test that a reference model is refused if its probabilities cannot be compared, and that its files identify it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short convolutions within the rows of a pack, beside Transformers' own of one row."""
+"""Compare short convolutions within the rows of a pack with Transformers' own of one row."""
 
 from __future__ import annotations
 

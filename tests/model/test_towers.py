@@ -1,4 +1,4 @@
-"""Towers, projectors and the work of an image are found from the modules of a model, in tiny models of every family."""
+"""Test that towers, projectors and the work of an image are found from the modules of tiny models of every family."""
 
 from __future__ import annotations
 

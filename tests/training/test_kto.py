@@ -23,7 +23,7 @@ WEIGHTS = (1.5, 0.75)
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory) -> Path:
-    """13 rows of very different lengths; some mismatched rows are cut."""
+    """Return 13 rows of very different lengths; some mismatched rows are cut."""
     rows = [row["messages"] for row in demo_rows()][:13]
     found = []
     for number, row in enumerate(rows):

@@ -20,7 +20,7 @@ RATE, BETA, MOST = 0.5, 0.3, 64
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> Path:
-    """13 pairs of very different lengths, which fill 6 packs."""
+    """Return 13 pairs of very different lengths, which fill 6 packs."""
     rows = [row["messages"] for row in demo_rows()]
     found = []
     for number, (one, other) in enumerate(zip(rows[:13], rows[13:26], strict=True)):
@@ -31,7 +31,7 @@ def pairs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory) -> Path:
-    """A model of other sizes with the same tokenizer."""
+    """Return a model of other sizes with the same tokenizer."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
     return save_llama(tmp_path_factory.mktemp("models") / "other", initializer_range=0.08, **sizes)
 
@@ -188,7 +188,7 @@ SAVED = "--task dpo --sft_weight 0.5 --lora_dropout 0 --save_strategy steps --sa
 
 
 def printed(folder: Path) -> str:
-    """What the first rank of a run printed, with single spaces."""
+    """Return what the first rank of a run printed, with single spaces."""
     return " ".join((folder.parent.parent / f"{folder.name}.out" / "rank_0.txt").read_text().split())
 
 

@@ -78,7 +78,7 @@ class ArrowRows:
 
 @dataclass
 class PackedRows:
-    """Map-style dataset of packs; each item holds the concatenated ids and labels of its rows, and the rows' lengths.
+    """Join rows to packs, as a map-style dataset; each item holds the concatenated ids and labels of its rows, and the rows' lengths.
 
     The two rows of a pair, or of a labelled answer, follow each other.
     """

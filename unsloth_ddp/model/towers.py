@@ -20,7 +20,7 @@ COLORS = 3
 
 @dataclass(frozen=True)
 class ImageTower:
-    """The part of a model that sees images.
+    """Hold the part of a model that sees images.
 
     Args:
         path: of the part beside the text decoder that it is in, or is.

@@ -162,7 +162,7 @@ class RowOrder:
 
 
 class BalancedOrder(RowOrder):
-    """A RowOrder that arranges the rows of each optimizer step by length and work (see `arrange`)."""
+    """Arrange the rows of each optimizer step by length and work (see `arrange`)."""
 
     def __init__(
         self, plan: BatchPlan, lengths: np.ndarray, seed: int | None, *, padded: bool, beside: np.ndarray | None = None

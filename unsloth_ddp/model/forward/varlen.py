@@ -285,9 +285,7 @@ def wide_attention(
 
 
 @wide_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, *_: Any) -> tuple[Tensor, Tensor]:
     aligned = (longest + 31) // 32 * 32
     sums = query.new_empty((boundaries.shape[0] - 1, query.shape[1], aligned), dtype=torch.float32)
     return query.new_empty((*query.shape[:2], value.shape[2])), sums
@@ -316,17 +314,9 @@ def wide_attention_backward(
 
 
 @wide_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    inputs: list[Tensor],
-    attended: Tensor,
-    sums: Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value, _ = inputs
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(grad: Tensor, inputs: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    by_query, by_key, by_value = (one.new_empty(one.shape) for one in inputs[:3])
+    return by_query, by_key, by_value
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What the tasks that compare answers have in common: log-probabilities of whole answers, and a reference."""
+"""Share what the tasks that compare answers have in common: log-probabilities of whole answers, and a reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference of a preference task: log-probabilities of answers under the weights that the run began with, or another model's."""
+"""Compute the reference of a preference task: log-probabilities of answers under the weights at the start, or another model's."""
 
 from __future__ import annotations
 

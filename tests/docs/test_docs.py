@@ -43,6 +43,7 @@ OF_OTHERS = {
     "sky": {"--secret"},
     "docker": {"--shm-size", "--ipc", "--gpus", "--rm", "--init", "--build-arg", "--tag", "--time", "--network"},
     "hf": {"--force-download"},
+    "tensorboard": {"--logdir"},
     "accelerate": {"--quiet", "--parallelism_config_dp_replicate_size"},
     "torchrun": {"--standalone", "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"},
     "rsync": {"--exclude"},

@@ -1,1 +1,1 @@
-"""List the runs of a folder, compare two of them, and write the report of one."""
+"""List the runs of a folder, and write the report of one."""

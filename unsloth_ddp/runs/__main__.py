@@ -1,7 +1,6 @@
-"""List the runs of a folder, compare two of them, or write the report of one again.
+"""List the runs of a folder, or write the report of one again.
 
     uv run python -m unsloth_ddp.runs outputs
-    uv run python -m unsloth_ddp.runs outputs --compare RUN OTHER
     uv run python -m unsloth_ddp.runs outputs --report RUN
 
 A run is named by its name in the folder of the runs, or by its path.
@@ -12,7 +11,6 @@ Reads what the runs left on the disk; no model is loaded and no GPU is needed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +21,6 @@ from unsloth_ddp.config.command_line import Parser, run_command
 from unsloth_ddp.run.documents.files import RECORD_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.run.documents.record import find_runs, is_run, read_run
 from unsloth_ddp.run.documents.report import write_report
-from unsloth_ddp.runs.compare import compare_runs, render_comparison
 from unsloth_ddp.runs.table import describe_run, render_runs
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.json import write_as_asked
@@ -37,31 +34,19 @@ def make_parser() -> Parser:
     parser.add_argument(
         "outputs", type=Path, nargs="?", metavar="FOLDER", help="the folder of the runs, or one run [outputs]"
     )
-    parser.add_argument("--compare", type=Path, nargs=2, metavar="RUN", help="show the differences between two runs")
     parser.add_argument("--report", type=Path, metavar="RUN", help="write report.html of a run in any state")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the table or the comparison to FILE as JSON"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE as JSON")
     return parser
 
 
 def show_runs(argv: list[str]) -> None:
     """Read the command line and print what it asks for."""
     given = make_parser().parse_args(argv)
-    if given.compare and given.report:
-        raise UserError("--compare and --report are two uses of this command; give one of them.")
     outputs = given.outputs or Path("outputs")
     if given.report is not None:
         if given.json:
-            raise UserError("--json writes the table or the comparison, and --report has neither; leave it out.")
+            raise UserError("--json writes the table, and --report has none; leave it out.")
         _report(find_run(outputs, given.report))
-    elif given.compare is not None:
-        first, second = (read_run(find_run(outputs, run)) for run in given.compare)
-        with _named(f"{first.folder} and {second.folder}"):
-            compared = compare_runs(first, second)
-            print(render_comparison(compared), flush=True)
-        if given.json:
-            write_as_asked("--json", given.json, dataclasses.asdict(compared))
     else:
         runs, problems = find_runs(outputs)
         described = []

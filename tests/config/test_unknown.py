@@ -127,7 +127,7 @@ def test_the_fields_of_sft_config_are_those_of_the_installed_trl() -> None:
         ("chat", "RUN --max-new-token 5", "there is no option max_new_token; did you mean max_new_tokens?"),
         ("export", "RUN --to gguf --quantise q8_0", "there is no option quantise; did you mean quantize?"),
         ("export", "RUN --to gguf --lora_r 8", "there is no option lora_r; it is an option of train_ddp.py."),
-        ("runs", "--compair A B", "there is no option compair; did you mean compare?"),
+        ("runs", "--reprot A", "there is no option reprot; did you mean report?"),
         ("runs", "--foo", "there is no option foo; python -m unsloth_ddp.runs --help lists them all."),
         ("plan", "--gpus_per_nod 4", "there is no option gpus_per_nod; did you mean gpus_per_node?"),
         ("plan", "--nnodes 2", "there is no option nnodes; did you mean nodes?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_long_names_stay_whole_on_eighty_columns(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     lines = [line.split()[0] for line in out.splitlines()]
-    assert all(any(first + second == name for first, second in zip(lines, lines[1:], strict=False)) for name in names)
+    assert all(any(first + second == name for first, second in itertools.pairwise(lines)) for name in names)
 
 
 def test_the_report_of_a_killed_run_is_written_on_request(outputs, capsys):

@@ -14,12 +14,6 @@ class KnownError(NamedTuple):
     fix: str
 
 
-NETWORK = (
-    "set NCCL_SOCKET_IFNAME (GPU) or GLOO_SOCKET_IFNAME (CPU) to the interface that reaches the other nodes, open the "
-    "ports between the nodes, and try NCCL_IB_DISABLE=1 where InfiniBand is not set up; NCCL_DEBUG=INFO prints which "
-    "address fails"
-)
-
 KNOWN_ERRORS = (
     # ---- memory ----
     KnownError(
@@ -76,23 +70,11 @@ KNOWN_ERRORS = (
         "look for Xid lines in dmesg on the named host, reset that GPU or exclude it (CUDA_VISIBLE_DEVICES); "
         "--attn_implementation sdpa rules out a faulty attention kernel.",
     ),
-    KnownError(
-        "GPU not visible",
-        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
-        "The process uses a GPU index that is not visible to it.",
-        "start at most as many processes as CUDA_VISIBLE_DEVICES lists; check nvidia-smi, and --gpus all for containers.",
-    ),
-    KnownError(
-        "GPU used exclusively",
-        r"CUDA-capable device\(s\) is/are busy|Duplicate GPU detected",
-        "Two processes use the same GPU, or the GPU is in exclusive mode and in use.",
-        "start one process per GPU through accelerate or torchrun, which set LOCAL_RANK; check CUDA_VISIBLE_DEVICES.",
-    ),
     # ---- DDP ----
     KnownError(
-        "marked ready twice",
-        r"mark a variable ready only once|marked as ready twice",
-        "DDP saw a weight's gradient twice: reentrant checkpointing, or weights shared between passes.",
+        "gradient seen twice",
+        r"mark a variable ready only once|marked as ready twice|has already been reduced\.\s+Gradient computed twice",
+        "DDP or ZeRO-2 saw a weight's gradient twice: reentrant checkpointing, or weights shared between passes.",
         "use --gradient_checkpointing torch (non-reentrant) or none, and leave ddp_find_unused_parameters off.",
     ),
     KnownError(
@@ -117,16 +99,12 @@ KNOWN_ERRORS = (
         "set NCCL_NVLS_ENABLE=0, which uses NVLink without multicast; have Fabric Manager restarted on that host.",
     ),
     KnownError(
-        "NCCL interface",
-        r"no socket interface found|Call to bind failed|Bootstrap : no|No route to host|Network is unreachable",
-        "The chosen network interface or address does not reach the other nodes.",
-        NETWORK + ".",
-    ),
-    KnownError(
-        "NCCL invalid usage",
-        r"ncclInvalidUsage",
-        "NCCL was called in a way it does not allow, usually with two ranks on one GPU or with ranks in different collectives.",
-        "start one process per GPU through accelerate or torchrun, with the same settings on every node.",
+        "wrong GPU",
+        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|CUDA-capable device\(s\) is/are busy|"
+        r"Duplicate GPU detected",
+        "A process uses a GPU that is not visible to it, that another one uses, or that is in exclusive mode.",
+        "start one process per GPU through accelerate or torchrun; check CUDA_VISIBLE_DEVICES and nvidia-smi (containers "
+        "need --gpus all).",
     ),
     KnownError(
         "NCCL GPU error",
@@ -136,10 +114,20 @@ KNOWN_ERRORS = (
         "NCCL_SHM_DISABLE=1; NCCL_DEBUG=INFO prints the failed call.",
     ),
     KnownError(
-        "NCCL network error",
-        r"unhandled system error|nccl(System|Remote|Internal)Error|remote process exited or there was a network error",
-        "An NCCL connection failed, or the process at the other end has exited.",
-        "find the rank that ended first; if none did, " + NETWORK + ".",
+        "connection between ranks",
+        r"no socket interface found|Call to bind failed|Bootstrap : no|No route to host|Network is unreachable|"
+        r"unhandled system error|nccl(System|Remote|Internal)Error|remote process exited or there was a network error|"
+        r"[Gg]loo.{0,200}(Connection (closed|reset|refused)|connectFullMesh|Broken pipe)|Connection (closed|reset) by peer",
+        "A connection between ranks failed: the network interface does not reach the other nodes, or another rank has ended.",
+        "find the rank that ended first; if none did, set NCCL_SOCKET_IFNAME (GPU) or GLOO_SOCKET_IFNAME (CPU) to the "
+        "interface that reaches the other nodes, open the ports between the nodes, and try NCCL_IB_DISABLE=1 where "
+        "InfiniBand is not set up; NCCL_DEBUG=INFO prints which address fails.",
+    ),
+    KnownError(
+        "NCCL invalid usage",
+        r"ncclInvalidUsage",
+        "NCCL was called in a way it does not allow, usually with ranks in different collectives.",
+        "start one process per GPU through accelerate or torchrun, with the same settings on every node.",
     ),
     KnownError(
         "collective timeout",
@@ -172,19 +160,7 @@ KNOWN_ERRORS = (
         "start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and a different NODE_RANK from 0 upward; "
         "open the port in the master's firewall; MASTER_ADDR must be the address of the node with NODE_RANK 0.",
     ),
-    KnownError(
-        "gloo connection",
-        r"[Gg]loo.{0,200}(Connection (closed|reset|refused)|connectFullMesh|Broken pipe)|Connection (closed|reset) by peer",
-        "Another rank closed the connection because it ended or its network failed.",
-        "find the rank that ended first; across nodes set GLOO_SOCKET_IFNAME to the interface they share.",
-    ),
     # ---- sharding ----
-    KnownError(
-        "gradient reduced twice",
-        r"has already been reduced\.\s+Gradient computed twice",
-        "ZeRO-2 saw a weight's gradient twice: reentrant checkpointing, or weights shared between passes.",
-        "use --gradient_checkpointing torch (non-reentrant) or none.",
-    ),
     KnownError(
         "weights not gathered",
         r"'weight' must be 2-D",
@@ -199,12 +175,6 @@ KNOWN_ERRORS = (
     ),
     # ---- packages and compilers ----
     KnownError(
-        "fp16 weights with a gradient scaler",
-        r"Attempting to unscale FP16 gradients",
-        "The trained weights are fp16, and the gradient scaler of fp16 training takes fp32 gradients only.",
-        "use --precision bf16 where the GPU has it; otherwise keep the trained weights in fp32 (--full_weights fp32).",
-    ),
-    KnownError(
         "libcuda.so not found",
         r"libcuda\.so cannot found|cannot find -lcuda",
         "Triton finds no libcuda.so: the driver's library is missing, or only exists as libcuda.so.1.",
@@ -212,9 +182,9 @@ KNOWN_ERRORS = (
         "link libcuda.so to libcuda.so.1.",
     ),
     KnownError(
-        "recompiled too often",
-        r"FailOnRecompileLimitHit|recompile_limit reached",
-        "torch.compile compiled one function too often, once for every new shape or setting.",
+        "torch.compile",
+        r"FailOnRecompileLimitHit|recompile_limit reached|OutOfResources|out of resource: shared memory",
+        "torch.compile compiled one function too often, or a compiled kernel needs more on-chip memory than this GPU has.",
         "run uv sync --locked for the tested versions; UNSLOTH_COMPILE_DISABLE=1 runs without compilation, slower.",
     ),
     KnownError(
@@ -231,12 +201,6 @@ KNOWN_ERRORS = (
         "Several ranks or jobs wrote into one cache of compiled code at the same time.",
         "start again, set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to a folder on each node's own disk, and use "
         "--clear_compiled_cache.",
-    ),
-    KnownError(
-        "Triton kernel too large",
-        r"OutOfResources|out of resource: shared memory",
-        "A compiled kernel needs more on-chip memory than this GPU has.",
-        "set TORCH_COMPILE_DISABLE=1 or UNSLOTH_COMPILE_DISABLE=1 to run without compilation, or update Triton and Unsloth.",
     ),
     KnownError(
         "flash-attn",
@@ -275,12 +239,6 @@ KNOWN_ERRORS = (
         "The Hub cannot be reached, and the file is not in the cache.",
         "download it once where there is a network (hf download NAME) and copy ~/.cache/huggingface, or give a folder as "
         "--model; HF_HUB_OFFLINE=0 tries the network again.",
-    ),
-    KnownError(
-        "too many requests",
-        r"429 Client Error|Too Many Requests|rate limit",
-        "The Hub limits the number of requests, for instance when many ranks ask at once.",
-        "wait, log in (HF_TOKEN raises the limit), and download the files before the run.",
     ),
     KnownError(
         "damaged weights",

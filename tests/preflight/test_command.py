@@ -108,7 +108,7 @@ def rows_check(folder: Path, *sources: str, **options: Any) -> Check:
     """The row of the table about the rows of these files in a folder."""
     dataset = [one if "/" in one else str(folder / one) for one in sources]
     settings = Settings(model=str(DEMO_MODEL), dataset=dataset, use_cpu=True, **options)
-    checks = node_checks.MachineChecks(read_process_info({}), settings, {}, [], "").run()
+    checks = node_checks.machine_checks(read_process_info({}), settings, {}, [], "")
     return next(check for check in checks if check.name == "rows")
 
 
@@ -175,6 +175,6 @@ def test_a_sharding_that_training_would_refuse_is_a_failure(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
     _, settings = parse(["--output_dir", str(tmp_path / "outputs"), *words.split()])
     environ = {**os.environ, **launcher}
-    found = node_checks.MachineChecks(read_process_info(environ), settings, environ, devices, "").run()
+    found = node_checks.machine_checks(read_process_info(environ), settings, environ, devices, "")
     row = next(check for check in found if check.name == "sharding")
     assert (row.verdict, remedy in row.remedy) == (verdict, True), row

@@ -25,7 +25,7 @@ def test_places_with_and_without_a_launcher():
     assert not alone.launched and alone.ranks.is_local_main
     environ = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "7"}
     worker = read_process_info(environ)
-    assert (worker.nodes, worker.node_rank, worker.port) == (2, 1, 7)
+    assert (worker.ranks.nodes, worker.ranks.node_rank, worker.port) == (2, 1, 7)
     assert worker.launched and not worker.ranks.is_local_main
 
 

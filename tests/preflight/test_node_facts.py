@@ -66,16 +66,6 @@ def test_how_many_checkpoints_are_on_disk_at_once(settings, kept):
     assert disks.count_checkpoints(settings) == kept
 
 
-def test_a_folder_is_tried_where_it_is_or_will_be_made(tmp_path):
-    assert disks.probe(tmp_path / "new" / "inner").free > 0 and disks.probe(tmp_path).free > 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written_says_why(tmp_path):
-    (tmp_path / "file").write_text("x")
-    assert "directory" in disks.probe(tmp_path / "file" / "inner").error.lower()
-
-
 def test_a_port_in_use_names_its_holder():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -83,10 +73,9 @@ def test_a_port_in_use_names_its_holder():
     assert network.find_port_holder(port) is None
 
 
-def test_interfaces_have_addresses_and_loopback_leads_to_loopback():
+def test_interfaces_have_addresses():
     found = network.read_interfaces()
-    loopback = network.find_route_interface(["127.0.0.1"], found)
-    assert any(i.name == loopback and "127.0.0.1" in i.addresses for i in found)
+    assert any("127.0.0.1" in i.addresses and i.up for i in found)
     assert network.resolve_name("no-such-host.invalid") == []
     assert network.resolve_name("127.0.0.1") == ["127.0.0.1"]
 
@@ -177,9 +166,10 @@ def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
 
 
 def test_secrets_do_not_leave_the_node(monkeypatch):
-    settings = Settings(model=str(DEMO_MODEL), trainer_args={"hub_token": "hf_abc", "adam_beta1": 0.8})
+    # A secret in the options themselves is refused when they are parsed.
+    settings = Settings(model=str(DEMO_MODEL), trainer_args={"adam_beta1": 0.8})
     found = identity.collect_identity(settings, {"UNSLOTH_API_KEY": "sk-123", "NCCL_DEBUG": "INFO", "HOME": "/root"})
-    assert "hf_abc" not in json.dumps(found) and "sk-123" not in json.dumps(found)
+    assert "sk-123" not in json.dumps(found)
     assert found["flags"] == {"NCCL_DEBUG": "INFO"}
     assert found["settings"]["trainer_args"]["adam_beta1"] == 0.8
 

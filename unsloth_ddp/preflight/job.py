@@ -7,8 +7,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.preflight.checks import Finding, Verdict, failure
+from unsloth_ddp.utils.errors import UserError
 
 DEFAULT_PORT = 6001
 
@@ -48,33 +49,23 @@ def node_problems(environ: Mapping[str, str]) -> list[str]:
 
 def launcher_problems(environ: Mapping[str, str]) -> list[str]:
     """Return one sentence for each fault of a launcher's variables and of the user's beside them."""
-    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    missing = [name for name in numbers if not environ.get(name)]
-    if missing:
-        return [f"{', '.join(missing)} not set beside RANK and WORLD_SIZE; start with accelerate launch or torchrun."]
-    problems = _not_numbers(environ, ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), least=1)
-    problems += _not_numbers(environ, ("RANK", "LOCAL_RANK", "NODE_RANK"), least=0)
-    problems += _not_numbers(environ, ("NNODES", "GPUS_PER_NODE", "MASTER_PORT"), least=1)
+    try:
+        ranks = ranks_from_environment(environ)
+    except UserError as error:
+        return [str(error)]
+    problems = _not_numbers(environ, ("NNODES", "GPUS_PER_NODE", "MASTER_PORT"), least=1)
+    problems += _not_numbers(environ, ("NODE_RANK",), least=0)
     if problems:
         return problems
-    rank, world, local_rank, local_world = (int(environ[name]) for name in numbers)
-    if rank >= world or local_rank >= local_world or local_world > world:
+    if ranks.world_size % ranks.local_world_size:
         problems.append(
-            f"RANK {rank} of WORLD_SIZE {world} and LOCAL_RANK {local_rank} of LOCAL_WORLD_SIZE {local_world} "
-            "contradict each other; start with accelerate launch or torchrun."
+            f"LOCAL_WORLD_SIZE {ranks.local_world_size} does not divide WORLD_SIZE {ranks.world_size}; start the same number "
+            "on every node."
         )
-    if world % local_world:
-        problems.append(
-            f"LOCAL_WORLD_SIZE {local_world} does not divide WORLD_SIZE {world}; start the same number on every node."
-        )
-    if world > 1:
-        problems += [
-            f"{name} is not set by the launcher." for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
-        ]
     for name, found, meaning in (
-        ("NNODES", world // local_world, "the launcher started"),
-        ("NODE_RANK", rank // local_world, "to the launcher this is"),
-        ("GPUS_PER_NODE", local_world, "processes on this node are"),
+        ("NNODES", ranks.nodes, "the launcher started"),
+        ("NODE_RANK", ranks.node_rank, "to the launcher this is"),
+        ("GPUS_PER_NODE", ranks.local_world_size, "processes on this node are"),
     ):
         if environ.get(name) and int(environ[name]) != found:
             problems.append(f"{name} is {environ[name]}, but {meaning} {found}; give the launcher the same number.")
@@ -104,14 +95,12 @@ class ProcessInfo:
 
     ranks: Ranks
     launched: bool
-    nodes: int
-    node_rank: int
     master: str
     port: int
     host: str
 
 
-def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+def is_launched(environ: Mapping[str, str]) -> bool:
     """Return whether accelerate launch or torchrun started this process."""
     return "RANK" in environ or "WORLD_SIZE" in environ
 
@@ -121,17 +110,12 @@ def read_process_info(environ: Mapping[str, str] = os.environ) -> ProcessInfo:
 
     A NODE_RANK outside the job is kept, so that the other nodes can be told which host has it.
     """
-    master = environ.get("MASTER_ADDR") or "localhost"
-    port = int(environ.get("MASTER_PORT") or DEFAULT_PORT)
-    host = socket.gethostname()
-    if is_launched(environ):
-        rank, local_rank, world, local_world = (
-            int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        )
-        ranks = Ranks(rank, local_rank, world, local_world)
-        # The launcher may have named this machine by an address that others reach; on one node none of them may connect.
-        master = "127.0.0.1" if ranks.nodes == 1 else master
-        return ProcessInfo(ranks, True, ranks.nodes, ranks.node_rank, master, port, host)
-    nodes = int(environ.get("NNODES") or 1)
-    node_rank = int(environ.get("NODE_RANK") or 0)
-    return ProcessInfo(Ranks(node_rank, 0, nodes, 1), False, nodes, node_rank, master, port, host)
+    launched = is_launched(environ)
+    if launched:
+        ranks = ranks_from_environment(environ)
+    else:
+        ranks = Ranks(int(environ.get("NODE_RANK") or 0), 0, int(environ.get("NNODES") or 1), 1)
+    # The launcher may have named this machine by an address that others reach; on one node none of them may connect.
+    one_node = launched and ranks.nodes == 1
+    master = "127.0.0.1" if one_node else environ.get("MASTER_ADDR") or "localhost"
+    return ProcessInfo(ranks, launched, master, int(environ.get("MASTER_PORT") or DEFAULT_PORT), socket.gethostname())

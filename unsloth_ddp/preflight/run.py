@@ -29,12 +29,11 @@ from unsloth_ddp.preflight.checks import (
     show_checks,
     summarize_checks,
 )
-from unsloth_ddp.preflight.job import ProcessInfo, is_launched, read_process_info
 from unsloth_ddp.preflight.node import disks
 from unsloth_ddp.preflight.node.identity import collect_identity
 from unsloth_ddp.preflight.node.machine import read_gpus
 from unsloth_ddp.preflight.node.network import is_here, read_infiniband_ports, resolve_name
-from unsloth_ddp.preflight.node.run import MachineChecks, network_checks
+from unsloth_ddp.preflight.node.run import machine_checks, network_checks
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
 
@@ -70,164 +69,119 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
         UserError: the launcher asks for a sharding that the kit does not support.
     """
     number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
-    first = run_check("environment", number, lambda: job.check_environment(environ, is_launched(environ)))
-    if first.verdict == "failure" and not _can_place_process(environ):
+    first = run_check("environment", number, lambda: job.check_environment(environ, job.is_launched(environ)))
+    if first.verdict == "failure":
+        # This process has no place among the others.
         if environ.get("LOCAL_RANK", "0") == "0":
             hosts = {number: socket.gethostname()}
-            title = "Preflight of this node"
-            show_checks([first], title, hosts, json_file=options.json, writes=number == 0)
+            show_checks([first], "Preflight of this node", hosts, json_file=options.json, writes=number == 0)
         return 1
-    return Preflight(options, settings, environ, read_process_info(environ)).run()
-
-
-def _can_place_process(environ: Mapping[str, str]) -> bool:
-    """Return whether the variables give this process a position, even if some of them contradict each other."""
-    if not is_launched(environ):
-        return not job.node_problems(environ)
-    try:
-        ranks = read_process_info(environ).ranks
-    except (KeyError, ValueError, ZeroDivisionError):
-        return False
-    return ranks.rank < ranks.world_size and ranks.world_size % ranks.local_world_size == 0
+    return Preflight(options, settings, environ).run(first)
 
 
 class Preflight:
     """One process's part in a preflight. The first process of each node reports for the node; rank 0 judges."""
 
-    def __init__(
-        self, options: PreflightOptions, settings: Settings, environ: Mapping[str, str], process: ProcessInfo
-    ) -> None:
+    def __init__(self, options: PreflightOptions, settings: Settings, environ: Mapping[str, str]) -> None:
         self.options = options
         self.settings = settings
         self.environ = environ
-        self.process = process
+        self.process = job.read_process_info(environ)
+        self.ranks = self.process.ranks
         self.cpu = asks_for_cpu(settings, environ)
         self.sharded = sharding_from_environment(environ) != "none"
-        self.devices: list[dict[str, Any]] = []
-        self.no_gpu_reason = ""
-
-    def run(self) -> int:
-        """Check, print and return the exit code."""
-        reports_node = self.process.ranks.is_local_main
         self.devices, self.no_gpu_reason = read_gpus(self.cpu)
-        checks = self._check_node() if reports_node else []
-        if self.process.ranks.world_size == 1:
+
+    def run(self, environment: Check) -> int:
+        """Check, print and return the exit code."""
+        checks = []
+        if self.ranks.is_local_main:
+            machine = machine_checks(self.process, self.settings, self.environ, self.devices, self.no_gpu_reason)
+            checks = [environment, *network_checks(self.process, self.environ), *machine]
+        if self.ranks.world_size == 1:
             # There is nothing to compare one process's facts with.
             rows = self._compare({0: self._report(checks, None)}, {0: self._own_gpu()})
             rows.append(bandwidth.not_measured("one process", "", [0], "ok"))
             return self._show(rows, "Preflight of this node", {0: self.process.host}, [])
         return self._run_with_others(checks)
 
-    # ---- this node ----
-
-    def _check_node(self) -> list[Check]:
-        process, environ = self.process, self.environ
-        environment = run_check(
-            "environment", process.node_rank, lambda: job.check_environment(environ, process.launched)
-        )
-        machine = MachineChecks(process, self.settings, environ, self.devices, self.no_gpu_reason)
-        return [environment, *network_checks(process, environ), *machine.run()]
-
     def _report(self, checks: list[Check], shared: bool | None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
-        identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
         return {
             "host": self.process.host,
             "checks": [dataclasses.asdict(check) for check in checks],
-            "identity": identity,
+            "identity": collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS),
             "fast_ports": any("ACTIVE" in port["state"] for port in read_infiniband_ports()),
             "shared": shared,
         }
 
     def _own_gpu(self) -> str:
         """Return the uuid of the GPU that this process would use; "" without one."""
-        own = self.process.ranks.local_rank
+        own = self.ranks.local_rank
         return str(self.devices[own]["uuid"]) if own < len(self.devices) else ""
 
     # ---- all nodes ----
 
     def _run_with_others(self, checks: list[Check]) -> int:
-        process = self.process
-        if process.ranks.is_local_main and process.nodes > 1:
+        process, node = self.process, self.ranks.node_rank
+        if self.ranks.is_local_main and self.ranks.nodes > 1:
             print_message(
-                f"preflight: node {process.node_rank} of {process.nodes} ({process.host}) waits up to "
+                f"preflight: node {node} of {self.ranks.nodes} ({process.host}) waits up to "
                 f"{self.options.timeout:.0f} s for the others at {process.master}:{process.port}."
             )
         meeting, arrived = join_rendezvous(process, is_here(resolve_name(process.master)), self.options.timeout)
-        if meeting is None or any(check.verdict == "failure" for check in arrived):
-            code = self._finish_without_others(checks, arrived)
-            if meeting is not None:
-                meeting.leave()
-            return code
-        try:
-            code = self._compare_and_measure(meeting, [*checks, *arrived])
-        except (RendezvousError, TimeoutError) as error:
-            code = self._finish_disconnected([*checks, *arrived], error)
-        meeting.leave()
+        failed = [check for check in arrived if check.verdict == "failure"]
+        checks = [*checks, *arrived]
+        if meeting is None or failed:
+            code = self._show_alone(checks, "the nodes did not come together", [check.remedy for check in failed])
+        else:
+            try:
+                code = self._compare_and_measure(meeting, checks)
+            except (RendezvousError, TimeoutError) as error:
+                remedy = f"The other nodes ended or stopped answering ({one_line(error)}): look at node 0's output."
+                checks.append(Check("answers", {node: "no answer"}, "failure", remedy))
+                code = self._show_alone(checks, "the connection to the others was lost")
+        if meeting is not None:
+            meeting.leave()
         return code
 
-    def _finish_without_others(self, checks: list[Check], arrived: list[Check]) -> int:
-        """Show this node's own checks, and which processes are missing."""
-        if not self.process.ranks.is_local_main:
+    def _show_alone(self, checks: list[Check], reason: str, remedies: Sequence[str] = ()) -> int:
+        """Show this node's own checks, and what is to be done once more below them."""
+        if not self.ranks.is_local_main:
             return 1
-        code = self._show_alone([*checks, *arrived], "the nodes did not come together")
-        for check in arrived:
-            if check.verdict == "failure":
-                print_message(check.remedy)
+        number, host = self.ranks.node_rank, self.process.host
+        code = self._show(checks, f"Preflight of node {number} ({host}) alone: {reason}", {number: host}, [])
+        for remedy in remedies:
+            print_message(remedy)
         return code
-
-    def _finish_disconnected(self, checks: list[Check], error: Exception) -> int:
-        """Show this node's own checks after the connection to the others was lost."""
-        if not self.process.ranks.is_local_main:
-            return 1
-        remedy = f"The other nodes ended or stopped answering ({one_line(error)}): look at node 0's output."
-        answers = Check("answers", {self.process.node_rank: "no answer"}, "failure", remedy)
-        return self._show_alone([*checks, answers], "the connection to the others was lost")
-
-    def _show_alone(self, checks: list[Check], reason: str) -> int:
-        number, host = self.process.node_rank, self.process.host
-        return self._show(checks, f"Preflight of node {number} ({host}) alone: {reason}", {number: host}, [])
 
     def _compare_and_measure(self, meeting: Rendezvous, checks: list[Check]) -> int:
         """Send this node's report, take part in the measurement, and return rank 0's exit code."""
-        ranks = self.process.ranks
-        token = None
+        ranks, folder = self.ranks, disks.output_folder(self.settings)
+        own = None
         if ranks.is_main:
-            report, token = self._report_of_main(meeting, checks)
-        elif ranks.is_local_main:
-            report = self._report_of_node(meeting, checks)
+            own = run_or_none(lambda: disks.write_token(folder), FOLDER_SECONDS)
+            meeting.put("token", None if own is None else [own[0].name, own[1]])
         if ranks.is_local_main:
-            meeting.put(f"node/{self.process.node_rank}", report)
+            report = self._report(checks, True if ranks.is_main else None)
+            token = None if ranks.is_main else meeting.get("token", REPORT_SECONDS)
+            if token is not None:
+                report["shared"] = run_or_none(lambda: disks.find_token(folder, *token), FOLDER_SECONDS)
+            meeting.put(f"node/{ranks.node_rank}", report)
         meeting.put(f"gpu/{ranks.rank}", self._own_gpu())
         if ranks.is_main:
-            return self._judge(meeting, token)
-        backend = meeting.get("go", START_SECONDS)
-        if backend:
+            return self._judge(meeting, None if own is None else own[0])
+        if backend := meeting.get("go", START_SECONDS):
             self._measure(meeting, backend)
         result = meeting.get("result", MEASURE_SECONDS + 2 * SPARE_SECONDS)
         if ranks.is_local_main and result["code"]:
             print_message(f"preflight: node 0 ({result['host']}) found {result['summary']} and shows the table.")
         return int(result["code"])
 
-    def _report_of_node(self, meeting: Rendezvous, checks: list[Check]) -> dict[str, Any]:
-        report = self._report(checks, None)
-        token = meeting.get("token", REPORT_SECONDS)
-        if token is not None:
-            folder = disks.output_folder(self.settings)
-            report["shared"] = run_or_none(lambda: disks.find_token(folder, *token), FOLDER_SECONDS)
-        return report
-
-    def _report_of_main(self, meeting: Rendezvous, checks: list[Check]) -> tuple[dict[str, Any], Path | None]:
-        folder = disks.output_folder(self.settings)
-        token = run_or_none(lambda: disks.write_token(folder), FOLDER_SECONDS)
-        meeting.put("token", None if token is None else [token[0].name, token[1]])
-        return self._report(checks, True), None if token is None else token[0]
-
     # ---- rank 0 ----
 
     def _judge(self, meeting: Rendezvous, token: Path | None) -> int:
-        process, ranks = self.process, self.process.ranks
-        nodes = range(process.nodes)
+        ranks, nodes = self.ranks, range(self.ranks.nodes)
         reports = meeting.gather("node", nodes, REPORT_SECONDS)
         if token is not None:
             with contextlib.suppress(OSError):
@@ -250,9 +204,9 @@ class Preflight:
             self._measure(meeting, backend)
             bandwidth_rows, timings = self._judge_bandwidth(meeting, backend, reports)
             rows += bandwidth_rows
-        title = f"Preflight of {counted(process.nodes, 'node')}, {counted(ranks.world_size, 'process')}"
+        title = f"Preflight of {counted(ranks.nodes, 'node')}, {counted(ranks.world_size, 'process')}"
         code = self._show(rows, title, hosts, timings)
-        meeting.put("result", {"code": code, "host": process.host, "summary": summarize_checks(rows)})
+        meeting.put("result", {"code": code, "host": self.process.host, "summary": summarize_checks(rows)})
         return code
 
     def _measure(self, meeting: Rendezvous, backend: str) -> None:
@@ -266,12 +220,12 @@ class Preflight:
             outcome |= {"error": "", "phase": benchmark.phase}
         except Exception as error:
             outcome |= {"error": str(error), "phase": benchmark.phase}
-        meeting.put(f"speed/{self.process.ranks.rank}", outcome)
+        meeting.put(f"speed/{self.ranks.rank}", outcome)
 
     def _judge_bandwidth(
         self, meeting: Rendezvous, backend: str, reports: Reports
     ) -> tuple[list[Check], list[CollectiveTiming]]:
-        ranks = self.process.ranks
+        ranks = self.ranks
         node_of = {rank: rank // ranks.local_world_size for rank in range(ranks.world_size)}
         outcomes = meeting.gather("speed", node_of, SPARE_SECONDS)
         stuck = {rank: outcomes[rank]["error"] if rank in outcomes else "" for rank in node_of}
@@ -292,12 +246,12 @@ class Preflight:
         return rows or [bandwidth.not_measured("one process", "", sorted(reports), "ok")], timings
 
     def _compare(self, reports: Reports, gpus: Mapping[int, str]) -> list[Check]:
-        local = self.process.ranks.local_world_size
+        local = self.ranks.local_world_size
         return compare_reports(reports, gpus, local, cpu=self.cpu, settings=self.settings, sharded=self.sharded)
 
     def _show(
         self, checks: Sequence[Check], title: str, hosts: Mapping[int, str], timings: Sequence[CollectiveTiming]
     ) -> int:
         figures = [{**dataclasses.asdict(timing), "bus_gbit_per_second": timing.gbit} for timing in timings]
-        writes = self.process.node_rank == 0
+        writes = self.ranks.node_rank == 0
         return show_checks(merge_checks(checks), title, hosts, figures, json_file=self.options.json, writes=writes)

@@ -82,12 +82,13 @@ def find_secret(name: str, value: Any, environ: Mapping[str, str] | None = None)
 def _secret_values(environ: Mapping[str, str]) -> list[str]:
     """Return the values of the secret variables, the longest first, because one may hold another."""
     # Values only of names that are secret: os.environ decodes each value that is read.
-    found = {spelling for name in environ if _is_secret(name) for spelling in _spellings(environ.get(name, ""))}
+    found = {spelling for name in environ if is_secret_name(name) for spelling in _spellings(environ.get(name, ""))}
     return sorted(found, key=len, reverse=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
+    """Return whether the value of an environment variable of this name is a secret."""
     return SECRET_VARIABLE.search(name) is not None
 
 

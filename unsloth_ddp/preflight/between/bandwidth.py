@@ -16,10 +16,9 @@ from typing import Any
 from unsloth_ddp.distributed.rendezvous import listen_on_loopback
 from unsloth_ddp.preflight.checks import Check, Verdict
 from unsloth_ddp.preflight.job import ProcessInfo
-from unsloth_ddp.preflight.node.network import LEAST_GBIT
 from unsloth_ddp.utils.units import KIB, MIB, shown_bytes, shown_seconds
 
-RECOMMENDED_GBIT = 100
+LEAST_GBIT, RECOMMENDED_GBIT = 10, 100
 SIZES = {"gloo": (64 * KIB, MIB, 16 * MIB), "nccl": (64 * KIB, MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
 # Seconds of measurement for one size and operation, and the expected seconds above which a size is left out.
 MEASURED_SECONDS = 0.25
@@ -175,7 +174,7 @@ class CollectiveBenchmark:
         import torch.distributed as dist
 
         ranks = self.process.ranks
-        if self.process.nodes == 1:
+        if self.process.ranks.nodes == 1:
             listen_on_loopback(os.environ)
         seconds = NCCL_SECONDS if self.backend == "nccl" else GLOO_SECONDS
         device = torch.device("cuda", ranks.local_rank) if self.backend == "nccl" else torch.device("cpu")
@@ -207,7 +206,7 @@ class CollectiveBenchmark:
             if timings and timings[-1].seconds * size / timings[-1].bytes > TOO_LONG_SECONDS:
                 break
             seconds, right = self._time(size, group, members, device)
-            timings.append(CollectiveTiming(scope, self.process.node_rank, len(members), size, seconds, right))
+            timings.append(CollectiveTiming(scope, self.process.ranks.node_rank, len(members), size, seconds, right))
         return timings
 
     def _time(self, size: int, group: Any, members: Sequence[int], device: Any) -> tuple[float, bool]:

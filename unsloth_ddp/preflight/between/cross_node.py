@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,13 +25,17 @@ NUMERIC_VARIABLES = (
 PATHS = tuple(name for name, option in OPTIONS.items() if option.path)
 # The report of each node by its number.
 Reports = Mapping[int, Mapping[str, Any]]
-SECRET = re.compile(r"token|secret|password|passwd|api_?key", re.IGNORECASE)
+
+
+def _differing(by_node: Mapping[int, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return all names of the nodes' values, and those whose values differ."""
+    names = list(dict.fromkeys(name for found in by_node.values() for name in found))
+    return names, [name for name in names if len({found.get(name) for found in by_node.values()}) > 1]
 
 
 def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
     """Compare Python, torch, CUDA, NCCL and packages: one row for all that agree, one for each that differs."""
-    names = list(dict.fromkeys(name for found in by_node.values() for name in found))
-    differing = [name for name in names if len({found.get(name) for found in by_node.values()}) > 1]
+    names, differing = _differing(by_node)
     first = next(iter(by_node.values()))
     alike = ", ".join(f"{name} {first[name]}" for name in names if name not in differing)
     rows = [Check("versions", dict.fromkeys(sorted(by_node), alike))]
@@ -48,23 +51,20 @@ def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
 def compare_code(by_node: Mapping[int, str]) -> Check:
     """Compare the checksum of the kit's files."""
     shown = {node: f"files {checksum[:10]}" for node, checksum in sorted(by_node.items())}
-    if len(set(shown.values())) > 1:
-        return Check("kit", shown, "failure", "The nodes run different code: check out the same commit on every node.")
-    return Check("kit", shown)
+    if len(set(shown.values())) == 1:
+        return Check("kit", shown)
+    return Check("kit", shown, "failure", "The nodes run different code: check out the same commit on every node.")
 
 
 def compare_settings(by_node: Mapping[int, Mapping[str, Any]], paths: Sequence[str]) -> Check:
     """Compare every option of the run; only paths may differ, since the content of files is compared too."""
     flat = {node: flatten_options(options) for node, options in by_node.items()}
-    names = sorted({name for options in flat.values() for name in options})
-    differing = [name for name in names if len({options.get(name) for options in flat.values()}) > 1]
+    names, differing = _differing(flat)
     if not differing:
-        return Check(
-            "settings",
-            dict.fromkeys(sorted(by_node), f"{len(names)} options{', equal on all nodes' if len(flat) > 1 else ''}"),
-        )
+        alike = f"{len(names)} options{', equal on all nodes' if len(flat) > 1 else ''}"
+        return Check("settings", dict.fromkeys(sorted(by_node), alike))
     shown = {
-        node: ", ".join(f"{name}={show_value(name, options.get(name, 'not set'))}" for name in differing)
+        node: ", ".join(f"{name}={options.get(name, 'not set')[:200]}" for name in differing)
         for node, options in sorted(flat.items())
     }
     hard = [name for name in differing if name.partition(".")[0] not in paths]
@@ -84,11 +84,6 @@ def flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
         else:
             flat[name] = value if isinstance(value, str) else json.dumps(value)
     return flat
-
-
-def show_value(name: str, value: str) -> str:
-    """Return the value of a setting or variable, hidden if its name says that it is a secret."""
-    return "(hidden)" if SECRET.search(name) else value[:200]
 
 
 def compare_files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any]]], what: str) -> list[Check]:
@@ -138,17 +133,15 @@ def describe_file(entry: Mapping[str, Any]) -> str:
 
 def compare_variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
     """Compare the environment variables that decide how ranks communicate and compute."""
-    names = sorted({name for found in by_node.values() for name in found})
-    differing = [n for n in names if len({found.get(n) for found in by_node.values()}) > 1]
-    judged = [n for n in differing if n not in PER_NODE_VARIABLES]
+    judged = [n for n in sorted(_differing(by_node)[1]) if n not in PER_NODE_VARIABLES]
     if not judged:
         shown = {
-            node: ", ".join(f"{n}={show_value(n, v)}" for n, v in sorted(found.items())) or "none set"
+            node: ", ".join(f"{n}={v[:200]}" for n, v in sorted(found.items())) or "none set"
             for node, found in sorted(by_node.items())
         }
         return Check("environment flags", shown)
     shown = {
-        node: ", ".join(f"{n}={show_value(n, found[n])}" if n in found else f"{n} not set" for n in judged)
+        node: ", ".join(f"{n}={found[n][:200]}" if n in found else f"{n} not set" for n in judged)
         for node, found in sorted(by_node.items())
     }
     verdict: Verdict = "failure" if any(n in NUMERIC_VARIABLES for n in judged) else "warning"
@@ -199,33 +192,28 @@ def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: boo
         seen: whether each other node found node 0's file; None where it could not look. Empty for one node.
         sharded: every rank writes its part of each checkpoint (ZeRO, FSDP2).
     """
-    name = "output folder shared"
     if not seen:
-        return Check(name, {0: "one node"})
+        return Check("output folder shared", {0: "one node"})
     words = {True: "shared with node 0", False: "its own disk", None: "not known"}
     values = {0: path, **{node: words[found] for node, found in sorted(seen.items())}}
-    apart = [node for node, found in seen.items() if found is False]
-    if apart and sharded:
+    verdict: Verdict = "warning"
+    if False in seen.values() and sharded:
+        verdict = "failure"
         remedy = (
             "Sharded runs write a part of each checkpoint from every node: put --output_dir on a file system that all "
             "nodes share (NFS), or use --sharding none."
         )
-        return Check(name, values, "failure", remedy)
-    if apart:
+    elif False in seen.values():
         remedy = (
             "Checkpoints and the result are written on node 0 alone. To resume, start with the same node as node 0, or "
             "copy the newest checkpoint to the same path on every node first. Model and data are read from each node's "
             "own disk. With a shared file system (NFS) none of this is needed."
         )
-        return Check(name, values, "warning", remedy)
-    if None in seen.values():
-        return Check(
-            name,
-            values,
-            "warning",
-            "Preflight could not check this; check by hand that all nodes see one output folder.",
-        )
-    return Check(name, values)
+    elif None in seen.values():
+        remedy = "Preflight could not check this; check by hand that all nodes see one output folder."
+    else:
+        verdict, remedy = "ok", ""
+    return Check("output folder shared", values, verdict, remedy)
 
 
 # ---- the reports of all nodes ----

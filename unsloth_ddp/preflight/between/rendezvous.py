@@ -122,7 +122,7 @@ class Rendezvous:
 
         def connect() -> Any:
             listener = None
-            if listens and self.process.nodes == 1:
+            if listens and self.process.ranks.nodes == 1:
                 # Without a socket given to it the store would listen on every interface.
                 listener = socket.create_server(("127.0.0.1", self.process.port), backlog=1024).detach()
             return TCPStore(
@@ -236,7 +236,7 @@ def join_rendezvous(
         the rendezvous, None where the store cannot be reached; and the table's rows about it.
     """
     listens = hosts_store(process, master_is_here)
-    node, port = process.node_rank, process.port
+    node, port = process.ranks.node_rank, process.port
     rows: list[Check] = []
     began = time.monotonic()
 
@@ -274,7 +274,7 @@ def call_roll(rendezvous: Rendezvous, seconds: float) -> Check:
     """
     process = rendezvous.process
     ranks = process.ranks
-    me = Arrival(ranks.rank, process.node_rank, process.host, process.nodes, ranks.world_size, ranks.local_world_size)
+    me = Arrival(ranks.rank, ranks.node_rank, process.host, ranks.nodes, ranks.world_size, ranks.local_world_size)
     rendezvous.put(f"who/{rendezvous.count('came', 1)}", dataclasses.asdict(me))
     began = time.monotonic()
     # Two nodes may both take themselves for node 0.
@@ -298,7 +298,7 @@ def _collect_roll(rendezvous: Rendezvous, waited: float) -> dict[str, Any]:
         "present": list(came.values()),
         "waited": waited,
         "in_time": len(came) >= ranks.world_size,
-        "nodes": rendezvous.process.nodes,
+        "nodes": ranks.nodes,
         "world_size": ranks.world_size,
     }
 

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.model.files.find import model_folder, weight_bytes
 from unsloth_ddp.preflight.checks import Finding, failure, warning
+from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.units import GIB, MIB, shown_bytes
 
 CACHE_WANTED = 2 * GIB
@@ -33,33 +33,29 @@ POLL_SECONDS = 0.2
 TOKEN_SECONDS = 6
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A folder that a run writes to: its free bytes, or the reason why it cannot be written."""
-
-    path: str
-    free: int = 0
-    error: str = ""
-
-
-def check_folder(folder: Folder, needed: int, content: str, option: str) -> Finding:
-    """Check that a folder can be written and has room for what the run writes there.
+def check_folder(path: Path, needed: int, content: str, option: str) -> Finding:
+    """Check that a folder, or the nearest one above it that there is, can be written and has room for what the run writes.
 
     Args:
         needed: bytes; less than twice that is a warning.
         content: name of what is written there.
         option: the option or variable that names another folder.
     """
-    if folder.error:
-        remedy = (
-            f"{folder.path} cannot be written ({folder.error}); correct that, or choose another folder with {option}."
-        )
-        return failure(f"{folder.path}: {folder.error}", remedy)
-    shown = f"{folder.path}: {shown_bytes(folder.free)} free, about {shown_bytes(needed)} needed"
-    if folder.free < needed:
-        remedy = f"Free space for {content}, or choose another folder with {option}."
-        return failure(shown, remedy)
-    if folder.free < 2 * needed:
+    there = existing(path.absolute())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight-") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        why = os_reason(error)
+        remedy = f"{path} cannot be written ({why}); correct that, or choose another folder with {option}."
+        return failure(f"{path}: {why}", remedy)
+    shown = f"{path}: {shown_bytes(free)} free, about {shown_bytes(needed)} needed"
+    if free < needed:
+        return failure(shown, f"Free space for {content}, or choose another folder with {option}.")
+    if free < 2 * needed:
         remedy = f"{content.capitalize()} may not fit; free some space, or choose another folder with {option}."
         return warning(shown, remedy)
     return Finding(shown)
@@ -68,19 +64,6 @@ def check_folder(folder: Folder, needed: int, content: str, option: str) -> Find
 def existing(path: Path) -> Path:
     """Return a folder, or the nearest one above it that there is."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def probe(path: Path) -> Folder:
-    """Write and remove a file in a folder, or in the nearest one above it that there is."""
-    there = existing(path.absolute())
-    try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight-") as file:
-            file.write(b"x" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-        return Folder(str(path), free=shutil.disk_usage(there).free)
-    except OSError as error:
-        return Folder(str(path), error=error.strerror or str(error))
 
 
 def output_folder(settings: Settings) -> Path:

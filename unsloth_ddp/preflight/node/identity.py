@@ -17,9 +17,9 @@ from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.model.files.find import TOKENIZER
 from unsloth_ddp.model.files.identity import describe_files
 from unsloth_ddp.model.files.same_files import describe_model
-from unsloth_ddp.preflight.between.cross_node import SECRET
 from unsloth_ddp.preflight.checks import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.redaction import is_secret_name
 from unsloth_ddp.utils.units import shown_bytes
 from unsloth_ddp.utils.versions import PACKAGES, kit_checksum, versions
 
@@ -41,7 +41,7 @@ def collect_identity(
     parts: dict[str, Callable[[], Any]] = {
         "versions": read_versions,
         "code": kit_checksum,
-        "settings": lambda: hide_secrets(settings),
+        "settings": lambda: dataclasses.asdict(settings),
         "data": lambda: describe_data(settings),
         "model": lambda: describe_model_files(settings),
         "flags": lambda: read_variables(environ),
@@ -54,15 +54,6 @@ def collect_identity(
         except Exception as error:
             found["unknown"][name] = f"{type(error).__name__}: {one_line(error)}"
     return found
-
-
-def hide_secrets(settings: Settings) -> dict[str, Any]:
-    """Return every option, a secret's value replaced by a digest, since the result is sent to other nodes."""
-    options = dataclasses.asdict(settings)
-    for name, value in options["trainer_args"].items():
-        if SECRET.search(name):
-            options["trainer_args"][name] = hashlib.sha256(repr(value).encode()).hexdigest()[:12]
-    return options
 
 
 def read_versions() -> dict[str, str]:
@@ -83,7 +74,7 @@ def read_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if (name in FLAGS or name.startswith(FLAG_PREFIXES)) and name not in NOT_COMPARED and not SECRET.search(name)
+        if (name in FLAGS or name.startswith(FLAG_PREFIXES)) and name not in NOT_COMPARED and not is_secret_name(name)
     }
 
 

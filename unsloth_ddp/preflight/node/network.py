@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unsloth_ddp.preflight.checks import Finding, Verdict, failure, run_with_limit, warning
+from unsloth_ddp.preflight.checks import Finding, failure, run_with_limit, warning
 
-LEAST_GBIT = 10
 RESOLVE_SECONDS = 20
 
 
@@ -111,12 +110,11 @@ def check_master_answers(master: str, port: int, outcome: str, seconds: float) -
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface: its addresses and its speed in Mbit/s (0: not known)."""
+    """A network interface and its addresses."""
 
     name: str
     addresses: tuple[str, ...] = ()
     up: bool = True
-    mbit: int = 0
 
 
 def matches(wanted: str, name: str) -> bool:
@@ -132,52 +130,31 @@ def matches(wanted: str, name: str) -> bool:
     return found != excluded
 
 
-def check_network_interface(
-    interfaces: Sequence[Interface], by_route: str | None, wanted: Mapping[str, str], nodes: int
-) -> Finding:
-    """Check the network interface between the nodes."""
+def check_network_interface(interfaces: Sequence[Interface], wanted: Mapping[str, str], nodes: int) -> Finding:
+    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where they are set, name an interface of this node."""
     if nodes == 1:
         return Finding("not needed for one node")
     shown: list[str] = []
     problems: list[str] = []
-    verdict: Verdict = "ok"
+    up = [i for i in interfaces if i.up]
     for variable, pattern in wanted.items():
         exactly = variable == "GLOO_SOCKET_IFNAME"
-        up = [i for i in interfaces if i.up]
         taken = [i for i in up if (i.name in pattern.split(",") if exactly else matches(pattern, i.name))]
         if pattern.startswith("^"):
             # All interfaces but the named ones; of those, the ones that have an address.
             taken = [i for i in taken if i.addresses]
         shown.append(f"{variable}={pattern}: {', '.join(describe_interface(i) for i in taken[:4]) or 'none'}")
         if not taken:
-            there = ", ".join(i.name for i in interfaces if i.up)
+            there = ", ".join(i.name for i in up)
             problems.append(f"{variable} is {pattern}, but this node has no such interface that is up ({there}).")
-            verdict = "failure"
         elif all(is_loopback(a) for i in taken for a in i.addresses):
             problems.append(f"{variable} is {pattern}, a loopback interface; name the interface of the network.")
-            verdict = "failure"
-    chosen = next((i for i in interfaces if i.name == by_route), None)
-    if chosen is not None:
-        shown.append(f"route to MASTER_ADDR: {describe_interface(chosen)}")
-    if not wanted and chosen is not None and chosen.name.startswith(("docker", "virbr", "br-", "veth", "cni")):
-        problems.append(
-            f"The route to MASTER_ADDR is over {chosen.name}, which looks like a container's own network; if nodes cannot "
-            "reach each other, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the real interface."
-        )
-        verdict = "warning"
-    if verdict == "ok" and chosen is not None and 0 < chosen.mbit < LEAST_GBIT * 1000 and not wanted:
-        problems.append(
-            f"{chosen.name} runs at {chosen.mbit / 1000:g} Gbit/s, below the {LEAST_GBIT} Gbit/s that several nodes need; set "
-            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster interface if there is one."
-        )
-        verdict = "warning"
-    return Finding("; ".join(shown) or "not known", verdict, " ".join(problems))
+    return Finding("; ".join(shown) or "none named", "failure" if problems else "ok", " ".join(problems))
 
 
 def describe_interface(interface: Interface) -> str:
-    """Return an interface's name, speed and first address."""
-    speed = f" {interface.mbit / 1000:g} Gbit/s" if interface.mbit else " (speed not known)"
-    return interface.name + speed + (f" {interface.addresses[0]}" if interface.addresses else "")
+    """Return an interface's name and first address."""
+    return " ".join([interface.name, *interface.addresses[:1]])
 
 
 def check_infiniband(ports: Sequence[Mapping[str, str]], disabled: bool, nodes: int) -> Finding:
@@ -220,9 +197,7 @@ def read_interfaces() -> list[Interface]:
     found = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
         addresses = [e.address.partition("%")[0] for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
-        state = states.get(name)
-        speed = state.speed if state and 0 < state.speed < 65535000 else 0
-        found.append(Interface(name, tuple(addresses), bool(state and state.isup), speed))
+        found.append(Interface(name, tuple(addresses), name in states and states[name].isup))
     return found
 
 
@@ -230,18 +205,6 @@ def is_here(addresses: list[str]) -> bool:
     """Return whether one of these addresses belongs to this machine."""
     own = {address for interface in read_interfaces() for address in interface.addresses}
     return any(address in own or is_loopback(address) for address in addresses)
-
-
-def find_route_interface(addresses: list[str], found: list[Interface]) -> str | None:
-    """Return the interface of the route to the first reachable address, or the one that has it; None if there is none."""
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # No packet is sent: connecting a datagram socket only asks the kernel for the route.
-            probe.connect((address, 9))
-            source = probe.getsockname()[0]
-            return next((i.name for i in found if source in i.addresses), None)
-    return None
 
 
 def read_infiniband_ports(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, str]]:

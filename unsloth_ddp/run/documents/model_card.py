@@ -49,31 +49,32 @@ def write_card(run: RunRecord) -> list[Path]:
 def render_card(run: RunRecord, *, adapter: bool) -> str:
     """Return the card as Markdown with the Hub's metadata."""
     # Escaping is that of Markdown here (see code), not of HTML.
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined)  # noqa: S701
-    kind = "adapter" if adapter else "model"
-    settings, record = run.settings, run.record
-    method = describe_method(run)
-    origin = code(base_name(run)) + (
-        f" (revision {code(settings['model_revision'])})" if settings.get("model_revision") else ""
-    )
-    merged = not adapter and settings.get("method") != "full"
-    how = f"{method}, merged into 16-bit weights" if merged else method
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES))  # noqa: S701
+    environment.filters |= {"code": code, "plain": plain}
+    settings = run.settings
+    name = str(settings["model"])
+    full = settings.get("method") == "full"
     body = environment.get_template("card.md.jinja").render(
         title=plain(run.name),
-        intro=f"This {kind} is {origin}, fine-tuned with {how}, on {_rows(run)}. It was trained with "
-        f"{'[Unsloth](https://github.com/unslothai/unsloth), ' if uses_unsloth(run) else ''}"
-        "[TRL](https://github.com/huggingface/trl) and unsloth-ddp.",
+        kind="adapter" if adapter else "model",
+        settings=settings,
+        base=name.rstrip("/").rpartition("/")[2] if _is_local(run) else name,
+        method=describe_method(run),
+        rows=_rows(run),
+        unsloth=run.fact("backend") == "unsloth",
         results=_results(run),
-        loaders=_loaders(run, adapter=adapter),
+        auto_class=_auto_class(run),
+        quantized=adapter and settings.get("method") == "qlora",
+        place=json.dumps(hide(str(settings.get("hub_model_id") or run.name))),
         sources=_sources(run),
-        data=[(name, plain(value)) for name, value in describe_data(run)],
-        settings=[
-            (code(name), code(show(value)))
+        data=describe_data(run),
+        shown=[
+            (name, show(value))
             for name, value in _shown_settings(settings).items()
-            if name not in (ADAPTER if settings.get("method") == "full" else FULL_ONLY)
+            if name not in (ADAPTER if full else FULL_ONLY)
         ],
-        versions=", ".join(f"{plain(name)} {plain(value)}" for name, value in (run.fact("versions") or {}).items()),
-        licence=_licence(record, kind),
+        versions=run.fact("versions") or {},
+        licence=run.record.get("model", {}).get("license"),
     )
     return f"---\n{_metadata(run, adapter=adapter)}\n---\n\n{body}"
 
@@ -88,17 +89,6 @@ def _shown_settings(settings: dict[str, Any]) -> dict[str, Any]:
     resolved = {"beta": given.resolved_beta, "sft_weight": given.resolved_sft_weight or None}
     of_task = dataclasses.asdict(given) | resolved
     return {name: value for name, value in of_task.items() if value != standard[name]} | shown
-
-
-def base_name(run: RunRecord) -> str:
-    """Return the base model's Hub id, or the last part of its path."""
-    name = str(run.settings["model"])
-    return name.rstrip("/").rpartition("/")[2] if _is_local(run) else name
-
-
-def uses_unsloth(run: RunRecord) -> bool:
-    """Return whether Unsloth was the backend."""
-    return run.fact("backend") == "unsloth"
 
 
 def code(text: Any) -> str:
@@ -121,7 +111,7 @@ def _metadata(run: RunRecord, *, adapter: bool) -> str:
 
     licence = run.record.get("model", {}).get("license") or {}
     tags = [
-        *(["unsloth"] if uses_unsloth(run) else []),
+        *(["unsloth"] if run.fact("backend") == "unsloth" else []),
         "trl",
         str(run.settings.get("task", "sft")),
         *([str(run.settings.get("method"))] if adapter else []),
@@ -163,60 +153,6 @@ def _sources(run: RunRecord) -> str:
     )
 
 
-def _licence(record: dict[str, Any], kind: str) -> str:
-    licence = record.get("model", {}).get("license")
-    if not licence:
-        return (
-            f"The licence of the base model is not known here; look at its card before you share this {kind}. The terms of "
-            "the data apply too."
-        )
-    name = licence.get("license_name") or licence["license"]
-    link = f" ({code(licence['license_link'])})" if licence.get("license_link") else ""
-    return f"The base model's card names the licence {code(name)}{link}; it applies to this {kind} too. So do the terms of the data."
-
-
-def _loaders(run: RunRecord, *, adapter: bool) -> list[dict[str, str]]:
-    settings = run.settings
-    name, length = json.dumps(_uploaded_name(run)), settings.get("max_length") or 2048
-    quantized = adapter and settings.get("method") == "qlora"
-    auto = _auto_class(run)
-    imports = f"from transformers import {auto}, AutoTokenizer{', BitsAndBytesConfig' if quantized else ''}"
-    load = f'model = {auto}.from_pretrained(name, dtype="auto", device_map="auto")'
-    if adapter:
-        imports = f"from peft import PeftConfig, PeftModel\n{imports}"
-        how = 'dtype="auto"'
-        load = "base = PeftConfig.from_pretrained(name).base_model_name_or_path\n"
-        if quantized:
-            how = "quantization_config=quantized"
-            load += 'quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")\n'
-        load += f'model = {auto}.from_pretrained(base, {how}, device_map="auto")\nmodel = PeftModel.from_pretrained(model, name)'
-    return [
-        {
-            "text": f"With {'PEFT' if adapter else 'Transformers'}, where `name` is this folder or its name on the Hub:",
-            "code": f"""{imports}
-
-name = {name}
-{load}
-tokenizer = AutoTokenizer.from_pretrained(name)
-chat = [{{"role": "user", "content": "Hello!"}}]
-inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-answer = model.generate(**inputs.to(model.device), max_new_tokens=128)
-print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))""",
-        },
-        {
-            "text": "With Unsloth:",
-            "code": f"""from unsloth import FastLanguageModel
-
-model, tokenizer = FastLanguageModel.from_pretrained({name}, max_seq_length={int(length)}, load_in_4bit={quantized})
-FastLanguageModel.for_inference(model)""",
-        },
-    ]
-
-
 def _auto_class(run: RunRecord) -> str:
     """Return the class of Transformers that loads the model; records of earlier versions name none."""
     return str(run.record.get("model", {}).get("auto_class", "AutoModelForCausalLM"))
-
-
-def _uploaded_name(run: RunRecord) -> str:
-    return hide(str(run.settings.get("hub_model_id") or run.name))

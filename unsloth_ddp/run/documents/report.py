@@ -74,7 +74,7 @@ def render_report(run: RunRecord) -> str:
         settings=settings,
         hardware=_hardware(run),
         versions=list((run.fact("versions") or {}).items()),
-        parts=[_part(part) for part in run.parts],
+        parts=run.parts,
         next_steps=next_steps(run),
     )
 
@@ -82,36 +82,22 @@ def render_report(run: RunRecord) -> str:
 def curves(run: RunRecord) -> list[Chart]:
     """Return the charts of what was logged, those without a value left out."""
 
-    def lines(gaps: bool = False, **keys: str) -> list[Line]:
-        return [Line(name, run.series(key, gaps=gaps)) for name, key in keys.items()]
+    def chart(title: str, lines: dict[str, str], **options: Any) -> Chart | None:
+        return line_chart(title, [Line(name, run.series(key, gaps=True)) for name, key in lines.items()], **options)
 
-    def plain(title: str, key: str) -> Chart | None:
-        return line_chart(title, [Line(title.lower(), run.series(key))], from_zero=True)
-
-    evaluated = run.series("eval_loss", gaps=True)
-    memory = [(step, peak / GIB) for step, peak in run.series("peak_memory_bytes")]
+    evaluated = run.last("eval_loss") is not None
+    note = "" if evaluated else "The run has no evaluation rows, or ended before the first evaluation."
+    both = {"training": "rewards/accuracies", "evaluation": "eval_rewards/accuracies"}
+    memory = Line("memory", [(step, peak / GIB) for step, peak in run.series("peak_memory_bytes")])
     charts = [
-        line_chart(
-            "Loss",
-            lines(gaps=True, training="loss", evaluation="eval_loss"),
-            note="" if evaluated else "The run has no evaluation rows, or ended before the first evaluation.",
-        ),
-        line_chart("Rewards", lines(gaps=True, chosen="rewards/chosen", rejected="rewards/rejected")),
-        line_chart(
-            "KL of the model and its reference", lines(gaps=True, training="kl", evaluation="eval_kl"), from_zero=True
-        ),
-        line_chart(
-            "Reward accuracy",
-            lines(gaps=True, training="rewards/accuracies", evaluation="eval_rewards/accuracies"),
-            from_zero=True,
-            shown="{:.0%}".format,
-        ),
-        plain("Learning rate", "learning_rate"),
-        plain("Tokens per second, all ranks", "tokens_per_second"),
-        line_chart(
-            "Peak memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown="{:.3g} GiB".format
-        ),
-        plain("Gradient norm", "grad_norm"),
+        chart("Loss", {"training": "loss", "evaluation": "eval_loss"}, note=note),
+        chart("Rewards", {"chosen": "rewards/chosen", "rejected": "rewards/rejected"}),
+        chart("KL of the model and its reference", {"training": "kl", "evaluation": "eval_kl"}, from_zero=True),
+        chart("Reward accuracy", both, from_zero=True, shown="{:.0%}".format),
+        chart("Learning rate", {"learning rate": "learning_rate"}, from_zero=True),
+        chart("Tokens per second, all ranks", {"tokens per second": "tokens_per_second"}, from_zero=True),
+        line_chart("Peak memory of the fullest rank", [memory], from_zero=True, shown="{:.3g} GiB".format),
+        chart("Gradient norm", {"gradient norm": "grad_norm"}, from_zero=True),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -189,17 +175,3 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
         parts = ", ".join(f"{name.replace('_', ' ')} {value:.0f} s" for name, value in seconds.items() if value >= 0.5)
         hardware["time to the first step"] = f"{total:.0f} s" + (f" ({parts})" if parts else "")
     return [(name.replace("_", " "), show(value)) for name, value in {**found, **hardware}.items() if value]
-
-
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    on = f"{part.get('world_size')} x {part.get('device')}"
-    ended = str(part.get("ended") or "")
-    cause = part.get("cause") or ("its last step" if ended else "a kill or an error")
-    return {
-        "began": str(part.get("began", ""))[:19].replace("T", " "),
-        "ended": ended[:19].replace("T", " "),
-        "first": part.get("first_step", ""),
-        "last": part.get("last_step", ""),
-        "on": on,
-        "cause": cause,
-    }

@@ -25,7 +25,7 @@ from unsloth_ddp.distributed.signals import (
     StopRequest,
     seconds_since_launch,
 )
-from unsloth_ddp.run.outcomes import RunStopped
+from unsloth_ddp.run.outcomes import stopped
 
 
 def test_signals_that_come_together_are_one_request():
@@ -48,11 +48,9 @@ def test_a_launchers_death_alone_is_a_request():
 
 def test_a_launchers_death_is_a_failure_and_a_request_is_a_stop(tmp_path):
     """node.sh starts again after a failure only."""
-    codes = [RunStopped(cause, tmp_path / "checkpoint-4").exit_code for cause in ("SIGTERM", LAUNCHER_ENDED)]
+    codes = [stopped(cause, tmp_path / "checkpoint-4").exit_code for cause in ("SIGTERM", LAUNCHER_ENDED)]
     assert codes == [75, 1]
-    assert "Stopped on the end of its launcher; the same command resumes from" in str(
-        RunStopped(LAUNCHER_ENDED, tmp_path)
-    )
+    assert "Stopped on the end of its launcher; the same command resumes from" in str(stopped(LAUNCHER_ENDED, tmp_path))
 
 
 def test_launchers_are_known_by_their_variables():

@@ -12,7 +12,7 @@ import pytest
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.run import folder as run_folder
-from unsloth_ddp.run.outcomes import ResultNotSaved, RunNotFinished, RunStopped
+from unsloth_ddp.run.outcomes import not_finished, not_saved, stopped
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -236,19 +236,19 @@ def test_a_new_run_offers_the_unfinished_one_with_the_same_settings(tmp_path, ca
 
 def test_a_stopped_run_says_how_the_same_command_resumes_it(tmp_path):
     checkpoint = tmp_path / "demo-lora" / "checkpoint-3"
-    assert f"the same command resumes from {checkpoint}" in str(RunStopped("SIGTERM", checkpoint))
-    unnamed = str(RunStopped("SIGTERM", checkpoint, named=False))
+    assert f"the same command resumes from {checkpoint}" in str(stopped("SIGTERM", checkpoint))
+    unnamed = str(stopped("SIGTERM", checkpoint, named=False))
     assert f"the same command with --run_name demo-lora resumes from {checkpoint}" in unnamed
 
 
 def test_a_result_that_could_not_be_written_says_what_the_same_command_does(tmp_path):
     checkpoint = tmp_path / "checkpoint-3"
-    with_one, without = (str(ResultNotSaved(tmp_path, "full", last)) for last in (checkpoint, None))
+    with_one, without = (str(not_saved(tmp_path, "full", last)) for last in (checkpoint, None))
     assert with_one.endswith(
         "the last complete checkpoint. Make room, and run the same command again: it resumes from there."
     )
     assert without.endswith("there is no checkpoint. Make room, and run the same command again: it trains again.")
-    with_one, without = (str(RunNotFinished(tmp_path, "it", "full", last)) for last in (checkpoint, None))
+    with_one, without = (str(not_finished(tmp_path, "it", "full", last)) for last in (checkpoint, None))
     assert with_one.endswith("run the same command again: it finishes the run.")
     assert without.endswith("run the same command again: it trains again, as there is no checkpoint.")
 

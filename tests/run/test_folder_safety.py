@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import pwd
 from pathlib import Path
 
 import pytest
@@ -66,13 +64,9 @@ def test_a_log_is_not_written_through_a_link(place):
     assert (place / "rank_0.log").read_text() == "first\nsecond\n"
 
 
-@pytest.mark.parametrize("number", [os.geteuid(), 4_000_000])
-def test_a_folder_of_another_user_is_refused_by_name(place, runtime, monkeypatch, number):
-    monkeypatch.setattr(run_folder, "foreign_owner", lambda folder: number if folder == place else None)
-    name = pwd.getpwuid(number).pw_name if number == os.geteuid() else "user id 4000000"
-    with pytest.raises(
-        UserError, match=rf"r belongs to another user \({name}\), who could replace what this run writes"
-    ):
+def test_a_folder_of_another_user_is_refused(place, runtime, monkeypatch):
+    monkeypatch.setattr(run_folder, "foreign_owner", lambda folder: 4_000_000 if folder == place else None)
+    with pytest.raises(UserError, match=r"r belongs to another user \(user id 4000000\), who could replace what"):
         run_folder.choose_run_folder(settings_of(place), runtime)
     assert list(place.iterdir()) == []
     assert run_folder.foreign_owner is not safe_files.foreign_owner

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import fcntl
 import os
-import pwd
 import shutil
 import socket
 import tempfile
@@ -69,13 +68,8 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     runtime.on_main(lambda: _wait_for_another_job(folder))
     # The job that was waited for may have finished the run.
     runtime.on_main(lambda: _look(settings, folder))
-    if (
-        unnamed
-        and settings.resume == "auto"
-        and runtime.ranks.is_main
-        and (offer := offer_unfinished(settings, folder))
-    ):
-        print(offer, flush=True)
+    if unnamed and settings.resume == "auto" and runtime.ranks.is_main:
+        offer_unfinished(settings, folder)
     return folder
 
 
@@ -90,22 +84,21 @@ def _look(settings: Settings, folder: Path) -> None:
         raise UserError(f"output folder {folder} cannot be read: {os_reason(error)}.") from None
 
 
-def offer_unfinished(settings: Settings, folder: Path) -> str | None:
-    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none."""
+def offer_unfinished(settings: Settings, folder: Path) -> None:
+    """Print how to resume the newest unfinished run with these settings, if there is one."""
     try:
         others = [path for path in folder.parent.iterdir() if path != folder and (path / SETTINGS_FILE).is_file()]
         unfinished = [path for path in others if step_folders(path) and continues(settings, path)]
         unfinished = [path for path in unfinished if _changed_settings(settings, path) == []]
         newest = max(unfinished, key=lambda path: (path / SETTINGS_FILE).stat().st_mtime, default=None)
     except OSError:
-        return None
-    if newest is None:
-        return None
-    step = max(step_folders(newest))
-    return (
-        f"{newest} holds an unfinished run with the same settings, at step {step:,}; this is a new run. Give --run_name "
-        f"{newest.name} to resume that one."
-    )
+        return
+    if newest is not None:
+        print(
+            f"{newest} holds an unfinished run with the same settings, at step {max(step_folders(newest)):,}; this is a new "
+            f"run. Give --run_name {newest.name} to resume that one.",
+            flush=True,
+        )
 
 
 def _try_to_write(folder: Path) -> None:
@@ -113,36 +106,19 @@ def _try_to_write(folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if there == folder and (owner := foreign_owner(folder)) is not None:
         raise UserError(
-            f"{folder} belongs to another user ({_user_name(owner)}), who could replace what this run writes; give another "
+            f"{folder} belongs to another user (user id {owner}), who could replace what this run writes; give another "
             "--run_name or --output_dir, or copy the folder."
         )
     try:
         if there == folder:
             # The one file in it that is no sign of another run.
             os.close(open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT))
-        elif not _made_nameless_file(there):
+        else:
             tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=there).cleanup()
     except OSError as error:
         raise UserError(
             f"output folder {folder} cannot be written ({there}: {os_reason(error)}); give another --output_dir."
         ) from None
-
-
-def _made_nameless_file(folder: Path) -> bool:
-    """Return whether a file without a name could be made in a folder, of which a killed rank leaves nothing."""
-    try:
-        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
-        return True
-    except (OSError, AttributeError):
-        # Not every file system, and only Linux, has such files.
-        return False
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user id {number}"
 
 
 def _wait_for_another_job(folder: Path) -> None:

@@ -75,22 +75,21 @@ def find_result(named: str, *, in_shards: bool = False) -> RunResult:
     Raises:
         UserError: it is not a run's folder, is of another version, or holds nothing that is whole.
     """
-    result = _find(named, in_shards=in_shards)
-    record = _record(result.run)
+    result = _find(named)
+    if result.in_shards and not in_shards:
+        raise UserError(
+            f"{result.folder} holds the weights in shards, as every process of a sharded run wrote its own; make a model of "
+            f"them with `python -m unsloth_ddp.export {result.folder} --to merged`, or let the run finish."
+        )
+    record: dict[str, Any] = {}
+    # The result can be used without its record.
+    with contextlib.suppress(UserError):
+        record = {name: value for name, value in read_run(result.run).record.items() if isinstance(value, dict)}
     base = record.get("model", {})
     if base.get("local") and result.is_adapter:
         _check_base_is_there(result)
         result = dataclasses.replace(result, other_base=_base_changed(result, base.get("weights")))
     return dataclasses.replace(result, plain_text=bool(record.get("data", {}).get("plain_text")))
-
-
-def _record(run: Path) -> dict[str, Any]:
-    """Return what is recorded of a run; nothing where that cannot be read, since the result can be used without it."""
-    try:
-        record = read_run(run).record
-    except UserError:
-        return {}
-    return {name: value for name, value in record.items() if isinstance(value, dict)}
 
 
 def _check_base_is_there(result: RunResult) -> None:
@@ -113,7 +112,7 @@ def _base_changed(result: RunResult, weights: Any) -> bool:
     return False
 
 
-def _find(named: str, *, in_shards: bool) -> RunResult:
+def _find(named: str) -> RunResult:
     folder = Path(named).expanduser()
     try:
         folder = folder.resolve()
@@ -121,17 +120,15 @@ def _find(named: str, *, in_shards: bool) -> RunResult:
             problem = " is a file" if folder.exists() else ": there is no such folder"
             raise UserError(f"{named}{problem}; give the folder of a run, such as outputs/RUN.")
         if (folder / manifest.FILE_NAME).is_file() and (folder.parent / SETTINGS_FILE).is_file():
-            return _named_checkpoint(folder, in_shards=in_shards)
+            return _named_checkpoint(folder)
         if not (folder / SETTINGS_FILE).is_file():
             raise UserError(
                 f"{named} is not the folder of a run (it has no {SETTINGS_FILE}); give the folder of a run, such as "
                 f"{_run_near(folder) or 'outputs/RUN'}."
             )
-        settings = read_settings(folder)
         if (folder / SUMMARY_FILE).is_file():
-            _check_weights(folder, settings)
-            return RunResult(folder, folder, settings)
-        return _last_checkpoint(folder, settings, in_shards=in_shards)
+            return _with_weights(RunResult(folder, folder, read_settings(folder)))
+        return _last_checkpoint(folder)
     except OSError as error:
         raise UserError(f"{named} cannot be read: {os_reason(error)}.") from None
 
@@ -159,25 +156,23 @@ def read_settings(run: Path) -> Settings:
     return dataclasses.replace(settings, compiled_cache_dir=None, clear_compiled_cache=False)
 
 
-def _named_checkpoint(folder: Path, *, in_shards: bool) -> RunResult:
-    settings = read_settings(folder.parent)
+def _named_checkpoint(folder: Path) -> RunResult:
+    run = folder.parent
+    settings = read_settings(run)
     try:
         step = manifest.verify(folder).step
     except Damaged as error:
         raise UserError(f"{folder} is not a complete checkpoint: {error}; give another.") from None
-    shards = _check_weights(folder, settings, in_shards=in_shards)
-    return RunResult(
-        folder.parent, folder, settings, step, f"This is {folder.name} of {folder.parent}.", in_shards=shards
-    )
+    return _with_weights(RunResult(run, folder, settings, step, f"This is {folder.name} of {run}."))
 
 
-def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunResult:
+def _last_checkpoint(run: Path) -> RunResult:
+    settings = read_settings(run)
     newest, skipped = manifest.newest(step_folders(run), manifest.verify)
     if newest is not None:
         folder, described = newest
-        shards = _check_weights(folder, settings, in_shards=in_shards)
         sentence = f"{run} is not finished; this is {folder.name}, its last complete checkpoint."
-        return RunResult(run, folder, settings, described.step, sentence, in_shards=shards)
+        return _with_weights(RunResult(run, folder, settings, described.step, sentence))
     if skipped:
         raise UserError(
             f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); start it "
@@ -186,25 +181,17 @@ def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunRe
     raise UserError(f"{run} is not finished and has no checkpoint yet; let it write one, or give another run.")
 
 
-def _check_weights(folder: Path, settings: Settings, *, in_shards: bool = False) -> bool:
-    """Return whether the weights stand in shards, which is refused unless asked for, as is a folder without weights."""
-    wanted = [WHOLE, f"{WHOLE}.index.json"] if settings.method == "full" else [ADAPTER_WEIGHTS]
+def _with_weights(result: RunResult) -> RunResult:
+    """Return a result with how its weights lie, or refuse a folder without weights."""
+    folder, full = result.folder, not result.is_adapter
+    wanted = [WHOLE, f"{WHOLE}.index.json"] if full else [ADAPTER_WEIGHTS]
     if any((folder / name).is_file() for name in wanted):
-        return False
-    if settings.method == "full" and manifest.holds_shards(_relative_files(folder)):
-        if in_shards:
-            return True
-        raise UserError(
-            f"{folder} holds the weights in shards, as every process of a sharded run wrote its own; make a model of them "
-            f"with `python -m unsloth_ddp.export {folder} --to merged`, or let the run finish."
-        )
+        return result
+    if full and manifest.holds_shards(path.relative_to(folder).as_posix() for path in manifest.list_files(folder)):
+        return dataclasses.replace(result, in_shards=True)
     why = (
         "the run has finished, so the file was moved or removed; copy it back, or give a checkpoint of the run."
         if (folder / SETTINGS_FILE).is_file()
         else "checkpoints of ZeRO runs hold DeepSpeed's shards only, which become a model when the run finishes."
     )
     raise UserError(f"{folder} holds no {wanted[0]}, so there is nothing to load; {why}")
-
-
-def _relative_files(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in manifest.list_files(folder)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +42,15 @@ from unsloth_ddp.run.documents.facts import answer_facts
 from unsloth_ddp.run.documents.files import SETTINGS_FILE
 from unsloth_ddp.run.folder import continues, open_run_folder, write_settings
 from unsloth_ddp.run.logs import start_logging, stop_library_output
-from unsloth_ddp.run.outcomes import (
-    FolderRemoved,
-    NoCheckpointWritten,
-    ResultNotSaved,
-    RunNotFinished,
-    RunStopped,
-    StopNotSaved,
-)
+from unsloth_ddp.run.outcomes import RunEnd, not_finished, not_saved, stopped
 from unsloth_ddp.sizing.refuse import check_memory
 from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
     from unsloth_ddp.training.trainer import DDPTrainer
+
+# Evaluation questions, and the model's answers before training.
+Answered = tuple[list[answers.Question], list[str]]
 
 
 def check_model(run: Run) -> None:
@@ -183,39 +178,21 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     warnings = sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes, runtime.copies)
     for sentence in [*changes, *warnings]:
         print(sentence)
-    described = summary_file.describe_run(
-        settings,
-        runtime,
-        trainer.data,
-        decision,
-        trainer.model,
-        run.folder,
-        task=trainer.step.task,
-        step=trainer.step.graphs.choice,
-    )
-    print(described, flush=True)
+    print(summary_file.describe_run(settings, runtime, trainer, decision, run.folder), flush=True)
     for sentence in summary_file.questionable(settings, trainer.data, decision):
         print(sentence, flush=True)
     print(preview_first_row(trainer.data.train, trainer.processing_class, settings.max_length), flush=True)
 
 
-@dataclass(frozen=True)
-class AnsweredQuestions:
-    """Evaluation questions, and the model's answers before training; none unless --compare_answers asks for them."""
-
-    questions: list[answers.Question]
-    before: list[str]
-
-
-def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
-    """Answer the evaluation questions that --compare_answers asks for."""
+def answer_before_training(run: Run, trainer: DDPTrainer) -> Answered:
+    """Return the evaluation questions that --compare_answers asks for, and the model's answers to them."""
     # With sharded weights no GPU has the whole model to answer with.
     count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     answers.say_too_long(trainer.processing_class, questions)
     with run.runtime.progress.timing("answers"):
         before = _answer(run, trainer, questions)
-    return AnsweredQuestions(questions, before)
+    return questions, before
 
 
 def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str]:
@@ -227,48 +204,54 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
     """Train to the end, and return the summary.
 
     Raises:
-        RunStopped: the ranks stopped together, with a complete checkpoint.
-        StopNotSaved: they stopped without one.
+        RunEnd: the ranks stopped together.
     """
     seconds = trainer.train_from(resume)
     if trainer.stopped:
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
         documents.stopped(run.runtime, trainer, run.folder, cause, seconds)
         if checkpoints.last is None:
-            raise StopNotSaved(cause, checkpoints.failed)
-        raise RunStopped(cause, checkpoints.last, named=run.named)
+            raise RunEnd(f"Stopped on {cause} without a complete checkpoint: {checkpoints.failed}.")
+        raise stopped(cause, checkpoints.last, named=run.named)
     run.stop.begin_finishing()
     return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
 
 
-def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: dict[str, Any]) -> None:
+def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str, Any]) -> None:
     """Write the result, compare the answers, write the summary.
 
     Raises:
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
+    questions, before = answered
     removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
-    after = _answer(run, trainer, answered.questions)
+    after = _answer(run, trainer, questions)
     if problem := checkpoints.save_final(trainer.write_final):
-        raise ResultNotSaved(run.folder, problem, checkpoints.last)
+        raise not_saved(run.folder, problem, checkpoints.last)
     if settings.merge:
         problem = checkpoints.save_folder("merged", lambda aside: _merge(run, trainer, aside))
         if problem:
-            raise RunNotFinished(run.folder, "the merged model", problem, checkpoints.last)
-    if answered.questions:
-        summary |= answers.report(answered.questions, answered.before, after)
+            raise not_finished(run.folder, "the merged model", problem, checkpoints.last)
+    if questions:
+        summary |= answers.report(questions, before, after)
     summary["wall_time_seconds"] = time.perf_counter() - run.began
-    kept = answer_facts(answered.questions, answered.before, after)
+    kept = answer_facts(questions, before, after)
     documents.finished(run.runtime, trainer, run.folder, summary, kept)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
-        raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)
+        raise not_finished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)
     if problem := run.runtime.broadcast_from_main(lambda: _removed_meanwhile(run)):
-        raise ResultNotSaved(run.folder, problem, None)
+        raise not_saved(run.folder, problem, None)
     if removed:
-        raise FolderRemoved(run.folder)
+        raise RunEnd(
+            f"The result is in {run.folder}, but that folder was removed while the run trained, and with it the logs and "
+            "checkpoints that it held then; look for what removes it (a clean-up of scratch disks, say)."
+        )
     if checkpoints.failed is not None and not checkpoints.written:
-        raise NoCheckpointWritten(checkpoints.failed)
+        raise RunEnd(
+            f"The result is written and complete, but no checkpoint was: {checkpoints.failed}. Nothing is left to do for "
+            "this run; look after the disk before the next one."
+        )
 
 
 def _restore_settings(run: Run) -> bool:

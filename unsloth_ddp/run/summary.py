@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.questionable import questionable_settings
@@ -20,7 +18,6 @@ from unsloth_ddp.run.documents.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.documents.record import read_run
 from unsloth_ddp.run.next_steps import chat_command
 from unsloth_ddp.run.upload import upload
-from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_json
@@ -30,22 +27,18 @@ from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
-    from unsloth_ddp.training.tasks.task import Task
     from unsloth_ddp.training.trainer import DDPTrainer
 
 
 def describe_run(
     settings: Settings,
     runtime: Runtime,
-    data: TrainingData,
+    trainer: DDPTrainer,
     decision: MicroBatchDecision,
-    model: torch.nn.Module,
     run_folder: Path,
-    *,
-    task: Task,
-    step: StepChoice,
 ) -> str:
     """Return the table that the main process prints before step 1."""
+    data, model, task, step = trainer.data, trainer.model, trainer.step.task, trainer.step.graphs.choice
     total, trainable = parameter_counts(model)
     experts, beside_text = describe_experts(model), describe_beside_text(model)
     beside = "" if settings.method == "full" else ", adapter included"

@@ -17,9 +17,9 @@ import functools
 import os
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.checksums import checksum
 from unsloth_ddp.utils.files.durable import flush, flush_one, is_write_error, reason
+from unsloth_ddp.utils.threads import in_thread
 
 ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
 # Seconds that the end of a failed process waits for a checkpoint that is being written.
@@ -101,38 +102,18 @@ def to_remove(steps: list[int], written: int, best: int | None, limit: int | Non
     return left + spare[: max(0, len(rest) - max(limit, len(kept)))]
 
 
+@dataclass(frozen=True)
 class Completion:
-    """Completes a checkpoint in a thread.
+    """A checkpoint that is being completed.
 
     Args:
-        work: completes it, and returns why it could not be written, or None.
-        undo: is called on every rank if it could not.
+        problem: why it could not be written, or None, once that is known; only the main process completes it.
+        undo: is called on every rank if it could not be written.
     """
 
-    def __init__(self, step: int, work: Callable[[], str | None] | None, undo: Callable[[], None]) -> None:
-        self.step = step
-        self.undo = undo
-        self._work = work
-        self._problem: str | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if work else None
-        if self._thread:
-            self._thread.start()
-
-    def _run(self) -> None:
-        assert self._work is not None
-        try:
-            self._problem = self._work()
-        except BaseException as error:
-            self._error = error
-
-    def join(self, seconds: float | None = None) -> str | None:
-        """Wait for the thread, which only the main process has; return why the checkpoint could not be written, or None."""
-        if self._thread:
-            self._thread.join(seconds)
-        if self._error is not None:
-            raise self._error
-        return self._problem
+    step: int
+    problem: Future[str | None] | None
+    undo: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -159,7 +140,7 @@ class Checkpoints:
     last: Path | None = field(default=None, init=False)
     failed: str | None = field(default=None, init=False)
     written: int = field(default=0, init=False)
-    _failure: Exception | None = field(default=None, init=False)
+    _failure: str | None = field(default=None, init=False)
     _digests: dict[str, str] = field(default_factory=dict, init=False)
     _later: list[Callable[[], None]] = field(default_factory=list, init=False)
     _completion: Completion | None = field(default=None, init=False)
@@ -177,9 +158,8 @@ class Checkpoints:
         self.runtime.cleanup.callback(self._wait_at_the_end)
 
     def _wait_at_the_end(self) -> None:
-        if self._completion is not None:
-            with contextlib.suppress(Exception):
-                self._completion.join(LAST_WAIT)
+        if self._completion is not None and self._completion.problem is not None:
+            wait([self._completion.problem], LAST_WAIT)
 
     def update_identity(self, **changed: Any) -> None:
         """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""
@@ -224,7 +204,7 @@ class Checkpoints:
         complete = functools.partial(
             self._complete, step, target, identity, everyones, best() if ranks.is_main else None
         )
-        self._completion = Completion(step, complete if ranks.is_main else None, undo)
+        self._completion = Completion(step, in_thread(complete, "checkpoint") if ranks.is_main else None, undo)
 
     def later(self, work: Callable[[], None]) -> None:
         """Leave a part of a write to the thread that completes the checkpoint; only in the main process, within `write`."""
@@ -236,7 +216,7 @@ class Checkpoints:
         if completion is None:
             return
         with self.runtime.progress.doing("saving"):
-            problem = self.runtime.broadcast_from_main(completion.join)
+            problem = self.runtime.broadcast_from_main(lambda: completion.problem and completion.problem.result())
         if problem:
             self._failed(completion.step, problem, completion.undo)
             return
@@ -247,16 +227,15 @@ class Checkpoints:
         self, step: int, target: Path, identity: dict[str, Any], digests: dict[str, str], best: int | None
     ) -> str | None:
         """Write what was left for later, publish the checkpoint, and return why that failed, or None."""
-        try:
+
+        def write() -> None:
             for work in self._later:
                 work()
             if self.runtime.sharding == "none":
                 flush(target)
             self._publish(Manifest(step, identity, self.versions, manifest.describe_files(target, digests)), target)
-        except Exception as error:
-            if not is_write_error(error):
-                raise
-            problem = reason(error, self.folder)
+
+        if problem := self._try(write):
             self._give_up(step, target.parent, problem)
             return problem
         self.last = self.folder / target.name
@@ -314,16 +293,17 @@ class Checkpoints:
     def in_main(self, work: Callable[[], Any]) -> str | None:
         """Run `work` in the main process; return on every rank why it could not write, or None."""
 
-        def tried() -> str | None:
-            try:
-                work()
-            except Exception as error:
-                if not is_write_error(error):
-                    raise
-                return reason(error, self.folder)
-            return None
+        return self.runtime.broadcast_from_main(lambda: self._try(work))
 
-        return self.runtime.broadcast_from_main(tried)
+    def _try(self, work: Callable[[], Any]) -> str | None:
+        """Run `work`, and return why it could not write, or None."""
+        try:
+            work()
+        except Exception as error:
+            if not is_write_error(error):
+                raise
+            return reason(error, self.folder)
+        return None
 
     @contextlib.contextmanager
     def every_write_attempted(self) -> Iterator[None]:
@@ -342,12 +322,8 @@ class Checkpoints:
 
     def attempt(self, work: Callable[[], Any]) -> None:
         """Run `work`; record a failed write and continue, because the other ranks wait for this one."""
-        try:
-            work()
-        except Exception as error:
-            if not is_write_error(error):
-                raise
-            self._failure = self._failure or error
+        problem = self._try(work)
+        self._failure = self._failure or problem
 
     def _write_together(self, parts: Sequence[Part]) -> str | None:
         """Run the parts of a save one after the other up to the first that fails on a rank; return why it failed."""
@@ -355,15 +331,9 @@ class Checkpoints:
         for mine, part in parts:
             if mine:
                 self.attempt(part)
-            if problem := self._problem():
-                return problem
-        return None
-
-    def _problem(self) -> str | None:
-        mine = None if self._failure is None else reason(self._failure, self.folder)
-        for rank, problem in enumerate(self.runtime.gather(mine)):
-            if problem is not None:
-                return problem if rank == 0 else f"rank {rank}: {problem}"
+            for rank, problem in enumerate(self.runtime.gather(self._failure)):
+                if problem is not None:
+                    return problem if rank == 0 else f"rank {rank}: {problem}"
         return None
 
     def _prepare(self, aside: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.files.json import write_json
 from unsloth_ddp.utils.tables import Column, fit_text, render_table
+from unsloth_ddp.utils.threads import in_thread
 from unsloth_ddp.utils.units import counted
 
 T = TypeVar("T")
@@ -128,23 +129,10 @@ def run_with_limit(work: Callable[[], T], seconds: float) -> T:
     Raises:
         TimeoutError: `work` did not end in time. Its thread is abandoned and does not keep the process alive.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return results[0]
+    future = in_thread(work, "check")
+    if wait([future], seconds).done:
+        return future.result()
+    raise TimeoutError(f"no answer within {seconds:.0f} s")
 
 
 def run_or_none(work: Callable[[], T], seconds: float) -> T | None:
@@ -171,15 +159,28 @@ def show_checks(
 
     Args:
         hosts: the name of every node.
+        timings: the figures behind the bandwidth rows.
         json_file: a file that gets the JSON too, "-" for standard output in place of the table, None for neither.
         writes: this node writes the file.
     """
-    content = checks_as_json(checks, hosts, timings)
+    worst = worst_verdict(check.verdict for check in checks)
+    content = {
+        "verdict": worst,
+        "exit_code": exit_code(checks),
+        "nodes": {str(node): host for node, host in sorted(hosts.items())},
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "timings": list(timings),
+    }
     if json_file == "-":
         print(json.dumps(content, indent=2), flush=True)
     else:
+        last = {
+            "ok": "all checks passed; training can start",
+            "warning": f"{summarize_checks(checks)}; training can start",
+            "failure": f"{summarize_checks(checks)}; fix the failures before training",
+        }[worst]
         print(render_checks(checks, title, colour=sys.stdout.isatty()))
-        print(fit_text(verdict_line(checks)), flush=True)
+        print(fit_text(f"preflight: {last}."), flush=True)
     if json_file not in (None, "-") and writes:
         try:
             write_json(Path(str(json_file)), content)
@@ -205,32 +206,6 @@ def merge_values(values: Mapping[int, str]) -> str:
     for node, value in values.items():
         by_value.setdefault(value, []).append(node)
     return "\n".join(f"{name_nodes(nodes)}: {value}" for value, nodes in by_value.items())
-
-
-def verdict_line(checks: Sequence[Check]) -> str:
-    """Return the last line of the output: the overall verdict."""
-    text = {
-        "ok": "all checks passed; training can start",
-        "warning": f"{summarize_checks(checks)}; training can start",
-        "failure": f"{summarize_checks(checks)}; fix the failures before training",
-    }[worst_verdict(check.verdict for check in checks)]
-    return f"preflight: {text}."
-
-
-def checks_as_json(
-    checks: Sequence[Check], hosts: Mapping[int, str], timings: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return everything in the table, and the figures behind the bandwidth rows."""
-    return {
-        "verdict": worst_verdict(check.verdict for check in checks),
-        "exit_code": exit_code(checks),
-        "nodes": {str(node): host for node, host in sorted(hosts.items())},
-        "checks": [
-            {**dataclasses.asdict(check), "values": {str(node): text for node, text in check.values.items()}}
-            for check in checks
-        ],
-        "timings": list(timings),
-    }
 
 
 def print_message(sentence: str) -> None:

@@ -32,7 +32,7 @@ from unsloth_ddp.preflight.checks import (
 from unsloth_ddp.preflight.node import disks
 from unsloth_ddp.preflight.node.identity import collect_identity
 from unsloth_ddp.preflight.node.machine import read_gpus
-from unsloth_ddp.preflight.node.network import is_here, read_infiniband_ports, resolve_name
+from unsloth_ddp.preflight.node.network import is_here, resolve_name
 from unsloth_ddp.preflight.node.run import machine_checks, network_checks
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
@@ -111,7 +111,6 @@ class Preflight:
             "host": self.process.host,
             "checks": [dataclasses.asdict(check) for check in checks],
             "identity": collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS),
-            "fast_ports": any("ACTIVE" in port["state"] for port in read_infiniband_ports()),
             "shared": shared,
         }
 
@@ -241,8 +240,7 @@ class Preflight:
                 first = rank == 0 or (timing.scope == "inside" and rank % ranks.local_world_size == 0)
                 if first or not timing.right:
                     timings.append(timing)
-        fast = any(report["fast_ports"] for report in reports.values())
-        rows = bandwidth.check_bandwidth(timings, backend, fast, sorted(reports))
+        rows = bandwidth.check_bandwidth(timings, backend, sorted(reports))
         return rows or [bandwidth.not_measured("one process", "", sorted(reports), "ok")], timings
 
     def _compare(self, reports: Reports, gpus: Mapping[int, str]) -> list[Check]:

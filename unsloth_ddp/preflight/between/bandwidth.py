@@ -53,14 +53,11 @@ class CollectiveTiming:
 SCOPES = {"inside": "inside a node", "between": "between nodes (one rank each)", "all": "all ranks"}
 
 
-def check_bandwidth(
-    timings: Sequence[CollectiveTiming], backend: str, fast_ports: bool, nodes: Sequence[int]
-) -> list[Check]:
+def check_bandwidth(timings: Sequence[CollectiveTiming], backend: str, nodes: Sequence[int]) -> list[Check]:
     """Return one row per scope: time and bus bandwidth of each size, judged between nodes only.
 
     Args:
         timings: for the scope inside, one set per node; for the others one rank's, and every wrong result.
-        fast_ports: InfiniBand or RoCE ports are active on some node.
         nodes: all nodes.
     """
     rows = []
@@ -76,7 +73,13 @@ def check_bandwidth(
         remedy = ""
         if scope == "between" and best < LEAST_GBIT:
             verdict = "warning"
-            remedy = _slow_network(best, backend, fast_ports)
+            remedy = (
+                f"{_rate(best)} between nodes is below the {LEAST_GBIT} Gbit/s that several nodes need. Set NCCL_SOCKET_IFNAME "
+                "and GLOO_SOCKET_IFNAME to the fastest interface on every node; where InfiniBand or RoCE ports are active unset "
+                "NCCL_IB_DISABLE, try NCCL_IB_GID_INDEX=3 for RoCE, and look for NET/IB in the output of NCCL_DEBUG=INFO. Until "
+                "then use LoRA or QLoRA with DDP or fsdp2_hybrid.yaml (small gradients) and more gradient accumulation, not "
+                "ZeRO-3, FSDP2 or full parameters; raise --ddp_timeout."
+            )
         elif scope == "between" and best < RECOMMENDED_GBIT:
             remedy = f"Sufficient; {RECOMMENDED_GBIT} Gbit/s are recommended."
         rows.append(Check(f"all-reduce, {where}", shown, verdict, remedy))
@@ -101,20 +104,6 @@ def _rate(gbit: float) -> str:
     return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{gbit * 1000:.3g} Mbit/s"
 
 
-def _slow_network(gbit: float, backend: str, fast_ports: bool) -> str:
-    way = (
-        "InfiniBand or RoCE ports are active: unset NCCL_IB_DISABLE, try NCCL_IB_GID_INDEX=3 for RoCE, and look for NET/IB "
-        "in the output of NCCL_DEBUG=INFO. "
-        if fast_ports and backend == "nccl"
-        else "Set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the fastest interface on every node. "
-    )
-    return (
-        f"{_rate(gbit)} between nodes is below the {LEAST_GBIT} Gbit/s that several nodes need. {way}Until then use LoRA or "
-        "QLoRA with DDP or fsdp2_hybrid.yaml (small gradients) and more gradient accumulation, not ZeRO-3, FSDP2 or full parameters; raise "
-        "--ddp_timeout."
-    )
-
-
 def not_measured(reason: str, remedy: str, nodes: Sequence[int], verdict: Verdict) -> Check:
     """Return the row that says why no bandwidth was measured."""
     return Check("speed", dict.fromkeys(nodes, f"not measured: {reason}"), verdict, remedy)
@@ -130,16 +119,14 @@ def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
     for rank, error in sorted(stuck.items()):
         text = f"rank {rank}: {' '.join(error.split())[:300] or f'did not end within {seconds:.0f} s'}"
         values[node_of[rank]] = f"{values[node_of[rank]]}; {text}" if node_of[rank] in values else text
+    remedy = (
+        f"Set {backend.upper()}_SOCKET_IFNAME to the interface that the nodes share, and open the firewall between the nodes "
+        f"({backend} chooses its ports)."
+    )
     if backend == "nccl":
-        remedy = (
-            "Set NCCL_SOCKET_IFNAME to the interface that the nodes share; on InfiniBand or RoCE try NCCL_IB_GID_INDEX=3, then "
-            "NCCL_IB_DISABLE=1; inside a node try NCCL_P2P_DISABLE=1; open the firewall between the nodes (NCCL chooses "
-            "its ports); NCCL_DEBUG=INFO shows where it stops."
-        )
-    else:
-        remedy = (
-            "Set GLOO_SOCKET_IFNAME to the interface that the nodes share, and open the firewall between the nodes (gloo "
-            "chooses its ports)."
+        remedy += (
+            " On InfiniBand or RoCE try NCCL_IB_GID_INDEX=3, then NCCL_IB_DISABLE=1; inside a node try NCCL_P2P_DISABLE=1; "
+            "NCCL_DEBUG=INFO shows where it stops."
         )
     return Check(f"process group ({backend})", values, "failure", remedy)
 
@@ -147,10 +134,9 @@ def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
 def find_blockers(checks: Sequence[Check]) -> list[str]:
     """Return the failures with which a process group would hang or its measurement mean nothing."""
     names = {"arrived", "host name", "master address", "network interface"}
-    names |= {"GPUs", "same GPUs", "one GPU a rank"}
-    blocking = [c for c in checks if c.verdict == "failure" and (c.name in names or c.name.startswith("answers: "))]
-    different = [c for c in checks if c.verdict == "failure" and c.name in ("version of torch", "version of nccl")]
-    return [c.name for c in (*blocking, *different)]
+    names |= {"GPUs", "same GPUs", "one GPU a rank", "version of torch", "version of nccl"}
+    failed = [check.name for check in checks if check.verdict == "failure"]
+    return [name for name in failed if name in names or name.startswith("answers: ")]
 
 
 # ---- the measurement ----

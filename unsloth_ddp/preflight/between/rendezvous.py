@@ -9,7 +9,6 @@ already, is shared.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import hmac
 import json
@@ -26,7 +25,7 @@ from unsloth_ddp.preflight.between.arrivals import Arrival, check_arrivals
 from unsloth_ddp.preflight.checks import Check, run_with_limit
 from unsloth_ddp.preflight.job import ProcessInfo
 from unsloth_ddp.preflight.node.network import check_free_port, check_master_answers
-from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.errors import one_line, os_reason
 
 POLL_SECONDS = 0.2
 # A process waits this much longer than its own limit for node 0 to say which processes are missing.
@@ -64,10 +63,8 @@ def wait_for_port(host: str, port: int, seconds: float) -> str:
             outcome = "refused"
         except TimeoutError:
             outcome = "timed out"
-        except socket.gaierror:
-            outcome = f"{host} does not resolve"
         except OSError as error:
-            outcome = "timed out" if error.errno == errno.ETIMEDOUT else (error.strerror or str(error)).lower()
+            outcome = os_reason(error).lower()
         if time.monotonic() >= deadline:
             return outcome
         time.sleep(POLL_SECONDS)

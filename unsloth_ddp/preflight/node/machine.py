@@ -132,15 +132,8 @@ def query_gpus() -> tuple[list[dict[str, Any]], str]:
         except Exception as error:
             return [], one_line(error)
         return [], ""
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "name": found.name,
-                "memory": found.total_memory,
-                "capability": f"{found.major}.{found.minor}",
-                "uuid": str(getattr(found, "uuid", "")),
-            }
-        )
-    return devices, ""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}", "uuid": str(p.uuid)}
+        for p in found
+    ], ""

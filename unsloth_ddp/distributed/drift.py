@@ -46,7 +46,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _positions_needed(tensor: Tensor) -> int:
-    return min(CHUNK, tensor.numel() * (2 if tensor.element_size() >= 8 else 1) * (2 if tensor.is_complex() else 1))
+    return min(CHUNK, tensor.numel() * (2 if tensor.element_size() >= 8 else 1))
 
 
 def position_weights(count: int, device: torch.device | str) -> Tensor:

@@ -26,10 +26,7 @@ END_SENTENCE = {
 @contextlib.contextmanager
 def quiet(active: bool = True) -> Iterator[None]:
     """Discard standard output inside this block; standard error stays."""
-    if not active:
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if active else sys.stdout):
         yield
 
 
@@ -44,6 +41,11 @@ def describe_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> st
     return f"exit code {code}" + (", which the launcher turns into 1" if under_launcher(environ) else "")
 
 
+def _code_file(environ: Mapping[str, str]) -> str | None:
+    """Return the file named by UNSLOTH_DDP_EXIT_CODE_FILE, in the first process of each node."""
+    return environ.get("UNSLOTH_DDP_EXIT_CODE_FILE") if environ.get("LOCAL_RANK", "0") == "0" else None
+
+
 def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, sentence: str = "") -> None:
     """Write why this process ends for the job's script and for the launcher, which turns every exit code into 1.
 
@@ -53,23 +55,21 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
     """
     if not code or environ.get("LOCAL_RANK", "0") != "0":
         return
-    if path := environ.get("UNSLOTH_DDP_EXIT_CODE_FILE"):
+    if path := _code_file(environ):
         with contextlib.suppress(OSError):
             Path(path).write_text(f"{code}\n", encoding="utf-8")
             Path(f"{path}.why").write_text(f"{hide(sentence)}\n", encoding="utf-8")
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         # The launcher takes the failure with the earliest time for the cause of the others.
-        reason = {"message": hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])}
+        reason = hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])
+        told = {"message": {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):
-            Path(path).write_text(
-                json.dumps({"message": {**reason, "extraInfo": {"timestamp": str(int(time.time()))}}}), encoding="utf-8"
-            )
+            Path(path).write_text(json.dumps(told), encoding="utf-8")
 
 
 def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
     """Remove the code that an earlier start of this node's ranks has noted: a launcher starts them again by itself."""
-    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
-    if path and environ.get("LOCAL_RANK", "0") == "0":
+    if path := _code_file(environ):
         with contextlib.suppress(OSError):
             for name in (path, f"{path}.why"):
                 Path(name).unlink(missing_ok=True)
@@ -80,8 +80,7 @@ def note_saved_step(step: int, environ: Mapping[str, str] = os.environ) -> None:
 
     The first process of each node writes it beside the file of note_exit_code.
     """
-    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
-    if path and environ.get("LOCAL_RANK", "0") == "0":
+    if path := _code_file(environ):
         with contextlib.suppress(OSError):
             Path(f"{path}.step").write_text(f"{step}\n", encoding="utf-8")
 

@@ -73,15 +73,10 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     """
     sharding, sizes = _sharding(environ), _parallelism(environ)
     given = ", ".join(f"{name.lower()} {size}" for name, size in sizes.items())
-    if sizes.keys() - {COPIES, PARTS}:
+    if sizes.keys() - {COPIES, PARTS} or (sizes and sharding != "fsdp2"):
         raise UserError(
-            f"parallelism_config with {given} is not supported; give dp_replicate_size and dp_shard_size only, or leave it "
-            "out of the accelerate config."
-        )
-    if sizes and sharding != "fsdp2":
-        raise UserError(
-            f"parallelism_config with {given} works only with FSDP2, and the sharding is {sharding}; use "
-            "accelerate_configs/fsdp2_hybrid.yaml, or leave it out of the accelerate config."
+            f"parallelism_config with {given} is not supported with sharding {sharding}; use accelerate_configs/fsdp2_hybrid.yaml "
+            "(dp_replicate_size and dp_shard_size with FSDP2), or leave it out of the accelerate config."
         )
     return sharding
 
@@ -135,7 +130,7 @@ def _parallelism(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _sharding(environ: Mapping[str, str]) -> Sharding:
     if is_on(environ, "ACCELERATE_USE_DEEPSPEED"):
-        stage = _zero_stage(environ)
+        stage = str(_zero_section(environ).get("stage", environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")))
         if stage not in ("2", "3"):
             raise UserError(
                 f"DeepSpeed ZeRO stage {stage} is not supported; use accelerate_configs/zero2.yaml or zero3.yaml."
@@ -181,12 +176,6 @@ def offload_from_environment(environ: Mapping[str, str]) -> Offload:
             )
         return "parameters"
     return "optimizer" if devices["optimizer"] == "cpu" else "none"
-
-
-def _zero_stage(environ: Mapping[str, str]) -> str:
-    if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        return str(_zero_section(environ).get("stage"))
-    return environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
 
 
 def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -315,8 +304,8 @@ def describe_sharding(sharding: Sharding, offload: Offload, copies: int = 1, wor
     return ", ".join([sharding, *hybrid, *([f"{kept[offload]} in host memory"] if offload != "none" else [])])
 
 
-def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies: int = 1) -> list[str]:
-    """Return sentences for the main process to print: settings without effect, and what will be slow."""
+def sharding_warnings(sharding: Sharding, settings: Settings) -> list[str]:
+    """Return sentences for the main process to print: settings without effect."""
     warnings = []
     if shards_weights(sharding) and settings.compare_answers:
         warnings.append(
@@ -325,16 +314,6 @@ def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies
     if sharding in ("zero2", "zero3") and settings.method == "full" and settings.full_weights == "bf16":
         warnings.append(
             f"full_weights bf16 is ignored: sharding {sharding} keeps fp32 master weights, sharded over the GPUs."
-        )
-    if sharding == "zero3" and nodes > 1:
-        warnings.append(
-            f"ZeRO-3 over {nodes} nodes gathers every layer's weights over the network in every step, which is much "
-            "slower than ZeRO-2 unless the nodes are joined by InfiniBand or the like; use zero2.yaml where the model fits."
-        )
-    if sharding == "fsdp2" and copies % nodes:
-        warnings.append(
-            f"FSDP2 gathers every layer's weights over the network in every step, because no node of the {nodes} holds a whole "
-            "copy of the model; where one fits, fsdp2_hybrid.yaml may be faster."
         )
     return warnings
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unsloth_ddp.distributed.ranks import RankLocation
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.redaction import hide
 
 # In these phases the watchdog thread gets the interpreter lock every few milliseconds, so silence is a failure.
@@ -82,21 +82,9 @@ class RankStatus:
         self.step, self.progress_count = heartbeat["step"], heartbeat["count"]
         self.phase, self.stack = heartbeat["phase"], heartbeat["stack"]
 
-    def restart_clock(self, now: float) -> None:
-        """Measure silence and lack of progress from `now` on."""
-        self.last_heard = self.last_progress = now
-
-    def mark_suspended(self) -> None:
-        """Record that the operating system has stopped the process; the next heartbeat ends that."""
-        self.suspended = True
-
     def mark_lost(self, reason: str) -> None:
         """Record that the connection ended; of two reasons the first one that says something stays."""
         self.connection_lost = self.connection_lost or reason
-
-    def mark_exited(self, notice: ExitNotice) -> None:
-        """Record the exit notice of the rank."""
-        self.exit_notice = notice
 
     def __str__(self) -> str:
         if self.exit_notice:
@@ -186,18 +174,14 @@ def _diagnose_failure(status: RankStatus) -> Diagnosis:
 
 
 def _diagnose_dead(dead: list[RankStatus]) -> Diagnosis:
-    step = f"at step {dead[0].step} ({dead[0].phase})"
-    if dead[0].connection_lost:
-        return Diagnosis(
-            f"{_names(dead)} cannot be reached any more, {step}: {dead[0].connection_lost}; the host is down or cut off "
-            "from the network.",
-            _ranks(dead),
-        )
-    return Diagnosis(
-        f"{_names(dead)} died without an error message {step}: killed from outside (kill -9, or out of memory: see dmesg on "
-        "that host) or crashed in native code.",
-        _ranks(dead),
+    names, step = _names(dead), f"at step {dead[0].step} ({dead[0].phase})"
+    sentence = (
+        f"{names} died without an error message {step}: killed from outside (kill -9, or out of memory: see dmesg on that "
+        "host) or crashed in native code."
     )
+    if lost := dead[0].connection_lost:
+        sentence = f"{names} cannot be reached any more, {step}: {lost}; the host is down or cut off from the network."
+    return Diagnosis(sentence, _ranks(dead))
 
 
 def _diagnose_silent(silent: list[RankStatus], now: float) -> Diagnosis:
@@ -289,9 +273,4 @@ def exit_notice_for(error: BaseException | None, now: float) -> ExitNotice:
     # Hidden before it is cut: half a secret would not be recognised.
     written = hide("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]
     kind: ExitKind = "secondary" if SECONDARY.search(text) else "failed"
-    return ExitNotice(kind, _on_one_line(text), now, traceback=written)
-
-
-def _on_one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= LONGEST_TEXT else line[:LONGEST_TEXT] + " ..."
+    return ExitNotice(kind, one_line(text, LONGEST_TEXT), now, traceback=written)

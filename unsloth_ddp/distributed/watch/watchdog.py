@@ -143,11 +143,12 @@ class Watchdog:
         if error is not None and notice.kind in ("failed", "secondary") and log_path():
             logger.error("this rank failed: %s", notice.text, exc_info=error)
         self._send_heartbeat()
-        self.own.mark_exited(notice)
+        self.own.exit_notice = notice
         # The others learn of a failure of the main process from its diagnosis.
         if not self.ranks.is_main or notice.kind in ("user_error", "signalled"):
             self._send_to_all(_exit_message(notice))
-        self._wake_up()
+        with contextlib.suppress(OSError):
+            self.wake_writer.send(b"\0")
         if notice.kind in ("failed", "secondary"):
             # The diagnosis arrives within the limits; if it does not, the exception propagates as without a watchdog.
             self.thread.join(timeout=self.limits.silence + 10 * GRACE_SECONDS)
@@ -156,10 +157,6 @@ class Watchdog:
             self.released.wait()
         elif notice.kind != "finished":
             self.released.set()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self.wake_writer.send(b"\0")
 
     def end_process(self, code: int) -> None:
         """End this process on a signal: tell the others first, or wait until a diagnosis that was found is printed."""
@@ -202,7 +199,7 @@ class Watchdog:
             if now - asked > wanted + 2 * self.limits.interval:
                 # This process was itself suspended (with the whole job, say); the others' messages are still unread.
                 for peer in self.peers.values():
-                    peer.status.restart_clock(now)
+                    peer.status.last_heard = peer.status.last_progress = now
             self._decide(now)
 
     def _read(self, peer: Peer) -> None:
@@ -212,9 +209,9 @@ class Watchdog:
                 peer.status.update(message["heartbeat"], now)
             for rank in message.get("suspended", []):
                 if rank in self.peers:
-                    self.peers[rank].status.mark_suspended()
+                    self.peers[rank].status.suspended = True
             if "exit" in message:
-                peer.status.mark_exited(ExitNotice(at=now, **message["exit"]))
+                peer.status.exit_notice = ExitNotice(at=now, **message["exit"])
             if "abort" in message:
                 self._end(message["abort"], message["code"], message["frozen"])
 
@@ -268,7 +265,7 @@ class Watchdog:
         suspended = [other.rank for other in self.neighbours if _process_state(other) == psutil.STATUS_STOPPED]
         for rank in suspended:
             if rank in self.peers:
-                self.peers[rank].status.mark_suspended()
+                self.peers[rank].status.suspended = True
         if suspended and not self.ranks.is_main:
             self.peers[0].send({"suspended": suspended})
 

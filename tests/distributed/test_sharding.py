@@ -252,9 +252,7 @@ def test_every_rank_says_the_same_sentence(tmp_path):
 def test_copies_go_with_fsdp2_only(name):
     environ = {**launched(name), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", PARALLELISM + "DP_REPLICATE_SIZE": "2"}
     sharding = "none" if name == "ddp" else name
-    with pytest.raises(
-        UserError, match=f"dp_replicate_size 2 is not supported with sharding {sharding}; use"
-    ):
+    with pytest.raises(UserError, match=f"dp_replicate_size 2 is not supported with sharding {sharding}; use"):
         sharding_from_environment(environ)
     # Without accelerate's switch the sizes mean nothing.
     del environ["ACCELERATE_USE_PARALLELISM_CONFIG"]

@@ -113,15 +113,12 @@ class Shards:
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors."""
         return list(self._known)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor."""
         return self._known[name].properties.dtype
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a whole tensor."""
         return self._known[name].size
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
@@ -149,7 +146,6 @@ class Shards:
                 raise MissingTensor(f"{self.folder} cannot be read: {error}") from None
 
     def whole(self, name: str) -> Tensor:
-        """Return a whole tensor, in host memory."""
         tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
         self.read_into({name: tensor})
         return tensor

@@ -68,7 +68,6 @@ def _checksum(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def combine(numbers: Tensor) -> int:
-    """Combine the checksums of a rank into one number."""
     weights = position_weights(len(numbers), numbers.device)
     return int((numbers * weights).sum())
 

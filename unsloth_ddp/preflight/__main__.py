@@ -57,7 +57,6 @@ def parse(argv: list[str]) -> tuple[PreflightOptions, Settings]:
 
 
 def main() -> None:
-    """Parse, run, and exit with the code, whatever threads and process groups are still alive."""
     # The table reports lost connections; torch's store would print C++ stacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     prints = os.environ.get("LOCAL_RANK", "0") == "0"

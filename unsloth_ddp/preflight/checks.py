@@ -44,17 +44,14 @@ class Finding:
     remedy: str = ""
 
     def row(self, name: str, node: int) -> Check:
-        """Return the row of the table for this node."""
         return Check(name, {node: self.shown}, self.verdict, self.remedy)
 
 
 def failure(shown: str, remedy: str) -> Finding:
-    """Return a finding that prevents training."""
     return Finding(shown, "failure", remedy)
 
 
 def warning(shown: str, remedy: str) -> Finding:
-    """Return a finding that the user decides about."""
     return Finding(shown, "warning", remedy)
 
 
@@ -72,7 +69,6 @@ def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """Return 1 after a failure and 0 otherwise; the user decides about warnings."""
     return int(worst_verdict(check.verdict for check in checks) == "failure")
 
 
@@ -209,5 +205,4 @@ def merge_values(values: Mapping[int, str]) -> str:
 
 
 def print_message(sentence: str) -> None:
-    """Print a sentence beside the table, to standard error."""
     print(sentence, file=sys.stderr, flush=True)

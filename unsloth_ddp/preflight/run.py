@@ -93,7 +93,6 @@ class Preflight:
         self.devices, self.no_gpu_reason = read_gpus(self.cpu)
 
     def run(self, environment: Check) -> int:
-        """Check, print and return the exit code."""
         checks = []
         if self.ranks.is_local_main:
             machine = machine_checks(self.process, self.settings, self.environ, self.devices, self.no_gpu_reason)

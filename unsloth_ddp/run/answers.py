@@ -118,7 +118,6 @@ def batches(
 
 
 def new_tokens(tokenizer: Any, asked: list[Question]) -> int:
-    """Return how many tokens to generate for an answer."""
     return min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS)
 
 

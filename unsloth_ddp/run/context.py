@@ -45,7 +45,6 @@ class Run:
     named: bool = True
 
     def identify(self, **known: Any) -> None:
-        """Add to the run's identity."""
         self.identity |= known
 
 

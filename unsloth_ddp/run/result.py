@@ -47,7 +47,6 @@ class RunResult:
 
     @property
     def is_adapter(self) -> bool:
-        """Return whether the run trained an adapter and not every parameter."""
         return self.settings.method != "full"
 
     def sentences(self, *, plain: bool) -> list[str]:

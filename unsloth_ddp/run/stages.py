@@ -154,7 +154,6 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
 
 
 def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: TrainingData) -> DDPTrainer:
-    """Return the trainer."""
     settings, runtime = run.settings, run.runtime
     with runtime.progress.timing("trainer"):
         from unsloth_ddp.sizing.trial import trained_bytes

@@ -29,7 +29,6 @@ from unsloth_ddp.utils.streams import protect_streams
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line."""
     parser = Parser("python -m unsloth_ddp.runs", __doc__)
     parser.add_argument(
         "outputs", type=Path, nargs="?", metavar="FOLDER", help="the folder of the runs, or one run [outputs]"
@@ -104,7 +103,6 @@ def _named(folders: str) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Show the runs; return the exit code."""
     return run_command("runs", show_runs, argv)
 
 

@@ -40,7 +40,6 @@ def describe_run(run: RunRecord) -> dict[str, Any]:
 
 
 def render_runs(described: list[dict[str, Any]]) -> str:
-    """Return the table of described runs."""
     columns: list[Column | str] = [
         "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"), Column("eval", "right"),
         Column("tokens/s", "right", optional=True), Column("on", optional=True), Column("time", "right"),
@@ -80,7 +79,6 @@ def is_locked(folder: Path) -> bool:
 
 
 def short_device(name: str) -> str:
-    """Return the name of a device without its maker: H100 80GB HBM3."""
     return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 

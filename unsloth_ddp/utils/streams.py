@@ -83,7 +83,6 @@ class ProtectedStream:
             self._unflushed = self._unflushed[len(part) :]
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several texts."""
         for line in lines:
             self.write(line)
 
@@ -93,7 +92,6 @@ class ProtectedStream:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether nobody can read the stream any more."""
         return self._lost
 
     def draw(self, text: str) -> None:

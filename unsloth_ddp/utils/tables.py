@@ -112,7 +112,6 @@ def render_pairs(pairs: Mapping[str, str], *, width: int | None = None) -> str:
 
 
 def wrap_text(text: str, width: int) -> list[str]:
-    """Return the lines of `text`, wrapped between words."""
     wrapped = (
         textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines() or [""]
     )

@@ -8,8 +8,8 @@ from unsloth_ddp.utils.errors import UserError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-BANDWIDTH = re.compile(r"([\d.]+)\s*([kKmMgGtT]i?)?(bps|bit/s|bits/s|B/s|Bps)")
-MEMORY = re.compile(r"([\d.]+)\s*([kmgt]i?)?B", re.IGNORECASE)
+BANDWIDTH = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kKmMgGtT]i?)?(bps|bit/s|bits/s|B/s|Bps)")
+MEMORY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?B", re.IGNORECASE)
 
 
 def parse_bandwidth(option: str, text: str) -> float:
@@ -19,11 +19,9 @@ def parse_bandwidth(option: str, text: str) -> float:
         UserError: `text` is not a bandwidth above 0.
     """
     found = BANDWIDTH.fullmatch(text.strip())
-    value = _number(found.group(1)) if found else 0.0
-    if not found or not value:
+    if not found or not (value := _amount(found)):
         raise UserError(f"{option} {text!r} is not a bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
-    bits = found.group(3).startswith("b")
-    return value * PREFIXES[(found.group(2) or "").lower()] / (8 if bits else 1)
+    return value / (8 if found[3].startswith("b") else 1)
 
 
 def parse_memory(option: str, text: str) -> float:
@@ -33,17 +31,13 @@ def parse_memory(option: str, text: str) -> float:
         UserError: `text` is not an amount above 0.
     """
     found = MEMORY.fullmatch(text.strip())
-    value = _number(found.group(1)) if found else 0.0
-    if not found or not value:
+    if not found or not (value := _amount(found)):
         raise UserError(f"{option} {text!r} is not an amount above 0; write 80GB or 139GiB.")
-    return value * PREFIXES[(found.group(2) or "").lower()]
+    return value
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+def _amount(found: re.Match[str]) -> float:
+    return float(found[1]) * PREFIXES[(found[2] or "").lower()]
 
 
 def counted(number: int, thing: str) -> str:

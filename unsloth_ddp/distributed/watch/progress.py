@@ -39,7 +39,6 @@ class Progress:
             self.enter("training")
 
     def advance(self) -> None:
-        """Record one event that proves progress."""
         self.count += 1
 
     def end_step(self) -> None:
@@ -59,7 +58,6 @@ class Progress:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase."""
         self.phase = phase
         self.advance()
         if self._notify is not None:

@@ -130,7 +130,6 @@ class Watchdog:
     # ---- called by the training thread ----
 
     def start(self) -> None:
-        """Start the watchdog thread."""
         self.runtime.progress.on_phase_change(self._send_heartbeat)
         self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)

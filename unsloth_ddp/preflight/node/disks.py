@@ -67,7 +67,6 @@ def existing(path: Path) -> Path:
 
 
 def output_folder(settings: Settings) -> Path:
-    """Return the folder of all runs."""
     return Path(settings.output_dir).expanduser().resolve()
 
 

@@ -153,7 +153,6 @@ def check_network_interface(interfaces: Sequence[Interface], wanted: Mapping[str
 
 
 def describe_interface(interface: Interface) -> str:
-    """Return an interface's name and first address."""
     return " ".join([interface.name, *interface.addresses[:1]])
 
 
@@ -190,7 +189,6 @@ def resolve_name(name: str) -> list[str]:
 
 
 def read_interfaces() -> list[Interface]:
-    """Return the network interfaces of this machine."""
     import psutil
 
     states = psutil.net_if_stats()

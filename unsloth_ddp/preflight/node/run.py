@@ -151,7 +151,6 @@ def check_launch(process: ProcessInfo, settings: Settings, environ: Mapping[str,
 
 
 def check_rows(settings: Settings) -> Finding:
-    """Check the first rows of every local file."""
     try:
         read = check_first_rows(settings, FIRST_ROWS)
     except UserError as error:

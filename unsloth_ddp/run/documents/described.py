@@ -49,7 +49,6 @@ def results(run: RunRecord) -> dict[str, float]:
 
 
 def show_result(name: str, value: float) -> str:
-    """Return a result as text."""
     return RESULTS[name](value) if is_number(value) else "not a number"
 
 
@@ -93,7 +92,6 @@ def gaps(run: RunRecord) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """Return a setting as text."""
     if value is None or value in ([], {}):
         return "none"
     if isinstance(value, bool):

@@ -27,7 +27,6 @@ LARGEST_BYTES = 1 << 28
 
 
 def now() -> str:
-    """Return the time in UTC, ISO format, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -94,7 +93,6 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.folder.resolve().name
 
     @property
@@ -154,7 +152,6 @@ def is_number(value: Any) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder looks like that of a run."""
     return (folder / SETTINGS_FILE).is_file()
 
 

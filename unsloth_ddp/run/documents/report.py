@@ -160,7 +160,6 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _first_image(run: RunRecord) -> str | None:
-    """Return the data URI of the thumbnail, if it is one."""
     found = (run.record.get("data") or {}).get("first_image")
     return found if isinstance(found, str) and THUMBNAIL.fullmatch(found) else None
 

@@ -35,7 +35,6 @@ def begin(
     *,
     plain_text: bool,
 ) -> None:
-    """Write record.json before the first step."""
 
     def write() -> None:
         part = part_facts(runtime, trainer, resume.manifest.step if resume else 0)

@@ -65,7 +65,6 @@ def _apply_umask(path: Path) -> None:
 
 
 def flush_one(path: Path) -> None:
-    """Call fsync on one file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -59,7 +59,6 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """The tensors written so far."""
         return list(self._entries)
 
     def has_room(self, name: str) -> bool:
@@ -67,7 +66,6 @@ class TensorFile:
         return self._used + len(name) + ENTRY_BYTES <= self.room
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor."""
         values = tensor.detach().to("cpu").contiguous()
         size = values.numel() * values.element_size()
         if size:
@@ -117,7 +115,6 @@ class ModelFiles:
         self._total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor to the file that is being written, or to the next one where that is full."""
         size = tensor.numel() * tensor.element_size()
         current = self._open
         if current is not None and self.file_bytes is not None:

@@ -172,13 +172,6 @@ def test_gpus_are_alike(zero, one, verdict):
     assert cross_node.compare_gpus({0: zero, 1: one}).verdict == verdict
 
 
-def test_two_ranks_on_one_gpu_are_named():
-    assert cross_node.check_one_gpu_per_rank({0: "A", 1: "B"}, {0: 0, 1: 0}).verdict == "ok"
-    found = cross_node.check_one_gpu_per_rank({0: "A", 1: "A", 2: "C"}, {0: 0, 1: 0, 2: 1})
-    assert (found.verdict, "ranks 0 and 1 use one GPU" in found.remedy) == ("failure", True)
-    assert found.values == {0: "1 in use", 1: "1 in use"}
-
-
 @pytest.mark.parametrize(
     ("seen", "sharded", "verdict", "says"),
     [

@@ -187,7 +187,7 @@ def test_a_part_of_the_identity_that_fails_leaves_the_rest(monkeypatch):
 class FakeProperties:
     """What torch.cuda.get_device_properties gives."""
 
-    name, total_memory, major, minor, uuid = "NVIDIA H200", 150 * 10**9, 9, 0, "GPU-1"
+    name, total_memory, major, minor = "NVIDIA H200", 150 * 10**9, 9, 0
 
 
 def test_gpus_are_read_from_torch(monkeypatch):
@@ -196,7 +196,7 @@ def test_gpus_are_read_from_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties())
-    gpu = {"name": "NVIDIA H200", "memory": 150 * 10**9, "capability": "9.0", "uuid": "GPU-1"}
+    gpu = {"name": "NVIDIA H200", "memory": 150 * 10**9, "capability": "9.0"}
     assert machine.read_gpus(cpu=False) == ([gpu, gpu], "")
     assert machine.read_gpus(cpu=True) == ([], "")
 

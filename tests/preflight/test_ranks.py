@@ -53,14 +53,6 @@ def another_trl() -> None:
     identity.read_versions = lambda: found
 
 
-def the_same_gpu() -> None:
-    """This rank's node has one GPU, the very same as the other node's."""
-    from unsloth_ddp.preflight.node import machine
-
-    gpu = {"name": "GPU", "memory": 2**34, "capability": "9.0", "uuid": "same"}
-    machine.query_gpus = lambda: ([gpu], "")
-
-
 def wrong_sums() -> None:
     """This rank sees wrong numbers."""
     from unsloth_ddp.preflight.between.bandwidth import CollectiveBenchmark
@@ -255,12 +247,3 @@ def test_wrong_sums_are_told(run):
     assert result.codes[0] == 1
     assert report.failures == ["sums are right"]
     assert list(report["sums are right"]["values"]) == ["1"]
-
-
-@pytest.mark.slow
-def test_two_ranks_on_one_gpu_are_refused_before_nccl_hangs(run):
-    changed = {rank: [the_same_gpu] for rank in (0, 1)}
-    result, report = run(2, changed=changed, argv="")
-    assert result.codes[0] == 1
-    assert report.failures == ["one GPU a rank"]
-    assert report["speed"]["values"]["0"] == "not measured: one GPU a rank failed"

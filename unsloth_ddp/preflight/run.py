@@ -99,7 +99,7 @@ class Preflight:
             checks = [environment, *network_checks(self.process, self.environ), *machine]
         if self.ranks.world_size == 1:
             # There is nothing to compare one process's facts with.
-            rows = self._compare({0: self._report(checks, None)}, {0: self._own_gpu()})
+            rows = self._compare({0: self._report(checks, None)})
             rows.append(bandwidth.not_measured("one process", "", [0], "ok"))
             return self._show(rows, "Preflight of this node", {0: self.process.host}, [])
         return self._run_with_others(checks)
@@ -112,11 +112,6 @@ class Preflight:
             "identity": collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS),
             "shared": shared,
         }
-
-    def _own_gpu(self) -> str:
-        """Return the uuid of the GPU that this process would use; "" without one."""
-        own = self.ranks.local_rank
-        return str(self.devices[own]["uuid"]) if own < len(self.devices) else ""
 
     # ---- all nodes ----
 
@@ -166,7 +161,6 @@ class Preflight:
             if token is not None:
                 report["shared"] = run_or_none(lambda: disks.find_token(folder, *token), FOLDER_SECONDS)
             meeting.put(f"node/{ranks.node_rank}", report)
-        meeting.put(f"gpu/{ranks.rank}", self._own_gpu())
         if ranks.is_main:
             return self._judge(meeting, None if own is None else own[0])
         if backend := meeting.get("go", START_SECONDS):
@@ -184,8 +178,7 @@ class Preflight:
         if token is not None:
             with contextlib.suppress(OSError):
                 token.unlink()
-        gpus = meeting.gather("gpu", range(ranks.world_size), SPARE_SECONDS)
-        rows = self._compare(reports, gpus)
+        rows = self._compare(reports)
         hosts = {number: report["host"] for number, report in reports.items()}
         missing = [number for number in nodes if number not in reports]
         if missing:
@@ -242,9 +235,9 @@ class Preflight:
         rows = bandwidth.check_bandwidth(timings, backend, sorted(reports))
         return rows or [bandwidth.not_measured("one process", "", sorted(reports), "ok")], timings
 
-    def _compare(self, reports: Reports, gpus: Mapping[int, str]) -> list[Check]:
-        local = self.ranks.local_world_size
-        return compare_reports(reports, gpus, local, cpu=self.cpu, settings=self.settings, sharded=self.sharded)
+    def _compare(self, reports: Reports) -> list[Check]:
+        ranks = self.ranks.world_size
+        return compare_reports(reports, ranks, cpu=self.cpu, settings=self.settings, sharded=self.sharded)
 
     def _show(
         self, checks: Sequence[Check], title: str, hosts: Mapping[int, str], timings: Sequence[CollectiveTiming]

@@ -168,23 +168,6 @@ def compare_gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
     return Check(name, shown)
 
 
-def check_one_gpu_per_rank(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
-    """Check that no two ranks use one GPU, which NCCL refuses."""
-    by_gpu: dict[str, list[int]] = {}
-    for rank, uuid in sorted(uuids.items()):
-        by_gpu.setdefault(uuid, []).append(rank)
-    double = [ranks for ranks in by_gpu.values() if len(ranks) > 1]
-    in_use: dict[int, set[str]] = {}
-    for rank, uuid in uuids.items():
-        in_use.setdefault(node_of[rank], set()).add(uuid)
-    values = {node: f"{len(gpus)} in use" for node, gpus in in_use.items()}
-    if not double:
-        return Check("one GPU a rank", values)
-    which = "; ".join(f"ranks {' and '.join(map(str, ranks))}" for ranks in double)
-    remedy = f"{which} use one GPU: check CUDA_VISIBLE_DEVICES of each node, and start one process a GPU."
-    return Check("one GPU a rank", values, "failure", remedy)
-
-
 def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: bool) -> Check:
     """Check whether all nodes see one output folder.
 
@@ -219,13 +202,11 @@ def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: boo
 # ---- the reports of all nodes ----
 
 
-def compare_reports(
-    reports: Reports, gpus: Mapping[int, str], local_world_size: int, *, cpu: bool, settings: Settings, sharded: bool
-) -> list[Check]:
+def compare_reports(reports: Reports, ranks: int, *, cpu: bool, settings: Settings, sharded: bool) -> list[Check]:
     """Return the rows of all nodes, merged, and the rows that compare the nodes.
 
     Args:
-        gpus: uuid of each rank's GPU; "" without one.
+        ranks: of the job; there is nothing to compare one with.
         cpu: the run is on the CPU.
         sharded: every rank writes its part of a checkpoint.
     """
@@ -257,14 +238,10 @@ def compare_reports(
     rows += compare("data", lambda found: compare_files("data", found, "dataset"))
     rows += compare("model", lambda found: compare_files("model", found, "model"))
     rows += compare("flags", compare_variables, "environment flags")
-    if len(gpus) == 1:
+    if ranks == 1:
         return rows
     if not cpu:
         rows += compare("gpus", compare_gpus, "same GPUs")
-    uuids = {rank: uuid for rank, uuid in gpus.items() if uuid}
-    if uuids:
-        node_of = {rank: rank // local_world_size for rank in gpus}
-        rows.append(check_one_gpu_per_rank(uuids, node_of))
     others = {number: report for number, report in reports.items() if number}
     shared = {number: report["shared"] for number, report in others.items()}
     rows.append(check_shared_folder(str(output_folder(settings)), shared, sharded))

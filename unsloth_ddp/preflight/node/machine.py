@@ -123,7 +123,7 @@ def read_gpus(cpu: bool) -> tuple[list[dict[str, Any]], str]:
 
 
 def query_gpus() -> tuple[list[dict[str, Any]], str]:
-    """Return name, memory, capability and uuid of the GPUs that torch sees, and its reason for seeing none."""
+    """Return name, memory and capability of the GPUs that torch sees, and its reason for seeing none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -133,7 +133,4 @@ def query_gpus() -> tuple[list[dict[str, Any]], str]:
             return [], one_line(error)
         return [], ""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [
-        {"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}", "uuid": str(p.uuid)}
-        for p in found
-    ], ""
+    return [{"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in found], ""

@@ -143,7 +143,7 @@ def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):
     assert left is not None
     assert disks.find_token(tmp_path, left[0].name, left[1]) is True
     assert disks.find_token(tmp_path / "other", left[0].name, left[1]) is False
-    assert disks.find_token(tmp_path, left[0].name, "another run's") is False
+    assert disks.find_token(tmp_path, ".preflight-token-another", left[1]) is False
     # What is not there yet is made where it will be shared or not.
     left = disks.write_token(tmp_path / "no" / "such")
     assert left is not None and disks.find_token(tmp_path / "no" / "such", left[0].name, left[1]) is True

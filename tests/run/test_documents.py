@@ -17,8 +17,8 @@ from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run.answers import Question
 from unsloth_ddp.run.documents import write as documents
-from unsloth_ddp.run.documents.facts import answer_facts
 from unsloth_ddp.run.documents.record import read_run
+from unsloth_ddp.run.documents.write import answer_facts
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from markdown_it import MarkdownIt
 
 from tests.run.run_folders import FACTS, HOSTILE, PART, SUMMARY, TOKEN, log_entries, make_run
 from tests.run.test_report import Page
-from unsloth_ddp.run.documents.facts import base_license
 from unsloth_ddp.run.documents.model_card import code, plain, render_card, write_card
 from unsloth_ddp.run.documents.record import read_run
+from unsloth_ddp.run.documents.write import base_license
 
 
 def facts_with(**model):

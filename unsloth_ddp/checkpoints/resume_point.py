@@ -31,12 +31,6 @@ class ResumePoint:
     manifest: Manifest
     of_this_run: bool = False
 
-    @property
-    def sentence(self) -> str:
-        """The line printed when a checkpoint was found without being named."""
-        step = self.manifest.step
-        return f"Resuming from {self.folder}, step {step}; use --overwrite or another --run_name to start again."
-
     def compare(self, identity: dict[str, Any], anyway: bool) -> list[str]:
         """Return a sentence for each difference between the checkpoint's run and this one.
 
@@ -113,8 +107,16 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
             raise UserError(
                 f"resume {wanted} is not a complete checkpoint: {error}; give another, auto or no."
             ) from None
-        if not settings.trust_checkpoint:
-            _refuse_pickles(point)
+        # The run's own folder is this user's; one from elsewhere may hold files that run what they hold.
+        if (
+            not settings.trust_checkpoint
+            and not point.of_this_run
+            and (name := manifest.pickled_file(point.manifest.files))
+        ):
+            raise UserError(
+                f"{folder} lies outside this run's folder, and reading {name} can run code; if you trust its source add "
+                "--trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
+            )
         return _with_state(point)
     if wanted == "no" or not continues:
         return None
@@ -131,15 +133,6 @@ def _verify(folder: Path) -> Manifest:
     found = manifest.verify(folder)
     check_trainer_state(folder, found)
     return found
-
-
-def _refuse_pickles(point: ResumePoint) -> None:
-    """Refuse a checkpoint from elsewhere whose files run what they hold; the run's own folder is this user's."""
-    if not point.of_this_run and (name := manifest.pickled_file(point.manifest.files)):
-        raise UserError(
-            f"{point.folder} lies outside this run's folder, and reading {name} can run code; if you "
-            "trust its source add --trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
-        )
 
 
 def _with_state(point: ResumePoint) -> ResumePoint:

@@ -161,10 +161,6 @@ class Checkpoints:
         if self._completion is not None and self._completion.problem is not None:
             wait([self._completion.problem], LAST_WAIT)
 
-    def update_identity(self, **changed: Any) -> None:
-        """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""
-        self.identity |= changed
-
     def resumed_from(self, folder: Path, step: int) -> None:
         """Record the run's own checkpoint that it resumes from as its last complete one."""
         self.last = folder

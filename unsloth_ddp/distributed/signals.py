@@ -84,13 +84,15 @@ class StopRequest:
 
     def __init__(self, is_main: bool, end_process: Callable[[int], Any] = os._exit) -> None:
         self._is_main = is_main
-        self._end_process = end_process
+        # May tell the other ranks.
+        self.end_process = end_process
         self._signals = SignalCounter(os.getppid())
         self._received: list[signal.Signals] = []
         self._max_time: str | None = None
         self._deadline: float | None = None
         self._training = False
-        self._finishing = False
+        # After the last step a signal changes only what is printed.
+        self.finishing = False
         self._has_checkpoint: Callable[[], bool] = lambda: False
         self._runtime: Runtime | None = None
         self._group: Any = None
@@ -139,10 +141,6 @@ class StopRequest:
         for number in self._received:
             signal.signal(number, _do_nothing)
 
-    def end_with(self, end_process: Callable[[int], Any]) -> None:
-        """Have a signal that ends the process at once end it with this function, which may tell the other ranks."""
-        self._end_process = end_process
-
     def begin_training(self, runtime: Runtime, timeout: timedelta, has_checkpoint: Callable[[], bool]) -> None:
         """Treat signals from now on as requests to save at the next step boundary. Every rank calls this.
 
@@ -159,10 +157,6 @@ class StopRequest:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._training = True
 
-    def begin_finishing(self) -> None:
-        """Let the run finish from now on: after the last step a signal changes only what is printed."""
-        self._finishing = True
-
     def request_stop(self, cause: str) -> None:
         """Ask all ranks to stop for `cause`, at the next exchange of flags; the first cause stays."""
         self.local_cause = self.local_cause or cause
@@ -172,7 +166,7 @@ class StopRequest:
 
         Before the first step and after the last one nothing is exchanged.
         """
-        if not self._training or self._finishing:
+        if not self._training or self.finishing:
             return
         import torch
 
@@ -228,7 +222,7 @@ class StopRequest:
             return
         if kind == "first" and self._training:
             self.request_stop(LAUNCHER_ENDED if name == "SIGTERM" and self._has_lost_launcher() else name)
-            action = "the run is finishing" if self._finishing else "saving a checkpoint after this step"
+            action = "the run is finishing" if self.finishing else "saving a checkpoint after this step"
             self._print(f"{name}: {action}; a second signal ends it at once.")
             return
         if self._training:
@@ -249,7 +243,7 @@ class StopRequest:
     def _print_and_end(self, text: str, code: int) -> None:
         self._print(text)
         note_exit_code(code, sentence=text)
-        self._end_process(code)
+        self.end_process(code)
 
     def _print(self, text: str) -> None:
         if self._is_main:

@@ -73,7 +73,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
 
     ended: RunEnd | None = None
     with started(settings, ranks) as runtime, watched(settings, runtime) as end_process, node_folder(runtime) as shared:
-        stop.end_with(end_process)
+        stop.end_process = end_process
         if ranks.nodes > 1:
             # Each node may lack something else, which is raised on all of them.
             runtime.on_every_rank(lambda: check_files(settings, ranks.world_size))

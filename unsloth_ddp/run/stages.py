@@ -38,7 +38,6 @@ from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
 from unsloth_ddp.run.documents import write as documents
-from unsloth_ddp.run.documents.facts import answer_facts
 from unsloth_ddp.run.documents.files import SETTINGS_FILE
 from unsloth_ddp.run.folder import continues, open_run_folder, write_settings
 from unsloth_ddp.run.logs import start_logging, stop_library_output
@@ -149,7 +148,10 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     if resume:
         resume_point.check_resume(resume, run.identity, settings, runtime)
         if settings.resume == "auto":
-            print(resume.sentence)
+            print(
+                f"Resuming from {resume.folder}, step {resume.manifest.step}; use --overwrite or another --run_name to start "
+                "again."
+            )
     return TrainingData(train, evaluation, plan, packing)
 
 
@@ -212,7 +214,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
         if checkpoints.last is None:
             raise RunEnd(f"Stopped on {cause} without a complete checkpoint: {checkpoints.failed}.")
         raise stopped(cause, checkpoints.last, named=run.named)
-    run.stop.begin_finishing()
+    run.stop.finishing = True
     return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
 
 
@@ -235,7 +237,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str,
     if questions:
         summary |= answers.report(questions, before, after)
     summary["wall_time_seconds"] = time.perf_counter() - run.began
-    kept = answer_facts(questions, before, after)
+    kept = documents.answer_facts(questions, before, after)
     documents.finished(run.runtime, trainer, run.folder, summary, kept)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise not_finished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)

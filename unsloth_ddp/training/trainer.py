@@ -204,11 +204,8 @@ class DDPTrainer(ResumableTrainer):
         self.step.task = self.meter.task = self._tuned_task(plan)
         with self.runtime.progress.timing("capture"):
             self.step.prepare(decision, plan, self._runner())
-        self.checkpoints.update_identity(
-            **batch_identity(plan),
-            cuda_graphs="on" if self.step.graphs.choice.uses_graphs else "off",
-            **self.step.identity,
-        )
+        graphs = "on" if self.step.graphs.choice.uses_graphs else "off"
+        self.checkpoints.identity |= {**batch_identity(plan), "cuda_graphs": graphs, **self.step.identity}
         forget_free_memory()
         if self.runtime.device_type == "cuda":
             torch.cuda.empty_cache()
@@ -419,7 +416,7 @@ class DDPTrainer(ResumableTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Ranks that ran out of memory have changed it.
-        self.checkpoints.update_identity(**self.step.identity)
+        self.checkpoints.identity |= self.step.identity
         super()._save_checkpoint(model, trial)
 
     def write_final(self, folder: Path) -> None:

@@ -24,12 +24,9 @@ class Progress:
         self.step = 0
         self.count = 0
         self.phase: Phase = "preparing"
-        self._notify: Callable[[], None] | None = None
+        # Called whenever a phase begins, because what counts as a hang depends on it.
+        self.notify: Callable[[], None] | None = None
         self._training_began = time.perf_counter()
-
-    def on_phase_change(self, notify: Callable[[], None] | None) -> None:
-        """Have `notify` called whenever a phase begins, because what counts as a hang depends on it. None: nothing."""
-        self._notify = notify
 
     def begin_step(self, step: int) -> None:
         """Record that step number `step` begins; the first one ends the preparation."""
@@ -60,8 +57,8 @@ class Progress:
     def enter(self, phase: Phase) -> None:
         self.phase = phase
         self.advance()
-        if self._notify is not None:
-            self._notify()
+        if self.notify is not None:
+            self.notify()
 
     @contextlib.contextmanager
     def doing(self, phase: Literal["evaluating", "saving"]) -> Iterator[None]:

@@ -130,7 +130,7 @@ class Watchdog:
     # ---- called by the training thread ----
 
     def start(self) -> None:
-        self.runtime.progress.on_phase_change(self._send_heartbeat)
+        self.runtime.progress.notify = self._send_heartbeat
         self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
         _close_in_children(self)
@@ -368,6 +368,6 @@ def _close_in_children(watchdog: Watchdog) -> None:
             peer.socket.close()
         found.wake_writer.close()
         found.wake_reader.close()
-        found.runtime.progress.on_phase_change(None)
+        found.runtime.progress.notify = None
 
     os.register_at_fork(after_in_child=close)

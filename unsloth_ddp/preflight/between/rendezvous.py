@@ -99,7 +99,11 @@ def _signature(key: str, text: bytes, secret: str) -> bytes:
 
 
 class Rendezvous:
-    """The store that all processes of one preflight share, with JSON values and limited waits."""
+    """The store that all processes of one preflight share, with JSON values and limited waits.
+
+    Raises:
+        RendezvousError: by every method, where node 0 is gone or a value is not from this job.
+    """
 
     def __init__(self, process: ProcessInfo, listens: bool, seconds: float) -> None:
         """Listen, or connect to the process that listens.
@@ -112,7 +116,7 @@ class Rendezvous:
         self.secret = secret_of()
         self.attempt = f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._server = self._connect(listens, seconds)
-        self._store = self._with_prefix(self._server, "meeting")
+        self._store = self._part_of(self._server, "meeting")
 
     def _connect(self, listens: bool, seconds: float) -> Any:
         from torch.distributed import TCPStore
@@ -136,21 +140,16 @@ class Rendezvous:
         except Exception as error:
             raise RendezvousError(one_line(error)) from None
 
-    def _with_prefix(self, store: Any, part: str) -> Any:
+    def _part_of(self, store: Any, part: str) -> Any:
         from torch.distributed import PrefixStore
 
         return PrefixStore(f"{self.attempt}/{part}", store)
 
     def open_group_store(self) -> Any:
         """Return a store for a process group, over a connection of its own, so that its waits block no others."""
-        return self._with_prefix(self._connect(False, HANDSHAKE_SECONDS), "group")
+        return self._part_of(self._connect(False, HANDSHAKE_SECONDS), "group")
 
     def put(self, key: str, value: Any) -> None:
-        """Set a value.
-
-        Raises:
-            RendezvousError: node 0 is gone.
-        """
         self._ask(lambda: self._store.set(key, encode(key, value, self.secret)), HANDSHAKE_SECONDS)
 
     def get(self, key: str, seconds: float) -> Any:
@@ -158,7 +157,6 @@ class Rendezvous:
 
         Raises:
             TimeoutError: no process set it in time.
-            RendezvousError: node 0 is gone, or the value is not from this job.
         """
         from torch.distributed import DistStoreError
 
@@ -175,11 +173,7 @@ class Rendezvous:
         return decode(key, found, self.secret)
 
     def count(self, key: str, add: int = 0) -> int:
-        """Add to a counter and return it.
-
-        Raises:
-            RendezvousError: node 0 is gone.
-        """
+        """Add to a counter and return it."""
         return int(self._ask(lambda: self._store.add(key, add), HANDSHAKE_SECONDS))
 
     def _ask(self, question: Callable[[], Any], seconds: float) -> Any:
@@ -264,11 +258,7 @@ def join_rendezvous(
 
 
 def call_roll(rendezvous: Rendezvous, seconds: float) -> Check:
-    """Announce this process and learn which others are here: rank 0 waits for all and tells everyone at once.
-
-    Raises:
-        RendezvousError: node 0 is gone, or a value is not from this job.
-    """
+    """Announce this process and learn which others are here: rank 0 waits for all and tells everyone at once."""
     process = rendezvous.process
     ranks = process.ranks
     me = Arrival(ranks.rank, ranks.node_rank, process.host, ranks.nodes, ranks.world_size, ranks.local_world_size)

@@ -145,32 +145,28 @@ def adapter_parameters(config: Mapping[str, Any], parameters: int, r: int, saved
 
 
 def write_token(folder: Path) -> tuple[Path, str] | None:
-    """Write on node 0 a file with a random content; return its path and content, None where it cannot be written."""
+    """Make a file of a random name on node 0; return its path and what of the folder is not there yet, None on failure."""
     there = existing(folder)
-    token = secrets.token_hex(8)
-    # With what is not there yet: folders of several names will be made in one place.
-    path, content = there / f".preflight-token-{token}", f"{token} {folder.relative_to(there)}"
+    path = there / f".preflight-token-{secrets.token_hex(8)}"
     try:
-        path.write_text(content)
+        path.touch()
     except OSError:
         return None
-    return path, content
+    return path, str(folder.relative_to(there))
 
 
-def find_token(folder: Path, name: str, content: str) -> bool | None:
+def find_token(folder: Path, name: str, missing: str) -> bool | None:
     """Return on another node whether node 0's file is in its output folder; None where it cannot look there."""
-    # The name came over the network.
     there = existing(folder)
+    # The name came over the network.
     path = there / Path(name).name
-    same = content.partition(" ")[2] == str(folder.relative_to(there))
     deadline = time.monotonic() + TOKEN_SECONDS
-    while True:
-        try:
-            return path.read_text() == content and same
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError):
-            return None
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(POLL_SECONDS)
+    try:
+        while not path.exists():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+    except (OSError, ValueError):
+        return None
+    # Folders of several names will be made in one place.
+    return missing == str(folder.relative_to(there))

@@ -6,24 +6,39 @@ Only the main process writes. A document that cannot be written costs one printe
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.run.documents.facts import part_facts, run_facts
+from unsloth_ddp.model.loading.classes import model_class
+from unsloth_ddp.model.loading.load import parameter_counts
+from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.run.answers import Question, is_exact
 from unsloth_ddp.run.documents.files import CARD_FILE, RECORD_FILE, REPORT_FILE
 from unsloth_ddp.run.documents.model_card import write_card
 from unsloth_ddp.run.documents.record import RunRecord, begin_record, end_record, read_run
 from unsloth_ddp.run.documents.report import write_report
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.redaction import hide, printable
+from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
     from unsloth_ddp.training.trainer import DDPTrainer
+
+# Compared answers that are kept, and characters of each text.
+MOST_ANSWERS, LONGEST_ANSWER = 200, 4000
 
 
 def begin(
@@ -59,7 +74,7 @@ def finished(
 
     Args:
         summary: content of summary.json, which is written after this: it says that the run is finished.
-        answers: the compared answers (see facts.answer_facts).
+        answers: the compared answers (see answer_facts).
     """
     step, seconds = trainer.state.global_step, summary["train_seconds"]
     _write(runtime, folder / RECORD_FILE, lambda: end_record(folder, step=step, seconds=seconds, answers=answers))
@@ -91,3 +106,98 @@ def _write(runtime: Runtime, path: Path, write: Callable[[], Any]) -> None:
     except Exception as error:  # a document is not worth a run
         sentence = hide(printable(one_line(error)))
         print(f"{path} is not written, because of an error of the kit: {type(error).__name__}: {sentence}.", flush=True)
+
+
+# ---- what record.json keeps ----
+
+
+def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
+    """Return what is known of the model, the rows and the steps of a run, in plain values."""
+    data = trainer.data
+    total, trainable = parameter_counts(trainer.model)
+    config, name = base_model(trainer.model).config, str(settings.model)
+    plan, units = trainer.plan, data.train.units
+    return {
+        "model": {
+            "parameters": total,
+            "trainable": trainable,
+            "local": is_file(name),
+            # Of Transformers, to load the model with.
+            "auto_class": model_class(config, name, trust_remote_code=settings.trust_remote_code).__name__,
+            # What chat and export compare the base model with.
+            "weights": trainer.checkpoints.identity.get("model_weights"),
+            "license": base_license(name, settings.model_revision),
+        },
+        "data": {
+            "hub": [name for name in settings.dataset if not is_file(name)],
+            "train": _counts(data.train),
+            "evaluation": _counts(data.evaluation) if data.evaluation else None,
+            "packing": data.packing.reason if data.train.packing is not None else None,
+            "packs": len(data.train.packing) if data.train.packing is not None else None,
+            "streamed": data.train.streamed,
+        },
+        "steps": plan.steps(units, settings.num_train_epochs, settings.max_steps),
+        "steps_per_epoch": None if data.train.streamed else plan.steps_per_epoch(units),
+    }
+
+
+def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[str, Any]:
+    """Return how this part of a run is run; the names are those of summary.json where that has the value too."""
+    cuda = runtime.device_type == "cuda"
+    hardware = {"cpus": os.cpu_count(), "platform": platform.platform()}
+    if cuda:
+        hardware |= {"gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory, "cuda": torch.version.cuda}
+    return {
+        "first_step": first_step,
+        "command": [hide(word) for word in sys.argv[1:]],
+        **runtime.layout(),
+        "device_type": runtime.device_type,
+        "gradient_checkpointing": trainer.step.checkpointing.kind,
+        **batch_identity(trainer.plan),
+        "versions": versions(),
+        "hardware": hardware,
+    }
+
+
+def base_license(model: str, revision: str | None) -> dict[str, str] | None:
+    """Return license, license_name and license_link that the base model's card gives; None if no card is on this machine."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    path: Any = Path(model) / "README.md"
+    if not is_file(model):
+        path = try_to_load_from_cache(model, "README.md", revision=revision)
+    try:
+        if not isinstance(path, (str, Path)) or not Path(path).is_file():
+            return None
+        found = ModelCard.load(Path(path), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # YAML that is broken in any way; a card is not needed
+        return None
+    kept = {name: found.get(name) for name in ("license", "license_name", "license_link")}
+    named = {name: value for name, value in kept.items() if isinstance(value, str)}
+    return named if "license" in named else None
+
+
+def answer_facts(asked: list[Question], before: list[str], after: list[str]) -> list[dict[str, Any]]:
+    """Return the compared answers, each with the question's turns; the first MOST_ANSWERS, long texts cut."""
+    together = list(zip(asked, before, after, strict=True))[:MOST_ANSWERS]
+    return [
+        {
+            "turns": [{"role": turn["role"], "text": _kept(str(turn.get("content") or ""))} for turn in q.turns],
+            **({"images": [Path(one).name[:100] for one in q.images]} if q.images else {}),
+            "expected": _kept(q.answer),
+            "before": _kept(old),
+            "after": _kept(new),
+            "exact_before": is_exact(q, old),
+            "exact_after": is_exact(q, new),
+        }
+        for q, old, new in together
+    ]
+
+
+def _kept(text: str) -> str:
+    return hide(text)[:LONGEST_ANSWER]
+
+
+def _counts(rows: TokenizedRows) -> dict[str, int]:
+    counts = rows.counts
+    return {name: getattr(counts, name) for name in ("rows", "tokens", "supervised", "truncated", "dropped", "longest")}

@@ -11,15 +11,12 @@ from unsloth_ddp.distributed.missing_gpu import MissingGpu
 from unsloth_ddp.preflight import checks, job
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.node import disks, machine, network
-from unsloth_ddp.preflight.node.network import Interface
 from unsloth_ddp.utils.units import GIB
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}
 WORKER = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"
 }  # fmt: skip
-ETH = Interface("eth0", ("10.0.0.2",))
-LO = Interface("lo", ("127.0.0.1", "::1"))
 
 
 def test_exit_code_is_1_after_a_failure_only():
@@ -148,41 +145,6 @@ def test_a_master_that_does_not_answer_says_why(outcome, says):
     found = network.check_master_answers("node1", 6001, outcome, 60)
     assert (found.verdict, says in found.remedy) == ("failure", True)
     assert network.check_master_answers("node1", 6001, "", 0.1).verdict == "ok"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "name", "taken"),
-    [
-        ("eth", "eth0", True),
-        ("=eth", "eth0", False),
-        ("=eth0", "eth0", True),
-        ("^docker,lo", "eth0", True),
-        ("^docker,lo", "docker0", False),
-        ("^=eth0", "eth01", True),
-        ("ib,eth0", "ib3", True),
-    ],
-)
-def test_interface_names_follow_nccls_rules(wanted, name, taken):
-    assert network.matches(wanted, name) is taken
-
-
-@pytest.mark.parametrize(
-    ("wanted", "verdict", "says"),
-    [
-        ({}, "ok", ""),
-        ({"NCCL_SOCKET_IFNAME": "eth0"}, "ok", ""),
-        ({"NCCL_SOCKET_IFNAME": "ib0"}, "failure", "no such interface that is up (lo, eth0)"),
-        ({"GLOO_SOCKET_IFNAME": "eth"}, "failure", "no such interface"),
-        ({"NCCL_SOCKET_IFNAME": "lo"}, "failure", "a loopback interface"),
-    ],
-)
-def test_the_interface(wanted, verdict, says):
-    found = network.check_network_interface([LO, ETH], wanted, 2)
-    assert (found.verdict, says in found.remedy) == (verdict, True), found
-
-
-def test_one_node_needs_no_interface():
-    assert network.check_network_interface([LO], {"NCCL_SOCKET_IFNAME": "ib0"}, 1).verdict == "ok"
 
 
 def test_infiniband_ports_are_up_and_used():

@@ -133,8 +133,7 @@ def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
 
 def find_blockers(checks: Sequence[Check]) -> list[str]:
     """Return the failures with which a process group would hang or its measurement mean nothing."""
-    names = {"arrived", "host name", "master address", "network interface"}
-    names |= {"GPUs", "same GPUs", "version of torch", "version of nccl"}
+    names = {"arrived", "host name", "master address", "GPUs", "same GPUs", "version of torch", "version of nccl"}
     failed = [check.name for check in checks if check.verdict == "failure"]
     return [name for name in failed if name in names or name.startswith("answers: ")]
 

@@ -1,11 +1,10 @@
-"""Read and check names, ports and network interfaces of one node."""
+"""Read and check names and ports of one node."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_ddp.preflight.checks import Finding, failure, run_with_limit, warning
@@ -108,54 +107,6 @@ def check_master_answers(master: str, port: int, outcome: str, seconds: float) -
     return failure(f"{place}: {outcome}", remedy)
 
 
-@dataclass(frozen=True)
-class Interface:
-    """A network interface and its addresses."""
-
-    name: str
-    addresses: tuple[str, ...] = ()
-    up: bool = True
-
-
-def matches(wanted: str, name: str) -> bool:
-    """Return whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME `wanted` selects interface `name`.
-
-    NCCL's rules: a name is a prefix, `=name` is exact, and `^` before the list excludes its interfaces
-    (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). An exact name is right for gloo too.
-    """
-    excluded = wanted.startswith("^")
-    names = wanted.lstrip("^").lstrip("=").split(",")
-    exact = wanted.lstrip("^").startswith("=")
-    found = any(name == item if exact else name.startswith(item) for item in names if item)
-    return found != excluded
-
-
-def check_network_interface(interfaces: Sequence[Interface], wanted: Mapping[str, str], nodes: int) -> Finding:
-    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where they are set, name an interface of this node."""
-    if nodes == 1:
-        return Finding("not needed for one node")
-    shown: list[str] = []
-    problems: list[str] = []
-    up = [i for i in interfaces if i.up]
-    for variable, pattern in wanted.items():
-        exactly = variable == "GLOO_SOCKET_IFNAME"
-        taken = [i for i in up if (i.name in pattern.split(",") if exactly else matches(pattern, i.name))]
-        if pattern.startswith("^"):
-            # All interfaces but the named ones; of those, the ones that have an address.
-            taken = [i for i in taken if i.addresses]
-        shown.append(f"{variable}={pattern}: {', '.join(describe_interface(i) for i in taken[:4]) or 'none'}")
-        if not taken:
-            there = ", ".join(i.name for i in up)
-            problems.append(f"{variable} is {pattern}, but this node has no such interface that is up ({there}).")
-        elif all(is_loopback(a) for i in taken for a in i.addresses):
-            problems.append(f"{variable} is {pattern}, a loopback interface; name the interface of the network.")
-    return Finding("; ".join(shown) or "none named", "failure" if problems else "ok", " ".join(problems))
-
-
-def describe_interface(interface: Interface) -> str:
-    return " ".join([interface.name, *interface.addresses[:1]])
-
-
 def check_infiniband(ports: Sequence[Mapping[str, str]], disabled: bool, nodes: int) -> Finding:
     """Check that InfiniBand or RoCE ports are active and used.
 
@@ -188,20 +139,11 @@ def resolve_name(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def read_interfaces() -> list[Interface]:
-    import psutil
-
-    states = psutil.net_if_stats()
-    found = []
-    for name, entries in sorted(psutil.net_if_addrs().items()):
-        addresses = [e.address.partition("%")[0] for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
-        found.append(Interface(name, tuple(addresses), name in states and states[name].isup))
-    return found
-
-
 def is_here(addresses: list[str]) -> bool:
     """Return whether one of these addresses belongs to this machine."""
-    own = {address for interface in read_interfaces() for address in interface.addresses}
+    import psutil
+
+    own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
     return any(address in own or is_loopback(address) for address in addresses)
 
 

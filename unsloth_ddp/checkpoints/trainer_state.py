@@ -16,7 +16,6 @@ from unsloth_ddp.utils.files.safe import read_regular
 FILE_NAME = "trainer_state.json"
 # A million log lines have a third of this.
 MOST_BYTES = 1 << 30
-Check = Callable[[Any], bool]
 
 
 def _is_number(value: Any) -> bool:
@@ -31,73 +30,54 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
+def _are_callbacks(value: Any) -> bool:
+    """Return whether these are the states of callbacks: one of each class, or a list of them."""
+    if not isinstance(value, dict):
+        return False
+    states = [one for state in value.values() for one in (state if isinstance(state, list) else [state])]
+    parts = [state.get(name) for state in states if isinstance(state, dict) for name in ("args", "attributes")]
+    return len(parts) == 2 * len(states) and all(isinstance(part, dict) for part in parts)
 
 
-def _list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _fields(**checks: Check) -> Check:
-    """Return the check of a mapping with no other fields than these."""
-    return lambda value: (
-        isinstance(value, dict)
-        and value.keys() <= checks.keys()
-        and all(checks[name](item) for name, item in value.items())
-    )
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, dict) and _is_mapping(value.get("args")) and _is_mapping(value.get("attributes"))
-
-
-_interval = _or_none(_is_count)
+INTERVALS = (
+    "epoch", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs", "best_global_step",
+)  # fmt: skip
 # Losses can be NaN: a step that overflows in fp16 has such a loss and changes no weight.
-CHECKS: Mapping[str, Check] = {
-    "epoch": _or_none(_is_count),
-    "global_step": _is_whole,
-    "max_steps": _is_whole,
-    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"), _interval),
+CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("global_step", "max_steps"), _is_whole),
+    **dict.fromkeys(INTERVALS, lambda value: value is None or _is_count(value)),
     **dict.fromkeys(("num_input_tokens_seen", "total_flos"), _is_count),
-    "log_history": _list_of(_is_mapping),
-    "best_metric": _or_none(_is_number),
-    "best_global_step": _or_none(_is_whole),
-    "best_model_checkpoint": _or_none(lambda value: isinstance(value, str)),
-    "stateful_callbacks": lambda value: (
-        isinstance(value, dict) and all(_is_state(one) or _list_of(_is_state)(one) for one in value.values())
-    ),
+    "log_history": lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
+    "best_metric": lambda value: value is None or _is_number(value),
+    "best_model_checkpoint": lambda value: value is None or isinstance(value, str),
+    "stateful_callbacks": _are_callbacks,
 }
 
 
-def _is_totals(value: Any) -> bool:
-    """Return whether these are sums by name; those of losses can be NaN, and numbers of tokens are whole."""
+def _are_totals(saved: Any) -> bool:
+    """Return whether this is what the kit itself keeps there (training/callbacks.py, SavedTotals).
+
+    totals   sums by name; those of losses can be NaN, and numbers of tokens are whole
+    pending  as many sums of each rank, the number of tokens last
+    stream   a position in streamed rows
+    """
+    if not isinstance(saved, dict) or saved["args"].keys() - {"totals", "pending", "stream"}:
+        return False
+    totals = saved["args"].get("totals", {})
+    pending, stream = saved["args"].get("pending"), saved["args"].get("stream")
+    pending, stream = [] if pending is None else pending, {} if stream is None else stream
+    if not (isinstance(totals, dict) and isinstance(pending, list) and isinstance(stream, dict)):
+        return False
+    if not all(isinstance(sums, list) and len(sums) == len(pending[0]) >= 3 for sums in pending):
+        return False
+    tokens = [value for name, value in totals.items() if "tokens" in name]
     return (
-        isinstance(value, dict)
-        and all(map(_is_number, value.values()))
-        and all(_is_count(item) and item == round(item) for name, item in value.items() if "tokens" in name)
+        all(map(_is_number, [*totals.values(), *(value for sums in pending for value in sums)]))
+        and all(map(_is_count, [*tokens, *(sums[-1] for sums in pending)]))
+        and all(value == round(value) for value in tokens)
+        and stream.keys() <= {"epoch", "row", "seen", "used"}
+        and all(_is_whole(value) for name, value in stream.items() if name != "seen" or value is not None)
     )
-
-
-def _is_pending(value: Any) -> bool:
-    """Return whether these are as many sums of each rank, the number of tokens last."""
-    return (
-        _list_of(_list_of(_is_number))(value)
-        and len({len(sums) for sums in value}) <= 1
-        and all(len(sums) >= 3 and _is_count(sums[-1]) for sums in value)
-    )
-
-
-# What the kit itself keeps there (training/callbacks.py, SavedTotals).
-TOTALS = _fields(
-    totals=_is_totals,
-    pending=_or_none(_is_pending),
-    stream=_or_none(_fields(epoch=_is_whole, row=_is_whole, seen=_or_none(_is_whole), used=_is_whole)),
-)
 
 
 def check_trainer_state(folder: Path, manifest: Manifest) -> None:
@@ -132,4 +112,4 @@ def first_wrong(state: Mapping[str, Any], known: Iterable[str]) -> str | None:
         if name not in names or not CHECKS.get(name, lambda _: True)(value):
             return name[:100]
     saved = (state.get("stateful_callbacks") or {}).get("SavedTotals")
-    return None if saved is None or (_is_mapping(saved) and TOTALS(saved["args"])) else "SavedTotals"
+    return None if saved is None or _are_totals(saved) else "SavedTotals"

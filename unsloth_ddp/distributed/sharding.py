@@ -101,11 +101,10 @@ def copies_from_environment(environ: Mapping[str, str], world_size: int, nodes: 
     if PARTS not in sizes and world_size % copies == 0:
         parts = world_size // copies
     if copies * parts != world_size:
-        left_out = PARTS not in sizes
+        given = " x ".join(f"{name.lower()} {wanted[name]}" for name in (COPIES, PARTS) if name in sizes)
         raise UserError(
-            f"dp_replicate_size {copies}{'' if left_out else f' x dp_shard_size {parts}'} does not fit {world_size} "
-            f"processes on {counted(nodes, 'node')}: {'it has to divide their number' if left_out else 'the product has to be their number'}; "
-            "use accelerate_configs/fsdp2_hybrid.yaml, which keeps one replica per node, or fsdp2.yaml."
+            f"{given} does not fit {world_size} processes on {counted(nodes, 'node')}, whose number is the product of "
+            "dp_replicate_size and dp_shard_size; use accelerate_configs/fsdp2_hybrid.yaml (one replica per node), or fsdp2.yaml."
         )
     if parts == 1:
         raise UserError(

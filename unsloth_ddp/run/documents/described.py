@@ -16,40 +16,28 @@ MACHINE = (
     "world_size", "nodes", "device", "sharding", "copies", "backend", "precision", "gradient_checkpointing",
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
-# The results of a run, each with its text.
-RESULTS: dict[str, Callable[[float], str]] = {
-    "steps": "{:,.0f}".format,
-    "loss": "{:.4f}".format,
-    "mean training loss": "{:.4f}".format,
-    "evaluation loss": "{:.4f}".format,
-    "reward accuracy": "{:.1%}".format,
-    "exact answers": "{:.1%}".format,
-    "tokens seen": "{:,.0f}".format,
-    "tokens/s": "{:,.0f}".format,
-    "peak memory": shown_bytes,
-    "training time": shown_seconds,
-}
 
 
-def results(run: RunRecord) -> dict[str, float]:
-    """Return the known results by their names in RESULTS; a loss may be infinite or not a number."""
-    found = {
-        "steps": run.step,
-        "loss": run.last("loss"),
-        "mean training loss": run.summary.get("train_loss"),
-        "evaluation loss": run.eval_loss,
-        "reward accuracy": run.last("eval_rewards/accuracies"),
-        "exact answers": run.summary.get("demo_accuracy_after"),
-        "tokens seen": run.summary.get("tokens"),
-        "tokens/s": run.tokens_per_second,
-        "peak memory": run.summary.get("peak_memory_bytes"),
-        "training time": run.seconds,
+def results(run: RunRecord) -> dict[str, str]:
+    """Return the texts of the known results, by name; a loss may be infinite or not a number."""
+    number, loss, share = "{:,.0f}".format, "{:.4f}".format, "{:.1%}".format
+    found: dict[str, tuple[Any, Callable[[float], str]]] = {
+        "steps": (run.step, number),
+        "loss": (run.last("loss"), loss),
+        "mean training loss": (run.summary.get("train_loss"), loss),
+        "evaluation loss": (run.eval_loss, loss),
+        "reward accuracy": (run.last("eval_rewards/accuracies"), share),
+        "exact answers": (run.summary.get("demo_accuracy_after"), share),
+        "tokens seen": (run.summary.get("tokens"), number),
+        "tokens/s": (run.tokens_per_second, number),
+        "peak memory": (run.summary.get("peak_memory_bytes"), shown_bytes),
+        "training time": (run.seconds, shown_seconds),
     }
-    return {name: value for name, value in found.items() if is_number(value) or isinstance(value, float)}
-
-
-def show_result(name: str, value: float) -> str:
-    return RESULTS[name](value) if is_number(value) else "not a number"
+    return {
+        name: form(value) if is_number(value) else "not a number"
+        for name, (value, form) in found.items()
+        if is_number(value) or isinstance(value, float)
+    }
 
 
 def describe_method(run: RunRecord) -> str:

@@ -15,7 +15,7 @@ import jinja2
 
 from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.config.task_options import TaskSettings
-from unsloth_ddp.run.documents.described import describe_data, describe_method, results, show, show_result
+from unsloth_ddp.run.documents.described import describe_data, describe_method, results, show
 from unsloth_ddp.run.documents.files import CARD_FILE
 from unsloth_ddp.run.documents.record import RunRecord
 from unsloth_ddp.run.documents.report import TEMPLATES
@@ -137,10 +137,10 @@ def _rows(run: RunRecord) -> str:
 
 def _results(run: RunRecord) -> list[tuple[str, str]]:
     # The last logged loss is that of a few steps; the mean says more.
-    found = [(name, show_result(name, value)) for name, value in results(run).items() if name != "loss"]
+    found = [(name, text) for name, text in results(run).items() if name != "loss"]
     before = run.summary.get("demo_accuracy_before")
     if before is not None:
-        found.append(("exact answers before training", show_result("exact answers", before)))
+        found.append(("exact answers before training", f"{before:.1%}"))
     if run.fact("device"):
         found.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
     return found

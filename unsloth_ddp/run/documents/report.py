@@ -17,7 +17,6 @@ from unsloth_ddp.run.documents.described import (
     gaps,
     results,
     show,
-    show_result,
 )
 from unsloth_ddp.run.documents.files import REPORT_FILE
 from unsloth_ddp.run.documents.record import RunRecord, is_number
@@ -127,10 +126,7 @@ def _tiles(run: RunRecord) -> list[dict[str, str]]:
         "peak memory": "of the fullest rank",
         "training time": f"in {len(run.parts)} parts" if len(run.parts) > 1 else "",
     }
-    return [
-        {"name": name, "value": show_result(name, value), "note": notes.get(name, "")}
-        for name, value in results(run).items()
-    ]
+    return [{"name": name, "value": text, "note": notes.get(name, "")} for name, text in results(run).items()]
 
 
 def _answers(run: RunRecord) -> dict[str, Any] | None:

@@ -63,7 +63,7 @@ def render_table(
         title: printed above the table.
         width: [output_width()]
         colour: write the escape sequences that colour text.
-        rules: draw a rule between rows.
+        rules: draw a rule between rows where one of them has several lines.
     """
     made = [column if isinstance(column, Column) else Column(column) for column in columns]
     width = width or output_width()
@@ -76,14 +76,18 @@ def render_table(
         box=box.HORIZONTALS if rules else box.SIMPLE_HEAD,
         show_header=any(made[i].name for i in kept),
         show_edge=False,
-        show_lines=rules,
         # With the column that the box itself draws, GAP columns stand between two cells.
         padding=(0, GAP - 1, 0, 0),
         pad_edge=False,
     )
     for i in kept:
         table.add_column(Text(made[i].name), justify=made[i].align, min_width=least[i], vertical="top", overflow="fold")
+    was_tall = False
     for row in rows:
+        is_tall = any("\n" in row[i] for i in kept) or sum(cell_len(row[i]) + GAP for i in kept) > width + GAP
+        if rules and (is_tall or was_tall):
+            table.add_section()
+        was_tall = is_tall
         table.add_row(*(Text(row[i], style=(made[i].styles or {}).get(row[i], "")) for i in kept))
     file = StringIO()
     console = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False)

@@ -191,7 +191,7 @@ def markdown(content: dict[str, Any]) -> str:
     scaling = scaling_table(found)
     lines += ["", "## Several GPUs", "", *scaling] if scaling else []
     beside = scaling_rows(content["cells"])
-    lines += ["", "Beside the published table:", ""] if beside else []
+    lines += ["", "Beside the published table, and the efficiency that `unsloth_ddp.plan` gives:", ""] if beside else []
     lines += _table(SCALING_HEAD, beside) if beside else []
     notes: dict[str, list[str]] = defaultdict(list)
     for one in content["cells"]:

@@ -1,7 +1,7 @@
 """Estimate memory, steps and time of a run before renting GPUs.
 
     uv run python -m unsloth_ddp.plan --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl \\
-        --nodes 4 --gpus_per_node 8 --gpu_memory 80GB
+        --nodes 4 --gpus_per_node 8 --bandwidth 25Gbps --gpu_memory 80GB
 
 Reads the model's config.json and tokenizer, and the rows; no weights are downloaded, nothing is trained and no GPU is
 needed.
@@ -27,7 +27,7 @@ from unsloth_ddp.run.file_checks import check_data
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
-from unsloth_ddp.utils.units import parse_memory
+from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 
 if TYPE_CHECKING:
     from unsloth_ddp.sizing.rows import RowLengths
@@ -41,6 +41,15 @@ def make_parser() -> Parser:
     parser = make_command_parser("python -m unsloth_ddp.plan", __doc__)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines [1]")
     parser.add_argument("--gpus_per_node", type=int, default=1, metavar="N", help="GPUs per machine [1]")
+    parser.add_argument(
+        "--bandwidth", nargs="+", metavar="RATE", default=["10Gbps", "100Gbps"],
+        help="bandwidth of each machine's network, one or several to compare [10Gbps 100Gbps]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--node_bandwidth",
+        metavar="RATE",
+        help="bandwidth between the GPUs of a machine, such as 400GB/s [not counted]",
+    )
     parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
     parser.add_argument(
         "--compute_capability", metavar="X.Y",
@@ -48,7 +57,7 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--tokens_per_second", type=float, metavar="N",
-        help="measured speed of one GPU, as a short run with these options logs it [no time]",
+        help="measured speed of one GPU, as a short run with these options logs it [no times]",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
     return parser
@@ -59,6 +68,8 @@ def plan(argv: list[str]) -> None:
     given, rest = make_parser().parse_known_args(argv)
     settings = parse_settings(rest, __doc__ or "", make_parser())
     _check_options(given)
+    networks = [parse_bandwidth("--bandwidth", text) for text in given.bandwidth]
+    inside = parse_bandwidth("--node_bandwidth", given.node_bandwidth) if given.node_bandwidth else None
     gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
     capability = _parse_capability(given.compute_capability)
     settings = with_precision_of(settings, capability)
@@ -74,7 +85,9 @@ def plan(argv: list[str]) -> None:
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
     _silence_transformers()
-    hardware = Hardware(given.nodes, given.gpus_per_node, gpu_memory, capability, given.tokens_per_second)
+    hardware = Hardware(
+        given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability, given.tokens_per_second
+    )
     check_training_arguments(settings)
     shape = read_model_shape(settings)
     reference = read_model_shape(settings.of_reference) if settings.of_reference else None

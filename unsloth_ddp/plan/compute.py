@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.order.batch_plan import BatchPlan, arrange
+from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
+from unsloth_ddp.plan.network import (
+    Links,
+    StepWork,
+    all_reduce_seconds,
+    balance_efficiency,
+    scaling_efficiency,
+)
 from unsloth_ddp.sizing.choose import (
     as_loaded,
     checkpointing_kinds,
@@ -39,19 +45,19 @@ from unsloth_ddp.utils.memory_limits import NUMBER_BYTES
 OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
     ("zero2", "optimizer"), ("zero3", "parameters"), ("fsdp2", "parameters")
 )  # fmt: skip
-# Number of steps sampled to see how uneven rows are.
-MOST_STEPS = 200
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machines to rent; `gpu_memory` (bytes) is None where not given.
+    """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given.
 
     `capability` is the compute capability of the GPUs, and `speed` the measured tokens per second of one alone.
     """
 
     nodes: int
     gpus_per_node: int
+    networks: list[float]
+    inside: float | None = None
     gpu_memory: float | None = None
     capability: tuple[int, int] = AMPERE
     speed: float | None = None
@@ -81,13 +87,28 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
+class Duration:
+    """The time of the run with DDP over one network.
+
+    Args:
+        network: bytes per second.
+        all_reduce: seconds to average the gradients of a step.
+        efficiency: a GPU's speed relative to one alone.
+    """
+
+    network: float
+    all_reduce: float
+    efficiency: float
+    hours: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan with everything that it was made from.
 
     Args:
-        gradient_bytes: that the GPUs average in each step.
         even: efficiency that uneven rows allow (None: less than a full step of rows).
-        hours: that the run takes; None without a measured speed.
+        durations: for each network; none without a measured speed.
     """
 
     settings: Settings
@@ -101,9 +122,8 @@ class Plan:
     micro_batch: int
     graphs: StepChoice
     memory: list[MemoryRow]
-    gradient_bytes: int
     even: float | None
-    hours: float | None
+    durations: list[Duration]
 
 
 def make_memory_row(
@@ -185,36 +205,21 @@ def make_plan(
     even = balance_efficiency(
         in_order(rows.each, settings.seed), batch, in_order(beside.astype(np.int64), settings.seed)
     )
-    hours = None
-    if hardware.speed:
-        seconds = tokens_a_step * steps / (hardware.speed * hardware.processes * (even or 1.0))
-        hours = seconds / 3600
+    durations, speed = [], hardware.speed or 0.0
     # Adapters are trained in fp32.
     master_bytes = NUMBER_BYTES[settings.full_weights] if settings.method == "full" else 4
-    gradients = shape.trained(settings.method) * master_bytes
-    return Plan(
-        settings, shape, rows, hardware, batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, gradients, even, hours
-    )  # fmt: skip
-
-
-def balance_efficiency(lengths: np.ndarray, plan: BatchPlan, beside: np.ndarray) -> float | None:
-    """Return the efficiency that uneven rows allow: the mean work of a GPU over the work of the slowest.
-
-    A step takes as long as its process with the most tokens, padding and the work of images (`beside`) included. Rows are dealt as in a run
-    (batch_plan.arrange). Only full steps count, and only a sample of many; None without a full step.
-    """
-    steps = len(lengths) // plan.global_batch
-    if not steps:
-        return None
-    shape = (steps, plan.global_batch)
-    rows, images = (values[: steps * plan.global_batch].reshape(shape) for values in (lengths, beside))
-    average = slowest = 0.0
-    for number in range(0, steps, math.ceil(steps / MOST_STEPS)):
-        step, extra = rows[number], images[number]
-        dealt = arrange(np.arange(len(step)), step, plan, padded=True, beside=extra).reshape(
-            plan.accumulation, plan.processes, plan.per_device
+    for rate in hardware.networks if speed else []:
+        work = StepWork(
+            compute=tokens_a_step / hardware.processes / speed,
+            accumulation=batch.accumulation,
+            backward_share=shape.backward_share(settings.method, step.checkpointing != "none"),
+            gradients=shape.trained(settings.method) * master_bytes,
         )
-        work = (step[dealt].max(axis=2) * plan.per_device + extra[dealt].sum(axis=2)).sum(axis=0)
-        average += work.mean()
-        slowest += work.max()
-    return float(average / slowest)
+        link = Links(rate, hardware.inside)
+        all_reduce = all_reduce_seconds(work.gradients, hardware.nodes, hardware.gpus_per_node, link)
+        efficiency = scaling_efficiency(work, hardware.nodes, hardware.gpus_per_node, link, even or 1.0)
+        hours = tokens_a_step * steps / (speed * hardware.processes * efficiency) / 3600
+        durations.append(Duration(rate, all_reduce, efficiency, hours))
+    return Plan(
+        settings, shape, rows, hardware, batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, even, durations
+    )  # fmt: skip

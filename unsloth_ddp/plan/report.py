@@ -6,13 +6,16 @@ import dataclasses
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.plan.compute import MemoryRow, Plan
+from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.sizing.choose import backend_of, planned_packing, precision_of
 from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.utils.memory_limits import FILLED
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
-from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
 
+NO_SPEED = (
+    "Time and efficiency are left out: give --tokens_per_second, the measured speed of one GPU (docs/plan.md#time)."
+)
 # Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.
 NOT_IN_NARROW = ("optimizer", "working", "loading")
 COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fit": "bold red"}
@@ -28,6 +31,7 @@ def render_plan(plan: Plan, *, width: int | None = None, colour: bool = False) -
     tables = [
         ("Run", render_pairs(dict(_run_rows(plan)), width=width)),
         (f"Memory of one GPU{of_gpu} in {unit}; * is the run as set, ≥ a lower bound", memory),
+        *_time_table(hardware, plan, width),
     ]
     parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
     parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(plan), width))
@@ -52,8 +56,6 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
                             f"{' with padding' if rows.packing is None else ''}"),
         ("CUDA graphs", describe_graphs(settings, plan.graphs)),
         ("steps", f"{plan.steps:,}{per_epoch}"),
-        ("time", _time(plan)),
-        ("gradients", f"{shown_bytes(plan.gradient_bytes)} are averaged in each step"),
         ("model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP per token"),
     ]  # fmt: skip
 
@@ -95,12 +97,25 @@ def _chosen(plan: Plan) -> MemoryRow:
     return next(row for row in plan.memory if _is_chosen(plan.settings, row))
 
 
-def _time(plan: Plan) -> str:
-    if plan.hours is None:
-        return "unknown: give --tokens_per_second, the measured speed of one GPU (docs/plan.md#time)"
-    spent = plan.hours * plan.hardware.processes
-    even = "" if plan.even is None else f"; uneven rows leave {plan.even:.1%} of the speed"
-    return f"at least {shown_seconds(plan.hours * 3600)}, {spent:,.1f} GPU-hours{even}"
+def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, str]]:
+    """Return title and table of the duration of the run over each network; nothing without a measured speed."""
+    # Machines are not joined by a network where there is one, so its lines would be the same.
+    shown = plan.durations if hardware.nodes > 1 else plan.durations[:1]
+    columns = [
+        Column("network"),
+        *(Column(name, "right") for name in ("all-reduce", "even rows", "efficiency", "run", "GPU-hours")),
+    ]
+    rows = [
+        [shown_bandwidth(one.network) if hardware.nodes > 1 else "-",
+         shown_seconds(one.all_reduce), _percent(plan.even), _percent(one.efficiency), "< 1 min" if one.hours < 1 / 60 else shown_seconds(one.hours * 3600),
+         "< 0.1" if (spent := one.hours * hardware.processes) < 0.1 else f"{spent:,.1f}"]
+        for one in shown
+    ]  # fmt: skip
+    return [("Time of the run with DDP", render_table(columns, rows, width=width))] if rows else []
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def verdict_sentence(plan: Plan) -> str:
@@ -161,8 +176,16 @@ def notes(plan: Plan) -> list[str]:
             f"Reference: {plan.settings.reference_model} is loaded beside the model before step 1, which counts as loading; it works "
             "with DDP only."
         )
-    if plan.hours is not None:
-        said.append("Time: communication, start-up, evaluation and saving come on top (docs/plan.md#time).")
+    if hardware.inside is None and hardware.gpus_per_node > 1:
+        said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
+    if plan.durations:
+        said.append(
+            "Time: all-reduce averages the gradients of a step; efficiency is a GPU's speed relative to one alone; even rows is the part that uneven rows allow, as a step "
+            "lasts as long as its GPU with the most tokens. Start-up, evaluation, saving, congestion and slow machines come "
+            "on top (docs/plan.md#time)."
+        )
+    else:
+        said.append(NO_SPEED)
     if plan.rows.streamed:
         unit = plan.rows.unit.removesuffix("s")
         said.append(

@@ -1,4 +1,4 @@
-"""Parse amounts as people write them (80GB, 139GiB), and print bytes and seconds."""
+"""Parse amounts as people write them (25Gbps, 450GB/s, 80GB, 139GiB), and print bytes, seconds and bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from unsloth_ddp.utils.errors import UserError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+BANDWIDTH = re.compile(r"([\d.]+)\s*([kKmMgGtT]i?)?(bps|bit/s|bits/s|B/s|Bps)")
 MEMORY = re.compile(r"([\d.]+)\s*([kmgt]i?)?B", re.IGNORECASE)
+
+
+def parse_bandwidth(option: str, text: str) -> float:
+    """Return the bytes per second that an option gives; a lower-case b is a bit, an upper-case B a byte.
+
+    Raises:
+        UserError: `text` is not a bandwidth above 0.
+    """
+    found = BANDWIDTH.fullmatch(text.strip())
+    value = _number(found.group(1)) if found else 0.0
+    if not found or not value:
+        raise UserError(f"{option} {text!r} is not a bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
+    bits = found.group(3).startswith("b")
+    return value * PREFIXES[(found.group(2) or "").lower()] / (8 if bits else 1)
 
 
 def parse_memory(option: str, text: str) -> float:
@@ -53,3 +68,8 @@ def shown_seconds(value: float) -> str:
         if value >= 2 * size:
             return f"{value / size:,.1f} {unit}"
     return f"{value:.1f} s"
+
+
+def shown_bandwidth(value: float) -> str:
+    """Return a bandwidth given in bytes per second in Gbit/s."""
+    return f"{value * 8 / 1e9:,.6g} Gbit/s"

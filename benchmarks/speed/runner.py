@@ -193,6 +193,7 @@ def read_kit(run: Path) -> dict[str, Any]:
         "head_share": summary["supervised_tokens"] / summary["tokens"] if chooses else 1.0,
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "seconds_of_parts": summary.get("seconds"),
+        "compiled_after_warm_up": summary.get("compiled_after_warm_up"),
         "settings": {
             "cuda_graphs": summary.get("cuda_graphs"),
             **{name: summary[name] for name in ("packing", "packs", "global_batch_size", "backend", "precision")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any, Literal
 
@@ -46,6 +47,8 @@ class SavedTotals(TrainerCallback, ExportableState):
         return {"args": saved, "attributes": {}}
 
 
+# Steps in which shapes are compiled for.
+WARM_UP_STEPS = 5
 # Steps between two log lines; of them the first is taken that gives a run LEAST_LINES lines.
 LOG_INTERVALS, LEAST_LINES = (10, 5, 2, 1), 10
 
@@ -90,6 +93,34 @@ class ReportProgress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave a step."""
         self.progress.end_step()
+
+
+class CountCompilations(TrainerCallback):
+    """Count the functions that torch.compile compiles after the first steps, for shapes that it had not seen.
+
+    `after_warm_up` is their number, None before the first steps are over.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.before: int | None = None
+
+    @property
+    def after_warm_up(self) -> int | None:
+        """Return the number of functions compiled since the first steps."""
+        return None if self.before is None else compiled_functions() - self.before
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count a step."""
+        self.steps += 1
+        if self.steps == WARM_UP_STEPS:
+            self.before = compiled_functions()
+
+
+def compiled_functions() -> int:
+    """Return how many functions torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 class CountOverflows(TrainerCallback):

@@ -46,6 +46,7 @@ from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
+    CountCompilations,
     CountOverflows,
     LogSteps,
     NameUntrained,
@@ -171,6 +172,8 @@ class DDPTrainer(ResumableTrainer):
         self.drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         self.add_callback(CompareWeights(self.drift))
         self.add_callback(NameUntrained(self.model, self.runtime))
+        self.compilations = CountCompilations()
+        self.add_callback(self.compilations)
         if self.runtime.precision == "fp16":
             self.add_callback(CountOverflows(self.accelerator, speaks=self.runtime.ranks.is_main))
 

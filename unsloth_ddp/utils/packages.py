@@ -5,7 +5,8 @@ Only the standard library is imported here.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
+import re
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,8 @@ from types import TracebackType
 from unsloth_ddp.utils.errors import UserError
 
 REPO = Path(__file__).resolve().parents[2]
+# Names the packages; without it the kit was installed as a package, together with them.
+PROJECT = REPO / "pyproject.toml"
 
 
 def explain_missing_packages() -> None:
@@ -26,14 +29,33 @@ def explain_missing_packages() -> None:
     others = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # Where torch is installed, the kit's packages are, and another module is missing.
-        if not isinstance(error, ModuleNotFoundError) or importlib.util.find_spec("torch") is not None:
+        missing = missing_packages(PROJECT) if isinstance(error, ModuleNotFoundError) else []
+        if not missing:
             others(kind, error, trace)
             return
-        print(_said(f"lacks {error.name} and other packages of the kit"), file=sys.stderr, flush=True)
+        more = f" and {len(missing) - 3} more packages" if len(missing) > 3 else ""
+        print(_said(f"lacks {', '.join(missing[:3])}{more}"), file=sys.stderr, flush=True)
         raise SystemExit(UserError.exit_code)
 
     sys.excepthook = show
+
+
+def missing_packages(project: Path) -> list[str]:
+    """Return the packages that a pyproject.toml depends on and this Python does not have; none without the file."""
+    import tomllib
+
+    if not project.is_file():
+        return []
+    listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    return [name for line in listed if not _is_installed(name := re.split(r"[^\w.-]", line)[0])]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _said(lack: str) -> str:

@@ -175,6 +175,12 @@ KNOWN_ERRORS = (
     ),
     # ---- packages and compilers ----
     KnownError(
+        "fp16 weights with a gradient scaler",
+        r"Attempting to unscale FP16 gradients",
+        "The trained weights are fp16, and the gradient scaler of fp16 training takes fp32 gradients only.",
+        "use --precision bf16 where the GPU has it; otherwise keep the trained weights in fp32 (--full_weights fp32).",
+    ),
+    KnownError(
         "libcuda.so not found",
         r"libcuda\.so cannot found|cannot find -lcuda",
         "Triton finds no libcuda.so: the driver's library is missing, or only exists as libcuda.so.1.",
@@ -239,6 +245,12 @@ KNOWN_ERRORS = (
         "The Hub cannot be reached, and the file is not in the cache.",
         "download it once where there is a network (hf download NAME) and copy ~/.cache/huggingface, or give a folder as "
         "--model; HF_HUB_OFFLINE=0 tries the network again.",
+    ),
+    KnownError(
+        "too many requests",
+        r"429 Client Error|Too Many Requests|rate limit",
+        "The Hub limits the number of requests, for instance when many ranks ask at once.",
+        "wait, log in (HF_TOKEN raises the limit), and download the files before the run.",
     ),
     KnownError(
         "damaged weights",

@@ -71,7 +71,9 @@ def test_no_variables_are_one_node_but_slurm_may_mean_more():
     [
         ({}, None),
         ({"NNODES": "2", "NODE_RANK": "1", "GPUS_PER_NODE": "2"}, None),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE not set"),
+        ({"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, "LOCAL_RANK, LOCAL_WORLD_SIZE not set beside RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four'"),
         ({"RANK": "4"}, "contradict each other"),
         ({"LOCAL_RANK": "2"}, "contradict each other"),
         ({"WORLD_SIZE": "5"}, "does not divide WORLD_SIZE 5"),
@@ -145,6 +147,40 @@ def test_a_master_that_does_not_answer_says_why(outcome, says):
     found = network.check_master_answers("node1", 6001, outcome, 60)
     assert (found.verdict, says in found.remedy) == ("failure", True)
     assert network.check_master_answers("node1", 6001, "", 0.1).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "taken"),
+    [
+        ("eth", "eth0", True),
+        ("=eth", "eth0", False),
+        ("=eth0", "eth0", True),
+        ("^docker,lo", "eth0", True),
+        ("^docker,lo", "docker0", False),
+        ("^=eth0", "eth01", True),
+        ("ib,eth0", "ib3", True),
+    ],
+)
+def test_interface_names_follow_nccls_rules(pattern, name, taken):
+    assert network.selects("NCCL_SOCKET_IFNAME", pattern, name) is taken
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "verdict", "says"),
+    [
+        ({}, 2, "ok", ""),
+        ({"NCCL_SOCKET_IFNAME": "eth", "GLOO_SOCKET_IFNAME": "eth0"}, 2, "ok", ""),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, 2, "failure", "NCCL_SOCKET_IFNAME is ib0, but this node has no such interface"),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, 2, "failure", "no such interface that is up (eth0, lo)"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, 2, "failure", "a loopback interface"),
+        ({"NCCL_SOCKET_IFNAME": "^eth"}, 2, "failure", "a loopback interface"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, 1, "ok", ""),
+    ],
+)
+def test_a_named_interface_is_up_and_no_loopback(wanted, nodes, verdict, says):
+    up = {"eth0": ["10.0.0.2"], "lo": ["127.0.0.1", "::1"]}
+    found = network.check_network_interface(up, wanted, nodes)
+    assert (found.verdict, says in found.remedy) == (verdict, True), found
 
 
 def test_infiniband_ports_are_up_and_used():

@@ -49,6 +49,9 @@ def node_problems(environ: Mapping[str, str]) -> list[str]:
 
 def launcher_problems(environ: Mapping[str, str]) -> list[str]:
     """Return one sentence for each fault of a launcher's variables and of the user's beside them."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if not environ.get(name)]
+    if missing:
+        return [f"{', '.join(missing)} not set beside RANK and WORLD_SIZE; start with accelerate launch or torchrun."]
     try:
         ranks = ranks_from_environment(environ)
     except UserError as error:

@@ -16,6 +16,7 @@ from typing import Any
 from unsloth_ddp.distributed.rendezvous import listen_on_loopback
 from unsloth_ddp.preflight.checks import Check, Verdict
 from unsloth_ddp.preflight.job import ProcessInfo
+from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import KIB, MIB, shown_bytes, shown_seconds
 
 LEAST_GBIT, RECOMMENDED_GBIT = 10, 100
@@ -117,7 +118,7 @@ def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
     """
     values: dict[int, str] = {}
     for rank, error in sorted(stuck.items()):
-        text = f"rank {rank}: {' '.join(error.split())[:300] or f'did not end within {seconds:.0f} s'}"
+        text = f"rank {rank}: {one_line(error, 600) or f'did not end within {seconds:.0f} s'}"
         values[node_of[rank]] = f"{values[node_of[rank]]}; {text}" if node_of[rank] in values else text
     remedy = (
         f"Set {backend.upper()}_SOCKET_IFNAME to the interface that the nodes share, and open the firewall between the nodes "
@@ -133,7 +134,8 @@ def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
 
 def find_blockers(checks: Sequence[Check]) -> list[str]:
     """Return the failures with which a process group would hang or its measurement mean nothing."""
-    names = {"arrived", "host name", "master address", "GPUs", "same GPUs", "version of torch", "version of nccl"}
+    names = {"arrived", "host name", "master address", "network interface", "GPUs", "same GPUs"}
+    names |= {"version of torch", "version of nccl"}
     failed = [check.name for check in checks if check.verdict == "failure"]
     return [name for name in failed if name in names or name.startswith("answers: ")]
 

@@ -1,4 +1,4 @@
-"""Read and check names and ports of one node."""
+"""Read and check names, ports and network interfaces of one node."""
 
 from __future__ import annotations
 
@@ -107,6 +107,40 @@ def check_master_answers(master: str, port: int, outcome: str, seconds: float) -
     return failure(f"{place}: {outcome}", remedy)
 
 
+def check_network_interface(up: Mapping[str, Sequence[str]], wanted: Mapping[str, str], nodes: int) -> Finding:
+    """Check that the interfaces named for the traffic between the nodes are up and reach further than this node.
+
+    Args:
+        up: the addresses of each interface that is up.
+        wanted: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where they are set.
+    """
+    if nodes == 1:
+        return Finding("not needed for one node")
+    for variable, pattern in wanted.items():
+        taken = [name for name in up if selects(variable, pattern, name)]
+        if not taken:
+            remedy = f"{variable} is {pattern}, but this node has no such interface that is up ({', '.join(up)})."
+            return failure(f"{variable}={pattern}: none", remedy)
+        if all(is_loopback(address) for name in taken for address in up[name]):
+            remedy = f"{variable} is {pattern}, a loopback interface; name the interface of the network."
+            return failure(f"{variable}={pattern}: {', '.join(taken)}", remedy)
+    return Finding(", ".join(f"{variable}={pattern}" for variable, pattern in wanted.items()) or "none named")
+
+
+def selects(variable: str, pattern: str, name: str) -> bool:
+    """Return whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME of this value selects an interface.
+
+    NCCL's rules: a name is a prefix, `=name` is exact, and `^` before the list excludes its interfaces
+    (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). gloo takes exact names only.
+    """
+    if variable == "GLOO_SOCKET_IFNAME":
+        return name in pattern.split(",")
+    names = [item for item in pattern.lstrip("^").lstrip("=").split(",") if item]
+    exact = pattern.lstrip("^").startswith("=")
+    found = name in names if exact else name.startswith(tuple(names))
+    return found != pattern.startswith("^")
+
+
 def check_infiniband(ports: Sequence[Mapping[str, str]], disabled: bool, nodes: int) -> Finding:
     """Check that InfiniBand or RoCE ports are active and used.
 
@@ -139,11 +173,22 @@ def resolve_name(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def is_here(addresses: list[str]) -> bool:
-    """Return whether one of these addresses belongs to this machine."""
+def read_interfaces() -> dict[str, list[str]]:
+    """Return the addresses of each network interface of this machine that is up and has one."""
     import psutil
 
-    own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = {
+        name: [e.address.partition("%")[0] for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, entries in sorted(psutil.net_if_addrs().items())
+        if name in up
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def is_here(addresses: list[str]) -> bool:
+    """Return whether one of these addresses belongs to this machine."""
+    own = {address for interface in read_interfaces().values() for address in interface}
     return any(address in own or is_loopback(address) for address in addresses)
 
 

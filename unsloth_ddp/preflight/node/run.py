@@ -34,10 +34,11 @@ SECONDS = {"rows": 60}
 
 
 def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Check]:
-    """Check this node's names, fast ports and, on node 0, the port to listen on."""
+    """Check this node's names, interfaces and, on node 0, the port to listen on."""
     node, nodes, port = process.ranks.node_rank, process.ranks.nodes, process.port
     addresses = network.resolve_name(process.master)
     local = network.is_here(addresses)
+    wanted = {name: environ[name] for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if environ.get(name)}
     checks: dict[str, Callable[[], Finding]] = {
         "node rank": lambda: check_node_rank(node, nodes),
         "host name": lambda: network.check_host_name(
@@ -49,6 +50,7 @@ def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Che
         ),
         "master address": lambda: network.check_master_address(node, process.master, addresses, local, nodes),
         "master port": lambda: network.check_free_port(port, network.find_port_holder(port)),
+        "network interface": lambda: network.check_network_interface(network.read_interfaces(), wanted, nodes),
         "InfiniBand / RoCE": lambda: network.check_infiniband(
             network.read_infiniband_ports(), environ.get("NCCL_IB_DISABLE") == "1", nodes
         ),

@@ -26,7 +26,10 @@ END_SENTENCE = {
 @contextlib.contextmanager
 def quiet(active: bool = True) -> Iterator[None]:
     """Discard standard output inside this block; standard error stays."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if active else sys.stdout):
+    if not active:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
 
 

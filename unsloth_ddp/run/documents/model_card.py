@@ -17,7 +17,7 @@ from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.config.task_options import TaskSettings
 from unsloth_ddp.run.documents.described import describe_data, describe_method, results, show
 from unsloth_ddp.run.documents.files import CARD_FILE
-from unsloth_ddp.run.documents.record import RunRecord
+from unsloth_ddp.run.documents.record import RunRecord, is_number
 from unsloth_ddp.run.documents.report import TEMPLATES
 from unsloth_ddp.utils.files.safe import write_new_file
 from unsloth_ddp.utils.redaction import hide, printable
@@ -139,7 +139,7 @@ def _results(run: RunRecord) -> list[tuple[str, str]]:
     # The last logged loss is that of a few steps; the mean says more.
     found = [(name, text) for name, text in results(run).items() if name != "loss"]
     before = run.summary.get("demo_accuracy_before")
-    if before is not None:
+    if is_number(before):
         found.append(("exact answers before training", f"{before:.1%}"))
     if run.fact("device"):
         found.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))

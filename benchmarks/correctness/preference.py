@@ -60,10 +60,12 @@ def parity(work: Path, path: Path, only: list[str], *, cpu: bool) -> None:
         f"{backend}_{task}_{method}_{layout}": (layout, f"--model {REPO}/demo/model --dataset {rows} --task {task} --backend {backend} --method {method} {STEPS}")
         for backend in ("transformers", *([] if cpu else ["unsloth"]))
         for task, rows in (("dpo", pairs), ("kto", labelled))
-        for method in ("lora", "full")
+        for method in ("lora", "qlora", "full")
         # In fp32 Unsloth trains adapters only.
         if (backend, method) != ("unsloth", "full")
         for layout in (CPU_CONFIGS if cpu else CONFIGS)
+        # ZeRO-3 does not shard 4-bit weights, and a CPU has none.
+        if method != "qlora" or not (cpu or layout == "zero3")
     }  # fmt: skip
     jobs = {name: job for name, job in jobs.items() if not only or any(word in name for word in only)}
 

@@ -231,10 +231,11 @@ def test_images_of_a_hub_set_are_checked_before_they_are_decoded(
 
 def test_a_pair_with_images_is_refused(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", "red", "circle")
-    row = {"prompt": [asking({"type": "image", "image": "a.png"})], "chosen": [ANSWER], "rejected": [ANSWER]}
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(UserError, match="the pair has images, which preference training does not take"):
-        list(checked_rows(str(path), "train", task="dpo"))
+    asked = [asking({"type": "image", "image": "a.png"})]
+    for row in ({"prompt": asked, "images": None}, {"prompt": "What?", "images": ["a.png"]}):
+        path = write_jsonl(tmp_path / "rows.jsonl", [{**row, "chosen": [ANSWER], "rejected": [ANSWER]}])
+        with pytest.raises(UserError, match=r"rows.jsonl:1: the row has images, which task dpo does not take; remove"):
+            list(checked_rows(str(path), "train", task="dpo"))
 
 
 def test_a_labelled_answer_with_images_is_refused(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def test_systems_tools_and_long_conversations_are_read_as_in_other_rows() -> Non
     assert found.tools == found.rejected.tools == [{"type": "function"}]
     found = to_pair({"prompt": talk, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]})
     assert (found.messages, found.prompt_messages) == ([*talk, GOOD], 4)
+    whole = {"chosen": [SYSTEM, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}
+    for name in ("question", "instruction", "prompt"):
+        found = to_pair({name: "Q", **whole})
+        assert (found.messages, found.unread) == ([SYSTEM, ASK, GOOD], [])
+    assert to_pair({"question": "Other", **whole}).unread == ["instruction"]
     found = to_pair({"prompt": [SYSTEM], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]})
     assert (found.messages, found.prompt_messages) == ([SYSTEM, ASK, GOOD], 2)
     # Nothing but the last message may differ.
@@ -105,6 +110,11 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
             {"query": "Q", "chosen": "good", "rejected": "bad"},
             "the row has no prompt, and chosen and rejected do not begin",
         ),
+        (
+            {"prompt": "", "chosen": "good", "rejected": "bad"},
+            "the row has no prompt, and chosen and rejected do not begin",
+        ),
+        ({"prompt": "", "chosen": [GOOD], "rejected": [BAD]}, "the row has answers and no prompt"),
         (
             {"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "R"}, BAD]},
             "chosen goes on with a user message where",
@@ -246,6 +256,8 @@ def test_the_label_is_about_the_last_answer() -> None:
         ({"messages": [ASK, GOOD], "label": 3}, "label is '3', and a label is true (desirable) or false (undesirable)"),
         ({"messages": [ASK], "label": True}, "the conversation has no assistant turn that the label could be about"),
         ({"completion": "good", "label": True}, "the row has an answer and no prompt"),
+        ({"prompt": "", "completion": "good", "label": True}, "the row has an answer and no prompt"),
+        ({"messages": [GOOD], "label": True}, "the conversation begins with the answer, without a prompt"),
         ({"prompt": [ASK], "label": True}, "the row has a label and no answer"),
         ({"prompt": [ASK], "completion": 3, "label": True}, "completion is a number, and an answer is text, a message or a list"),
         ({"prompt": "Q", "response": "one", "completion": "two", "label": True}, "the row has an answer in completion and in response, and its label is about one"),

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
-from unsloth_ddp.data.sources.formats import Example, alpaca_turns, messages_or_text, to_example
+from unsloth_ddp.data.sources.formats import LABELS, Example, alpaca_turns, messages_or_text, to_example
 from unsloth_ddp.data.sources.messages import read_sharegpt_turn
 from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
@@ -40,8 +40,7 @@ ACCEPTED = (
     "chosen and rejected, with prompt, messages, conversations or instruction beside them, or as whole conversations"
 )
 
-# Columns of the label, its values, and names of the labelled answer.
-LABELS = ("label", "kto_tag")
+# Values of the label, and names of the labelled answer.
 DESIRABLE = {"true": True, "1": True, "1.0": True, "desirable": True,
              "false": False, "0": False, "0.0": False, "undesirable": False}  # fmt: skip
 LABELLED = ("completion", "output", "response")
@@ -155,6 +154,8 @@ def _last_answer(turns: list[Any]) -> dict[str, Any]:
         raise UserError(
             "the conversation has no assistant turn that the label could be about; add one or remove the row."
         )
+    if not answers[-1]:
+        raise UserError("the conversation begins with the answer, without a prompt; add one or remove the row.")
     return {"prompt": turns[: answers[-1]], "completion": turns[answers[-1] :]}
 
 
@@ -201,7 +202,7 @@ def _prompt(row: dict[str, Any]) -> tuple[str, Any]:
             return name, _turns(as_list(row[name], name))
     if "instruction" in row:
         return "instruction", alpaca_turns({**row, "output": ""})[:-1]
-    if "prompt" not in row:
+    if is_empty(row.get("prompt")):
         return "", None
     prompt = messages_or_text(row["prompt"], "prompt")
     return "prompt", _turns(_one_or_more(prompt)) if isinstance(prompt, list | dict) else as_text(prompt, "prompt")
@@ -230,9 +231,10 @@ def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
         return column, _texts(prompt, answers)
     whole = [_turns(_one_or_more(answer)) for answer in answers]
     common = _common_messages(whole)
-    # Some sets repeat the conversation in both answers; a text beside them repeats the question that they hold.
-    if common and (not isinstance(prompt, list) or common[:1] == prompt[:1]):
-        prompt, column = common, "" if isinstance(prompt, str) else column
+    # Some sets repeat the conversation in both answers; a text or a question beside them repeats what they hold.
+    said = isinstance(prompt, str) or column == "instruction"
+    if common and (said or not prompt or common[:1] == prompt[:1]):
+        prompt, column = common, "" if said else column
     elif isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     prompt = prompt or []
@@ -254,6 +256,8 @@ def _check_one_question(prompt: list[Any], answers: dict[str, list[Any]]) -> Non
     """Refuse answers to different prompts, and a prompt that is answered already."""
     if not all("assistant" in map(_role, turns) for turns in answers.values()):
         return  # refused where the row is read
+    if not prompt and all(_role(turns[0]) == "assistant" for turns in answers.values()):
+        raise UserError("the row has answers and no prompt; add a column prompt, or remove the row.")
     for name, turns in answers.items():
         begins = _role(turns[0])
         if begins == "assistant" and prompt and _role(prompt[-1]) == "assistant":

@@ -143,7 +143,7 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["https://example.com/a.png"]}, "https://example.com/a.png is an address, and training does not download images; download it and give its path."),
         ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg is an address"),
         ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address"),
-        ({**SHOWN, "images": [URI.partition(",")[2] + "A" * 300]}, "is no path; put data:image/png;base64, before base64."),
+        ({**SHOWN, "images": ["/9j/" + "A" * 300 + "/AA"]}, "the image /9j/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA... of 307 characters is no path; put data:image/png;base64, before base64."),
         ({"messages": [asking({"type": "image", "index": "0"}), ANSWER], "images": ["good.png"]}, "the index of an image part is '0'"),
         ({"messages": [asking({"type": "image", "image": "good.png", "weight": 0}), ANSWER]}, "a content part has weight 0 or false"),
         ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, or give a path."),

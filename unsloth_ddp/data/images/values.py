@@ -22,8 +22,8 @@ COLUMNS = ("images", "image")
 PART_TYPES = ("image", "image_url", "input_image")
 PART_KEYS = ("image", "image_url", "url", "path", "bytes", "base64", "data", "source")
 ADDRESS = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-# A name of more characters cannot be that of a file.
-LONGEST_NAME = 255
+# More characters cannot name a file.
+LONGEST_NAME, LONGEST_PATH = 255, 4095
 
 
 class JoinedText(str):
@@ -93,7 +93,8 @@ def image_value(value: Any) -> str:
         )
     if value[: len(DATA)].lower() == DATA:
         return _from_base64(value.partition(",")[2])
-    if len(value.rpartition("/")[2]) > LONGEST_NAME:
+    # A slash is a digit of base64 too.
+    if len(value) > LONGEST_PATH or max(map(len, value.split("/"))) > LONGEST_NAME:
         raise UserError(
             f"the image {value[:40]}... of {len(value):,} characters is no path; put {DATA}image/png;base64, before base64."
         )

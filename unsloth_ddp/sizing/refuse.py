@@ -130,7 +130,7 @@ def least_bytes(tensors: Sequence[StoredTensor], settings: Settings, runtime: Ru
     return int(gpu), int(host * runtime.ranks.local_world_size)
 
 
-def _each(settings: Settings, runtime: Runtime) -> float:
+def _each(settings: Settings, runtime: Runtime) -> int:
     """Return the bytes of a value of the loaded weights."""
     zero = runtime.sharding in ("zero2", "zero3")
     whole = settings.method == "full" and not zero

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -247,13 +248,14 @@ class OtherModel(Precomputed):
         named = {"model": str(of_reference.model), "revision": str(of_reference.model_revision)}
         # A folder is known by its files, wherever it lies.
         self.reference = runtime.broadcast_from_main(lambda: json.dumps(model_identity(of_reference) or named))
-        if checkpoint is not None and runtime.broadcast_from_main(lambda: self._changed_since(checkpoint)):
+        if checkpoint is not None and runtime.broadcast_from_main(
+            partial(self._are_of_another, checkpoint / FILE_NAME)
+        ):
             print("The values that the checkpoint keeps are of another reference model.", flush=True)
             checkpoint = None
         super().prepare(runner, runtime, data, checkpoint)
 
-    def _changed_since(self, checkpoint: Path) -> bool:
-        path = checkpoint / FILE_NAME
+    def _are_of_another(self, path: Path) -> bool:
         if not path.is_file():
             return True
         with safe_open(path, framework="numpy") as file:

@@ -378,9 +378,9 @@ class DDPTrainer(ResumableTrainer):
             self.step.exchange.broadcast()
         if self.runtime.sharding == "zero3" and self.step.checkpointing.recomputes_reentrantly:
             release_after_each_block(self.model_wrapped)
-        self.step.task.begin(
-            self._trained_runner(), self.runtime, self.data, self.resume_point.folder if self.resume_point else None
-        )
+        data = dataclasses.replace(self.data, plan=self.plan)
+        checkpoint = self.resume_point.folder if self.resume_point else None
+        self.step.task.begin(self._trained_runner(), self.runtime, data, checkpoint)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()

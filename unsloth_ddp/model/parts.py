@@ -61,17 +61,6 @@ def _towers_within(base: Any, decoder: Any) -> dict[str, Module]:
     return found
 
 
-def path_in_class(path: str, model: Any) -> str:
-    """Return the path of a module in this class, given its path in the text class of the same model.
-
-    Earlier versions of the kit trained the text decoder of some image-text models (Qwen3.5) in a class of its own, where it is
-    `model` and not, as here, `model.language_model`.
-    """
-    start = _path_of(base_model(model), text_decoder(model))
-    inner = path.removeprefix("model.")
-    return f"{start}.{inner}" if inner != path and start and not path.startswith(f"{start}.") else path
-
-
 def _path_of(base: Any, wanted: Any) -> str:
     return next(path for path, module in base.named_modules() if module is wanted)
 

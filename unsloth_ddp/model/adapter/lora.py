@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.experts import full_shape, names_in_layers, stacked_experts
 from unsloth_ddp.model.modules import base_model
-from unsloth_ddp.model.parts import adaptable_layers, is_linear, parts_beside_text, path_in_class
+from unsloth_ddp.model.parts import adaptable_layers, is_linear, parts_beside_text
 from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError
 
@@ -26,11 +26,8 @@ ROUTER = "gate"
 ALL_LINEAR = "all-linear"
 
 
-def lora_config(settings: Settings, model: torch.nn.Module, also: Sequence[str] = ()) -> Any:
+def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
     """Return PEFT's LoraConfig for this model.
-
-    Args:
-        also: see target_modules.
 
     Raises:
         UserError: see target_modules and target_parameters.
@@ -41,7 +38,7 @@ def lora_config(settings: Settings, model: torch.nn.Module, also: Sequence[str] 
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=target_modules(settings, model, also),
+        target_modules=target_modules(settings, model),
         target_parameters=target_parameters(settings, model) or None,
         modules_to_save=settings.lora_modules_to_save or None,
         use_rslora=settings.use_rslora,
@@ -49,23 +46,19 @@ def lora_config(settings: Settings, model: torch.nn.Module, also: Sequence[str] 
     )
 
 
-def target_modules(settings: Settings, model: torch.nn.Module, also: Sequence[str] = ()) -> list[str]:
+def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
     """Return the modules to adapt, as PEFT and Unsloth take them: leaf names where these match nothing else, else paths.
-
-    Args:
-        also: paths of further modules; those that the model lacks do not matter.
 
     Raises:
         UserError: there is no module that all-linear could adapt.
     """
-    paths = dict(base_model(model).named_modules()).keys()
-    chosen = adapted_paths(settings, model) | (paths & {path_in_class(path, model) for path in also})
+    chosen = adapted_paths(settings, model)
     if not chosen and not target_parameters(settings, model):
         raise UserError(
             f"lora_target_modules {ALL_LINEAR}: {settings.model} has no linear layer in its text decoder; name the modules."
         )
     of_leaf: dict[str, set[str]] = {}
-    for path in paths:
+    for path, _ in base_model(model).named_modules():
         of_leaf.setdefault(path.rpartition(".")[2], set()).add(path)
     leaves = {path.rpartition(".")[2] for path in chosen}
     exact = {leaf for leaf in leaves if of_leaf[leaf] <= chosen}
@@ -95,9 +88,8 @@ def _paths_named(name: str, model: torch.nn.Module, layers: Mapping[str, Any]) -
         layers: that all-linear stands for, by their paths.
     """
     modules = dict(base_model(model).named_modules())
-    for exact in (name, path_in_class(name, model)):
-        if exact in modules:
-            return [exact]
+    if name in modules:
+        return [name]
     ending = [path for path in modules if path.endswith(f".{name}")]
     if "." in name:
         return ending

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.adapter.weights import PREFIX, A, B, changed_modules, load_weights, read_weights
+from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.model.files.find import model_folder, safetensors_files
 from unsloth_ddp.model.files.stored_weights import (
     copy_processor,
@@ -31,8 +31,11 @@ from unsloth_ddp.model.files.stored_weights import (
 from unsloth_ddp.model.files.whole_weights import ADAPTER, describe_without_weights
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.loading.load import safetensors_only, stop_at
+from unsloth_ddp.model.parts import is_linear
 from unsloth_ddp.utils.files.tensors import ModelFiles
 
+# PEFT's names of the two matrices: PREFIX, the path of the module, and A or B.
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 WEIGHT = ".weight"
 # bitsandbytes stores the constants of q_proj.weight as q_proj.weight.absmax and so on.
 PART = f"{WEIGHT}."
@@ -166,8 +169,12 @@ def _changes(
         shapes: of the stored weights.
         known: the model's name of each.
     """
-    weights = read_weights(adapter, model)
-    modules = changed_modules(adapter, model)
+    from peft import PeftConfig, load_peft_weights
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    weights, config = load_peft_weights(str(adapter), device="cpu"), PeftConfig.from_pretrained(str(adapter))
+    linear = (path for path, module in model.named_modules() if is_linear(module))
+    modules = [path for path in linear if check_target_module_exists(config, path)]
     if weights.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
         return None
     by_name: dict[str | None, list[str]] = {}
@@ -271,8 +278,6 @@ def load_adapted(settings: Settings, adapter: Path, dtype: torch.dtype = torch.b
     # Without a GPU, Transformers unpacks some weights by itself.
     _forget_packing(base)
     config: Any = PeftConfig.from_pretrained(str(adapter))
-    if config.target_modules and not config.target_parameters and not config.trainable_token_indices:
-        config.target_modules = changed_modules(adapter, base) or config.target_modules
     config.inference_mode = False
     adapted = get_peft_model(base, config)
     load_weights(adapted, adapter, str(settings.model))

@@ -66,11 +66,8 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         )
 
 
-def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> tuple[Any, Any]:
+def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     """Return the model, on this process's device and ready for a trainer, and its tokenizer.
-
-    Args:
-        also: paths of modules that get an adapter beside those that the settings name; those that the model lacks do not matter.
 
     Raises:
         UserError: the model cannot be found or loaded.
@@ -84,12 +81,12 @@ def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -
     if in_shards or (read_by_ranks and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
     if not in_shards:
-        return _load(settings, runtime, also)
+        return _load(settings, runtime)
     from unsloth_ddp.model.loading.sharded_load import shard_mesh
 
     # Creating the mesh is a collective, so it happens outside on_every_rank, where a rank may fail.
     mesh = shard_mesh(runtime)
-    return runtime.on_every_rank(lambda: _load(settings, runtime, also, mesh))
+    return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))
 
 
 def check_class(settings: Settings) -> None:
@@ -103,19 +100,18 @@ def check_class(settings: Settings) -> None:
     model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
 
 
-def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
+def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
     """Load model and tokenizer, without collectives.
 
     Args:
-        also: see load_model.
         mesh: over which the weights are sharded while loading; None loads the whole model.
     """
     try:
         with panics_raised():
             if runtime.backend == "unsloth":
-                model, tokenizer = _load_unsloth(settings, runtime, also)
+                model, tokenizer = _load_unsloth(settings, runtime)
             else:
-                model, tokenizer = _load_transformers(settings, runtime, also, mesh)
+                model, tokenizer = _load_transformers(settings, runtime, mesh)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
@@ -203,7 +199,7 @@ def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
     return DTYPES[runtime.precision]
 
 
-def _load_unsloth(settings: Settings, runtime: Runtime, also: Sequence[str]) -> tuple[Any, Any]:
+def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
     checkpointing = UNSLOTH_NAMES[loaded_with(runtime, settings)]
@@ -235,7 +231,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime, also: Sequence[str]) -> 
             r=settings.lora_r,
             lora_alpha=settings.lora_alpha,
             lora_dropout=settings.lora_dropout,
-            target_modules=target_modules(settings, model, also),
+            target_modules=target_modules(settings, model),
             # With None, Unsloth would choose experts of an MoE model itself.
             target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
             modules_to_save=settings.lora_modules_to_save or None,
@@ -260,9 +256,7 @@ def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
         )
 
 
-def _load_transformers(
-    settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None
-) -> tuple[Any, Any]:
+def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None) -> tuple[Any, Any]:
     import transformers
     from peft import get_peft_model, prepare_model_for_kbit_training
 
@@ -314,7 +308,7 @@ def _load_transformers(
         # ZeRO-3 gathers small weights into buffers of one dtype, so with it adapters keep the dtype of the base model
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
         with shards.copied_with_modules():
-            adapter = lora_config(settings, model, also)
+            adapter = lora_config(settings, model)
             model = get_peft_model(model, adapter, autocast_adapter_dtype=runtime.sharding != "zero3")
     if settings.fp8:
         use_fp8(model)

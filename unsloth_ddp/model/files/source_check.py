@@ -18,7 +18,7 @@ TRAINABLE = {"unsloth": ("bitsandbytes", "mxfp4", "fp8"), "transformers": ("bits
 
 
 def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
-    """Refuse an adapter as --model, and say how to continue from it.
+    """Refuse an adapter as --model, and say how to train on from it.
 
     Args:
         adapter: content of its adapter_config.json; None for a model that is not an adapter.
@@ -27,25 +27,10 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
         return
     base = str(adapter.get("base_model_name_or_path") or "").strip()
     named = f"the base model {base}" if base else "a base model that its adapter_config.json does not name"
-    model_option = f"--model {shlex.quote(base)}" if base else "that base as --model"
-    folder = Path(model).expanduser()
-    merged = folder / "merged"
-    checkpoints = sorted(folder.glob("checkpoint-*/manifest.json"), key=lambda path: path.stat().st_mtime)
-    if (merged / "config.json").is_file():
-        further = f"--model {shlex.quote(str(merged))} to train on from its merged model"
-    elif (folder / "manifest.json").is_file():
-        further = f"{model_option} --resume {shlex.quote(model)} to resume its run"
-    elif checkpoints and not (folder / "summary.json").exists():
-        further = f"{model_option} --resume {shlex.quote(str(checkpoints[-1].parent))} to resume its run"
-    elif (folder / "summary.json").exists():
-        further = (
-            f"merge it with `python -m unsloth_ddp.export {shlex.quote(model)} --to merged` and give "
-            f"--model {shlex.quote(str(merged))} to train on from it"
-        )
-    else:
-        further = "a model into which it was merged (PEFT's merge_and_unload) to train on from it"
+    option = f"--model {shlex.quote(base)}" if base else "that base as --model"
     raise UserError(
-        f"model {model} is an adapter for {named}; give {model_option} to train a new adapter, or {further}."
+        f"model {model} is an adapter for {named}; give {option} to train a new adapter, with --resume to go on with its run, or the "
+        "model into which `python -m unsloth_ddp.export RUN --to merged` merged it."
     )
 
 

@@ -26,8 +26,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
-from unsloth_ddp.model.files import same_files
-from unsloth_ddp.model.files.same_files import first_difference
+from unsloth_ddp.model.files.identity import describe_model, first_difference
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.supervised_head import fits_fused_head
 from unsloth_ddp.model.loading import load, sharded_load, whole_model
@@ -331,30 +330,11 @@ def test_the_first_file_that_differs_is_named() -> None:
     assert first_difference({"a": "1"}, {"a": "1", "c": "3"}) == "c"
 
 
-def test_little_of_large_files_is_read_for_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / f"model-{number}.safetensors" for number in range(20)]
-    for path in files:
-        path.write_bytes((8).to_bytes(8, "little") + b"{}      ")
-        os.truncate(path, 2**28)
-    (tmp_path / "config.json").write_text("{}")
-    # As on file systems whose blocks have a megabyte.
-    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=2**20: open(path, mode, buffering))  # noqa: SIM115
-    monkeypatch.setattr(same_files, "check_folder", lambda *_, **__: None)
-    before = bytes_read()
-    assert len(same_files.describe_model(settings_for(str(tmp_path)))) == 21
-    assert bytes_read() - before < 21 * 34 * 4096
-
-
-def bytes_read() -> int:
-    with open("/proc/self/io") as file:
-        return int(re.findall(r"rchar: (\d+)", file.read())[0])
-
-
 def test_a_weight_file_that_was_not_downloaded_is_compared_too(tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "m")
     pointer = tmp_path / "m" / "consolidated.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\n")
-    found = same_files.describe_model(settings_for(str(tmp_path / "m")))
+    found = describe_model(settings_for(str(tmp_path / "m")))
     assert found[pointer.name].startswith("43 bytes, ")
 
 

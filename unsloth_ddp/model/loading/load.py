@@ -27,7 +27,7 @@ from unsloth_ddp.model.adapter.lora import check_module_names, lora_config, targ
 from unsloth_ddp.model.files.check import check_complete, check_local_model
 from unsloth_ddp.model.files.download import download_model
 from unsloth_ddp.model.files.find import is_folder
-from unsloth_ddp.model.files.same_files import check_same_files
+from unsloth_ddp.model.files.identity import check_same_files
 from unsloth_ddp.model.files.source_check import check_source
 from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, loaded_with

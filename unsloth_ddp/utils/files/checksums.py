@@ -20,11 +20,11 @@ def checksum(path: Path) -> str:
     return str(digest.hexdigest())
 
 
-def sampled_checksum(path: Path) -> str:
+def sampled_checksum(path: Path, sample: int = SAMPLE) -> str:
     """Return the xxh3_128 of samples of a file: its begin, where safetensors have their header, and every 10 MiB."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         for start in range(0, path.stat().st_size, STRIDE):
             file.seek(start)
-            digest.update(file.read(SAMPLE))
+            digest.update(file.read(sample))
     return str(digest.hexdigest())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,8 @@ from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.weights import load_weights
-from unsloth_ddp.model.files.find import model_folder, safetensors_files
-from unsloth_ddp.model.files.stored_weights import (
-    copy_processor,
-    empty_model,
-    keep_what_is_not_modelled,
-    names_in_model,
-    tell_kept,
-)
+from unsloth_ddp.model.files.find import StoredTensor, model_folder, safetensors_files, stored_tensors
+from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled, names_in_model
 from unsloth_ddp.model.files.whole_weights import ADAPTER, describe_without_weights
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.loading.load import safetensors_only, stop_at
@@ -62,13 +56,10 @@ def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Se
     merge = plan_merge(settings, adapter)
     if merge is None:
         model = _save_merged_by_peft(settings, adapter, target, stop_tokens)
-        keep_what_is_not_modelled(settings, model, target)
     else:
         model = merge.model
         _save_merged_by_weight(merge, target, stop_tokens)
-        if (base := model_folder(settings)) is not None:
-            copy_processor(base, target)
-        tell_kept(settings, model, merge.not_modelled)
+    keep_what_is_not_modelled(settings, model, target)
     transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
     del model, merge
     gc.collect()
@@ -82,12 +73,12 @@ class Merge:
     """A merge that can be done weight by weight.
 
     Args:
-        files: weight files of the base model, in order, each with the names of its weights.
+        files: weight files of the base model, in order, each with the names of the weights that the model's class has.
         constants: of each 4-bit weight, the names and files of its quantization constants.
         changes: of each weight that the adapter changes, the matrices A and B.
         scale: factor of B @ A.
         model: the base model on the meta device.
-        not_modelled: names of weights that its class does not have, which are copied too.
+        sixteen_bit: whether most of the stored weights are of 16 bits, or packed.
     """
 
     files: dict[Path, list[str]]
@@ -95,7 +86,7 @@ class Merge:
     changes: dict[str, tuple[torch.Tensor, torch.Tensor]]
     scale: float
     model: Any
-    not_modelled: list[str]
+    sixteen_bit: bool
 
 
 def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
@@ -111,20 +102,15 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
     model = _without_memory(base, settings) if (paths := safetensors_files(base)) else None
     if model is None:
         return None
-    shapes: dict[str, list[int]] = {}
-    stored: dict[str, Path] = {}
-    for path in paths:
-        with safe_open(path, "pt") as weights:
-            found = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        shapes |= found
-        stored |= dict.fromkeys(found, path)
+    stored = stored_tensors(paths)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     known = names_in_model(model, stored)
     constants: dict[str, dict[str, Path]] = {}
-    for name, path in stored.items():
+    for name, tensor in stored.items():
         weight = name.partition(PART)[0] + WEIGHT
         if PART in name and (packed := known.get(weight)) in own:
-            constants.setdefault(weight, {})[name] = path
+            constants.setdefault(weight, {})[name] = tensor.path
             # Its file holds packed bytes.
             shapes[weight] = own[str(packed)]
     changes = _changes(adapter, model, shapes, known)
@@ -134,9 +120,10 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
     if any(QUANTIZED in name for name in stored) and not {known[name] for name in stored.keys() - inside} <= own.keys():
         # Packed weights under other names than the model's, such as each expert of a stack.
         return None
-    files = {path: [name for name, at in stored.items() if at == path and name not in inside] for path in paths}
+    wanted = [name for name in stored if name not in inside and known[name] is not None]
+    files = {path: [name for name in wanted if stored[name].path == path] for path in paths}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    return Merge(files, constants, changes, scale, model, sorted(name for name in stored if known[name] is None))
+    return Merge(files, constants, changes, scale, model, _is_sixteen_bit(stored.values()))
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
@@ -195,7 +182,6 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
     stop_at(merge.model, stop_tokens)
     describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)
     out = ModelFiles(target, [name for names in merge.files.values() for name in names])
-    sixteen_bit = _is_sixteen_bit(merge.files)
     try:
         for path, names in merge.files.items():
             # Opened again for each file, so that the pages read for the last one are released.
@@ -208,21 +194,18 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
                         first, second = merge.changes[name]
                         weight = weight.float().add_(second.float() @ first.float(), alpha=merge.scale)
                     # A 16-bit model keeps a few weights in fp32 on purpose.
-                    kept = sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
+                    kept = merge.sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
                     out.add(name, weight if kept or not weight.is_floating_point() else weight.to(torch.bfloat16))
         out.close()
     finally:
         out.remove_unfinished()
 
 
-def _is_sixteen_bit(files: dict[Path, list[str]]) -> bool:
+def _is_sixteen_bit(stored: Iterable[StoredTensor]) -> bool:
     """Return whether most of the stored weights are of 16 bits, or packed."""
     count = {True: 0, False: 0}
-    for path, names in files.items():
-        with safe_open(path, "pt") as weights:
-            for name in names:
-                part = weights.get_slice(name)
-                count[part.get_dtype() not in ("F32", "F64")] += math.prod(part.get_shape())
+    for tensor in stored:
+        count[tensor.dtype not in ("F32", "F64")] += math.prod(tensor.shape)
     return count[True] > count[False]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
@@ -45,6 +47,26 @@ def safetensors_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     files = [folder / name for name in names]
     return files if all(path.is_file() for path in files) else []
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is stored, and what the header of that file says of it; `dtype` is safetensors' name, as BF16."""
+
+    path: Path
+    dtype: str
+    shape: list[int]
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors of safetensors files by their names, read from the headers."""
+    from huggingface_hub import parse_local_safetensors_file_metadata
+
+    return {
+        name: StoredTensor(path, str(tensor.dtype), list(tensor.shape))
+        for path in files
+        for name, tensor in parse_local_safetensors_file_metadata(path).tensors.items()
+    }
 
 
 def weight_files(folder: Path) -> list[Path]:

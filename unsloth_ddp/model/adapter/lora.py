@@ -169,36 +169,20 @@ def _is_head(name: str, model: torch.nn.Module) -> bool:
 
 def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
     given, stacked = settings.lora_target_parameters, names_in_layers(model)
-    if given == ["all-experts"]:
-        if not stacked:
-            raise UserError(
-                f"lora_target_parameters all-experts: {settings.model} has no experts in stacked tensors; leave it out."
-            )
+    if given == ["all-experts"] and stacked:
         return
-    known = {
-        f".{path}.{name}": module
+    known = [
+        f".{path}.{name}"
         for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
-    parameters = dict(model.named_parameters())
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(module, torch.nn.Linear) and len(full_shape(parameter)) in (2, 3)
+    ]
     for name in given:
-        matching = [path for path in known if path.endswith(f".{name}")]
-        if not matching:
+        if not any(path.endswith(f".{name}") for path in known):
             has = f"its experts are in {', '.join(stacked)}" if stacked else "it has no experts in stacked tensors"
             raise UserError(
-                f"lora_target_parameters {name[:100]} is not a parameter of {settings.model}; {has}, and all-experts is given alone."
-            )
-        path = matching[0]
-        if isinstance(known[path], torch.nn.Linear):
-            raise UserError(
-                f"lora_target_parameters {name[:100]} belongs to a linear layer of {settings.model}; name the layer in "
-                f"lora_target_modules ({path.split('.')[-2]})."
-            )
-        shape = full_shape(parameters[path[1:]])
-        if len(shape) not in (2, 3):
-            raise UserError(
-                f"lora_target_parameters {name[:100]} has {len(shape)} dimension(s) in {settings.model}, and an adapter "
-                "needs 2 or 3; leave it out."
+                f"lora_target_parameters {name[:100]} is not a parameter of {settings.model} of 2 or 3 dimensions outside linear layers; "
+                f"{has}, all-experts is given alone, and lora_target_modules names linear layers."
             )
 
 

@@ -33,32 +33,32 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
     """
     if not settings.fp8:
         return
-    if settings.method != "lora":
-        raise UserError(
-            f"fp8 needs frozen weights in 16 bit, which method {settings.method} does not have; use --method lora, or leave "
-            "--fp8 out."
-        )
-    if runtime.device_type != "cuda":
-        raise UserError("fp8 needs a GPU with FP8 support, and this run uses no GPU; leave --fp8 out.")
-    capability = torch.cuda.get_device_capability()
-    if capability < ADA:
-        raise UserError(
-            f"fp8 needs compute capability 8.9 or later, and {runtime.device_name} has {'.'.join(map(str, capability))}; "
-            "leave --fp8 out."
-        )
-    if runtime.precision != "bf16":
-        raise UserError(
-            f"fp8 needs precision bf16, and this run computes in {runtime.precision}; use --precision bf16."
-        )
-    if runtime.backend == "unsloth":
-        raise UserError(
-            "fp8 needs backend transformers, because Unsloth's LoRA kernels read the 16-bit weights; leave --backend out."
-        )
-    if runtime.sharding != "none":
-        raise UserError(
-            f"fp8 cannot be combined with sharding {runtime.sharding}, which splits and gathers 16-bit weights; use "
-            "accelerate_configs/ddp.yaml, or leave --fp8 out."
-        )
+    capable = runtime.device_type == "cuda" and torch.cuda.get_device_capability() >= ADA
+    needs = (
+        (
+            settings.method == "lora",
+            f"frozen weights in 16 bit, which method {settings.method} does not have; use --method lora",
+        ),
+        (
+            capable,
+            f"a GPU of compute capability {ADA[0]}.{ADA[1]} or later, which {runtime.device_name} is not; use such a GPU",
+        ),
+        (
+            runtime.precision == "bf16",
+            f"precision bf16, and this run computes in {runtime.precision}; use --precision bf16",
+        ),
+        (
+            runtime.backend != "unsloth",
+            "backend transformers, because Unsloth's kernels read 16-bit weights; leave --backend out",
+        ),
+        (
+            runtime.sharding == "none",
+            f"whole weights, which {runtime.sharding} splits; use accelerate_configs/ddp.yaml",
+        ),
+    )
+    for is_met, what in needs:
+        if not is_met:
+            raise UserError(f"fp8 needs {what}, or leave --fp8 out.")
 
 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,9 @@ def test_what_cannot_be_adapted_is_refused(given: dict[str, Any], sentence: str)
 
 def test_a_model_without_experts_is_named(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with pytest.raises(UserError, match=r"all-experts is not a parameter of m .*; it has no experts in stacked tensors"):
+    with pytest.raises(
+        UserError, match=r"all-experts is not a parameter of m .*; it has no experts in stacked tensors"
+    ):
         check_module_names(settings(lora_target_parameters=["all-experts"]), model)
 
 

@@ -30,7 +30,7 @@ from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.model.files.identity import check_same_files
 from unsloth_ddp.model.files.source_check import check_source
 from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
-from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
+from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, kinds_here
 from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config
 from unsloth_ddp.model.modules import DTYPES, name_present_layers
 from unsloth_ddp.model.parts import freeze_beside_text
@@ -115,9 +115,9 @@ def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) 
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
-        raise UserError(
-            f"model {settings.model} {_or_not_here(settings)}cannot be loaded: {describe_load_error(error)}"
-        ) from error
+        # A name may be a Hub id or a mistyped path, such as outputs/RUM.
+        here = "" if Path(str(settings.model)).exists() else "is not a folder here, and as a Hub id it "
+        raise UserError(f"model {settings.model} {here}cannot be loaded: {describe_load_error(error)}") from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     beside = trained_beside(model, settings.train_towers)
@@ -145,15 +145,6 @@ def load_tokenizer(settings: Settings) -> Any:
         raise UserError(f"model {settings.model}: no tokenizer can be loaded: {describe_load_error(error)}") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
-
-
-def _or_not_here(settings: Settings) -> str:
-    """Return a part of the error message for a name that may be a Hub id or a mistyped path, such as outputs/RUM."""
-    path = Path(str(settings.model))
-    if path.exists() or not path.parent.is_dir():
-        return ""
-    missing = "is not a folder here" if path.parent == Path() else f"is not in the folder {path.parent} here"
-    return f"{missing}, and as a Hub id it "
 
 
 def is_model_file_error(error: Exception) -> bool:
@@ -202,7 +193,7 @@ def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
 def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
-    checkpointing = UNSLOTH_NAMES[loaded_with(runtime, settings)]
+    checkpointing = UNSLOTH_NAMES[kinds_here(runtime, settings)[0]]
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=str(settings.model),
         revision=settings.model_revision,
@@ -260,7 +251,7 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
     import transformers
     from peft import get_peft_model, prepare_model_for_kbit_training
 
-    from unsloth_ddp.model.loading import packed_shards, sharded_load, shards
+    from unsloth_ddp.model.loading import sharded_load, shards
 
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
@@ -294,14 +285,15 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
         if mesh is None:
             check_attends_backwards(settings, model)
-    checkpointing = loaded_with(runtime, settings) != "none"
-    if quantization is not None:
-        prepare = prepare_model_for_kbit_training if mesh is None else packed_shards.prepare_for_adapters
-        model = prepare(
-            model,
-            use_gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-        )
+    checkpointing = kinds_here(runtime, settings)[0] != "none"
+    if quantization is not None and mesh is None:
+        model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
+    elif quantization is not None:
+        # PEFT's function would take packed shards for 16-bit weights, and convert embedding and output head to fp32, though
+        # FSDP2 gathers them in the precision of the run.
+        model.requires_grad_(False)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     if settings.method != "full":
         check_module_names(settings, model)
         torch.manual_seed(settings.seed)

@@ -43,7 +43,7 @@ class SplitPacked(ConversionOps):
         return {name: self._part(value, model, full_layer_name) for name, value in input_dict.items()}
 
     def _part(self, packed: Any, model: Any, path: str) -> Any:
-        if not is_four_bit(packed):
+        if type(packed).__name__ != "Params4bit":
             return packed
         module = model.get_submodule(path.rpartition(".")[0])
         module.quant_state, module.quant_storage = packed.quant_state, self.storage
@@ -51,11 +51,6 @@ class SplitPacked(ConversionOps):
         weight = as_shard(part_of(stored, self.mesh), stored, self.mesh)
         weight.__dict__.update({name: getattr(packed, name) for name in KEPT if hasattr(packed, name)})
         return weight
-
-
-def is_four_bit(weight: Any) -> bool:
-    """Return whether this is, or will be, a weight that bitsandbytes packs to 4 bits."""
-    return type(weight).__name__ == "Params4bit"
 
 
 def split_quantized(quantizer: Any, mapping: list[Any], mesh: DeviceMesh) -> bool:
@@ -77,19 +72,3 @@ def split_quantized(quantizer: Any, mapping: list[Any], mesh: DeviceMesh) -> boo
         packs = quantizer.get_quantize_ops
         quantizer.get_quantize_ops = lambda: SplitPacked(mesh, storage, packs())
     return True
-
-
-def prepare_for_adapters(
-    model: Any, *, use_gradient_checkpointing: bool, gradient_checkpointing_kwargs: dict[str, Any]
-) -> Any:
-    """Freeze all weights and switch gradient checkpointing on, as PEFT's prepare_model_for_kbit_training does.
-
-    PEFT's function would take packed shards for 16-bit weights, and convert weights that are not packed to fp32. FSDP2
-    gathers them in the precision of the run anyway, so they are not converted, which halves the memory of the embedding
-    and the output head.
-    """
-    for weight in model.parameters():
-        weight.requires_grad = False
-    if use_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
-    return model

@@ -16,7 +16,7 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.model.files.check import check_adapter_file, check_local_model
-from unsloth_ddp.model.loading.load import is_model_file_error, load_model, stop_at
+from unsloth_ddp.model.loading.load import is_model_file_error, load_model
 from unsloth_ddp.utils.errors import UserError, one_line
 
 
@@ -120,8 +120,3 @@ def stop_tokens(settings: Settings, tokenizer: Any) -> list[int]:
     chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
     encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all", chat_template=settings.chat_template)
     return encoder.encode(Example(chat)).stop_tokens or [tokenizer.eos_token_id]
-
-
-def set_stop_tokens(settings: Settings, model: Any, tokenizer: Any) -> None:
-    """Make generation stop where the answers of the run's rows end."""
-    stop_at(model, stop_tokens(settings, tokenizer))

@@ -58,18 +58,14 @@ def embedding_ids(model: torch.nn.Module) -> set[int]:
 
 def evaluation_mode(model: Any) -> AbstractContextManager[None]:
     """Turn dropout off inside the block, and restore the mode the model was in."""
-    return _mode(model, training=False)
-
-
-def training_mode(model: Any) -> AbstractContextManager[None]:
-    """Turn dropout on inside the block, and restore the mode the model was in."""
-    return _mode(model, training=True)
+    return training_mode(model, False)
 
 
 @contextmanager
-def _mode(model: Any, *, training: bool) -> Iterator[None]:
+def training_mode(model: Any, dropout: bool = True) -> Iterator[None]:
+    """Turn dropout on inside the block, or off, and restore the mode the model was in."""
     was_training = model.training
-    model.train(training)
+    model.train(dropout)
     try:
         yield
     finally:

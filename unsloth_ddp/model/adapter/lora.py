@@ -145,7 +145,8 @@ def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
 
 def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None:
     """Refuse the output head, and a leaf name that stands for no layer which rows of text train."""
-    if _is_head(name, model):
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules()):
         raise UserError(
             f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss multiplies "
             f"directly, so an adapter on it would not be trained; leave it out, or give --lora_modules_to_save {name[:100]}."
@@ -159,12 +160,6 @@ def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None
         f"lora_target_modules {name[:100]} is a tower, a router or another module of {settings.model} that rows of text do not train "
         f"or should not; leave it out, or give its path to adapt it all the same ({path})."
     )
-
-
-def _is_head(name: str, model: torch.nn.Module) -> bool:
-    """Return whether a name matches the path of the output head."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules())
 
 
 def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:

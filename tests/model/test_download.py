@@ -17,7 +17,7 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.download import download_model
+from unsloth_ddp.model.files.find import download_model
 
 CPU = cpu_runtime()
 FILES = {

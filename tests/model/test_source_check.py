@@ -12,8 +12,7 @@ import pytest
 from tests.conftest import DEMO_MODEL
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files.check import check_local_model
-from unsloth_ddp.model.files.source_check import check_no_adapter, check_quantization, check_source
+from unsloth_ddp.model.files.check import check_local_model, check_no_adapter, check_quantization, check_source
 from unsloth_ddp.model.loading.load import check_model
 from unsloth_ddp.utils.errors import UserError
 

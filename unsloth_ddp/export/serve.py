@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.export.folder import whole_or_absent
-from unsloth_ddp.model.files.source_check import ADAPTER_FILE, read_model_file
+from unsloth_ddp.model.files.check import ADAPTER_FILE, read_model_file
 from unsloth_ddp.model.loading.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError

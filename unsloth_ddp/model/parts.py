@@ -94,7 +94,7 @@ def adaptable_layers(model: Any, beside: Callable[[str], bool] | None = None) ->
         and module is not head
         and is_taken(path)
         and not _chooses(path, modules, experts)
-        and path.rpartition(".")[2] not in _weights_read(type(modules[path.rpartition(".")[0]]))
+        and path.rpartition(".")[2] not in _weights_read(modules[path.rpartition(".")[0]].__class__)
         and _is_plain(module)
     }
 

@@ -24,11 +24,9 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.adapter.experts import full_shape, stacked_experts
 from unsloth_ddp.model.adapter.lora import check_module_names, lora_config, target_modules, target_parameters
-from unsloth_ddp.model.files.check import check_complete, check_local_model
-from unsloth_ddp.model.files.download import download_model
-from unsloth_ddp.model.files.find import is_folder
+from unsloth_ddp.model.files.check import check_complete, check_local_model, check_source
+from unsloth_ddp.model.files.find import download_model, is_folder
 from unsloth_ddp.model.files.identity import check_same_files
-from unsloth_ddp.model.files.source_check import check_source
 from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, kinds_here
 from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config

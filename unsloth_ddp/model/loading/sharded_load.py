@@ -27,8 +27,7 @@ from torch.nn import Module, Parameter
 from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import check_complete
-from unsloth_ddp.model.loading.packed_shards import SplitPacked, split_quantized
-from unsloth_ddp.model.loading.shards import as_shard, part_of, part_shape, places
+from unsloth_ddp.model.loading.shards import SplitPacked, as_shard, part_of, part_shape, places, split_quantized
 from unsloth_ddp.model.modules import DTYPES, base_model, environment_variable, replaced
 from unsloth_ddp.utils.errors import UserError, one_line
 

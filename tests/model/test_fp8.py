@@ -113,7 +113,7 @@ def where(**facts: Any) -> Any:
         ("--method qlora", {}, (9, 0), "fp8 needs frozen weights in 16 bit, which method qlora"),
         ("--method full", {}, (9, 0), "fp8 needs frozen weights in 16 bit, which method full"),
         ("", {"device_type": "cpu"}, (9, 0), "fp8 needs a GPU of compute capability 8.9 or later"),
-        ("", {}, (8, 6), "fp8 needs a GPU of compute capability 8.9 or later, which GPU is not"),
+        ("", {}, (8, 6), "fp8 needs a GPU of compute capability 8.9 or later"),
         ("", {"precision": "fp16"}, (9, 0), "fp8 needs precision bf16, and this run computes in fp16"),
         ("", {"backend": "unsloth"}, (9, 0), "fp8 needs backend transformers"),
         ("", {"sharding": "fsdp2"}, (9, 0), "fp8 needs whole weights, which fsdp2 splits"),

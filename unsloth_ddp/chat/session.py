@@ -150,9 +150,6 @@ def load_speakers(
 ) -> list[Speaker]:
     """Return the trained model, and before it the base model if `compare` is set; both read the run's chat template.
 
-    Args:
-        images: paths of images to ask about.
-
     With an adapter, one model is both: the base model answers with the adapter switched off.
 
     Raises:

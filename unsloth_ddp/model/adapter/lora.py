@@ -82,11 +82,7 @@ def adapted_paths(settings: Settings, model: torch.nn.Module) -> set[str]:
 
 
 def _paths_named(name: str, model: torch.nn.Module, layers: Mapping[str, Any]) -> list[str]:
-    """Return the paths that a name in lora_target_modules stands for.
-
-    Args:
-        layers: that all-linear stands for, by their paths.
-    """
+    """Return the paths that a name in lora_target_modules stands for; `layers` are those of all-linear."""
     modules = dict(base_model(model).named_modules())
     if name in modules:
         return [name]

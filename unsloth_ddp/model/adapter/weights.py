@@ -14,9 +14,6 @@ from unsloth_ddp.utils.errors import UserError, one_line
 def load_weights(model: Any, folder: Path, base: str) -> None:
     """Read an adapter into a model with an adapter of the same form.
 
-    Args:
-        base: name of the base model, for messages.
-
     Raises:
         UserError: naming a weight that the adapter lacks, or that the model does not have.
     """

@@ -99,14 +99,7 @@ def write_model(
 def write_adapter(
     names: Mapping[str, str], fetch: Callable[[str], Tensor], folder: Path | None, attempt: Attempt
 ) -> None:
-    """Write an adapter as PEFT does, to one file.
-
-    Args:
-        names: the model's name of each weight, and PEFT's.
-        fetch: returns a whole tensor by the model's name; called on every rank, in the same order.
-        folder: where this rank writes; None if another one does.
-        attempt: runs a write, and records its failure while the ranks continue.
-    """
+    """Write an adapter as PEFT does, to one file; `names` are the model's name of each weight, and PEFT's (see write_model)."""
     files = ModelFiles(folder, list(names.values()), stem=ADAPTER, file_bytes=None) if folder else None
     _write(
         files,

@@ -41,7 +41,7 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
         ),
         (
             capable,
-            f"a GPU of compute capability {ADA[0]}.{ADA[1]} or later, which {runtime.device_name} is not; use such a GPU",
+            f"a GPU of compute capability {ADA[0]}.{ADA[1]} or later; use such a GPU",
         ),
         (
             runtime.precision == "bf16",

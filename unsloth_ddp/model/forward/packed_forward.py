@@ -81,11 +81,7 @@ class PackedForward:
         self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest)
 
     def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
-        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`.
-
-        Args:
-            dtype: of the head's matrix products.
-        """
+        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`."""
         hidden = self._hidden(step)
         selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, step.head_positions)
         return head_loss(selected, self.head.weight, step.head_labels, dtype, self.logits)

@@ -33,11 +33,7 @@ ROWS, SEARCHED = 4, 256
 
 
 class SupervisedHead:
-    """Pass only the hidden states at given positions to a model's head, inside the block of `at`.
-
-    Args:
-        model: a causal language model of Transformers, in PEFT's wrapper or not.
-    """
+    """Pass only the hidden states at given positions to a model's head, inside the block of `at`."""
 
     def __init__(self, model: Any) -> None:
         self.positions: Tensor | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Classes that are trained: auto class of Transformers -> its table of class names.
@@ -128,10 +129,8 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
     ids = ids % model.get_input_embeddings().num_embeddings
     other = ids.clone()
     other[0, -1] = 0
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             calls = (
                 {"input_ids": one, "attention_mask": torch.ones_like(one), "use_cache": False} for one in (ids, other)
             )
@@ -141,8 +140,6 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
             f"model {settings.model} ({type(model).__name__}) cannot be called with text alone: {one_line(error)}; give a causal "
             "language model."
         ) from error
-    finally:
-        model.train(training)
     change = (first - second).float().abs()[0].amax(dim=-1)
     if bool(change[:-1].max() > ROUNDING.get(first.dtype, 1e-3) * change[-1]):
         raise UserError(

@@ -65,14 +65,14 @@ def whole_bytes(tensors: Iterable[tuple[str, str, list[int]]], each: float, *, p
         each: bytes per value after loading.
         packs: whether the weight matrices of layers are quantized to 4 bits.
     """
-    return sum(math.prod(shape) * _bytes_of(name, dtype, shape, each, packs=packs) for name, dtype, shape in tensors)
 
+    def bytes_of(name: str, dtype: str, shape: list[int]) -> float:
+        if dtype in ("U8", "I8"):
+            return 1.0  # packed already
+        embeds = "embed" in name or "lm_head" in name
+        return BYTES_PACKED if packs and len(shape) > 1 and not embeds else each
 
-def _bytes_of(name: str, dtype: str, shape: list[int], each: float, *, packs: bool) -> float:
-    if dtype in ("U8", "I8"):
-        return 1.0  # packed already
-    embeds = "embed" in name or "lm_head" in name
-    return BYTES_PACKED if packs and len(shape) > 1 and not embeds else each
+    return sum(math.prod(shape) * bytes_of(name, dtype, shape) for name, dtype, shape in tensors)
 
 
 def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:

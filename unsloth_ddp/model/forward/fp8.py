@@ -34,31 +34,19 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
     if not settings.fp8:
         return
     capable = runtime.device_type == "cuda" and torch.cuda.get_device_capability() >= ADA
-    needs = (
-        (
-            settings.method == "lora",
-            f"frozen weights in 16 bit, which method {settings.method} does not have; use --method lora",
-        ),
-        (
-            capable,
-            f"a GPU of compute capability {ADA[0]}.{ADA[1]} or later; use such a GPU",
-        ),
-        (
-            runtime.precision == "bf16",
-            f"precision bf16, and this run computes in {runtime.precision}; use --precision bf16",
-        ),
-        (
-            runtime.backend != "unsloth",
-            "backend transformers, because Unsloth's kernels read 16-bit weights; leave --backend out",
-        ),
-        (
-            runtime.sharding == "none",
-            f"whole weights, which {runtime.sharding} splits; use accelerate_configs/ddp.yaml",
-        ),
-    )
-    for is_met, what in needs:
+    needs = {
+        "method lora, whose base weights are frozen and in 16 bit": settings.method == "lora",
+        "a GPU of compute capability 8.9 or later": capable,
+        "precision bf16": runtime.precision == "bf16",
+        "backend transformers, because Unsloth's kernels read 16-bit weights": runtime.backend == "transformers",
+        "whole weights (accelerate_configs/ddp.yaml)": runtime.sharding == "none",
+    }
+    for need, is_met in needs.items():
         if not is_met:
-            raise UserError(f"fp8 needs {what}, or leave --fp8 out.")
+            raise UserError(
+                f"fp8 needs {need}, and this run has method {settings.method}, precision {runtime.precision}, backend "
+                f"{runtime.backend} and sharding {runtime.sharding} on {runtime.device_type}; change that, or leave --fp8 out."
+            )
 
 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,10 +123,6 @@ class FrozenFP8Linear(nn.Module):
             product = product + self.bias.to(dtype)
         return product.view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        """Return the sizes, as nn.Linear shows them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 def use_fp8(model: Any) -> int:
     """Replace every frozen linear layer except the output head; return the number of replaced layers.

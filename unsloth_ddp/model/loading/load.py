@@ -181,13 +181,6 @@ def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
-    """Return the dtype of the base weights: --full_weights with method full, else the compute precision."""
-    if settings.method == "full":
-        return DTYPES[settings.full_weights]
-    return DTYPES[runtime.precision]
-
-
 def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
@@ -268,7 +261,7 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
     with contextlib.nullcontext() if mesh is None else sharded_load.reading_shards(mesh, str(settings.model)):
         loaded: Any = auto.from_pretrained(
             str(settings.model),
-            dtype=weights_dtype(settings, runtime),
+            dtype=DTYPES[settings.full_weights if settings.method == "full" else runtime.precision],
             device_map=runtime.device_map,
             quantization_config=quantization,
             attn_implementation=settings.attn_implementation,
@@ -345,9 +338,5 @@ def check_positions(settings: Settings, model: Any, longest: int) -> None:
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """Return (all, trainable) parameters; a packed 4-bit weight counts as its original number of values."""
-    total = trainable = 0
-    for parameter in model.parameters():
-        count = math.prod(full_shape(parameter))
-        total += count
-        trainable += count if parameter.requires_grad else 0
-    return total, trainable
+    counts = [(math.prod(full_shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)

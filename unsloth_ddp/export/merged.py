@@ -14,7 +14,8 @@ from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.export.folder import whole_or_absent
 from unsloth_ddp.model.adapter.merge import save_merged
 from unsloth_ddp.model.adapter.merge_check import check_merged
-from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled, whole_model
+from unsloth_ddp.model.files.find import in_folder
+from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled, load_on_cpu
 from unsloth_ddp.model.files.whole_weights import saved_tensors, write_model
 from unsloth_ddp.model.loading.load import describe_load_error, is_model_file_error
 from unsloth_ddp.model.loading.trained import load_trained_tokenizer, stop_tokens
@@ -62,7 +63,7 @@ def ask_whole_model(result: RunResult, folder: Path, question: str, *, plain: bo
     tokenizer = load_trained_tokenizer(result.settings, folder)
     options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain)
     asked: list[Message] = [{"role": "user", "content": question}]
-    return generate(whole_model(folder, result.settings), tokenizer, asked, options, lambda piece: None)
+    return generate(load_on_cpu(in_folder(result.settings, folder)), tokenizer, asked, options, lambda piece: None)
 
 
 def export_merged(result: RunResult, target: Path, question: str, *, plain: bool) -> str:

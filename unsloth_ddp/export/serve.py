@@ -10,6 +10,7 @@ from typing import Any
 
 from unsloth_ddp.export.folder import whole_or_absent
 from unsloth_ddp.model.files.check import ADAPTER_FILE, read_model_file
+from unsloth_ddp.model.loading.load import eos_tokens
 from unsloth_ddp.model.loading.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError
@@ -86,8 +87,7 @@ def _generation_config(result: RunResult) -> dict[str, Any] | None:
             transformers.AutoConfig.from_pretrained(str(settings.model), **source)
         )
     tokenizer = load_trained_tokenizer(settings, result.folder)
-    known = config.eos_token_id
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    known = eos_tokens(config)
     # vLLM stops at the tokenizer's EOS by itself.
     added = [token for token in stop_tokens(settings, tokenizer) if token not in (*known, tokenizer.eos_token_id)]
     if not added:

@@ -21,10 +21,9 @@ from safetensors import safe_open
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.model.files.find import StoredTensor, model_folder, safetensors_files, stored_tensors
-from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled, names_in_model
+from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled, load_on_cpu, names_in_model
 from unsloth_ddp.model.files.whole_weights import ADAPTER, describe_without_weights
-from unsloth_ddp.model.loading.classes import model_class, read_config
-from unsloth_ddp.model.loading.load import safetensors_only, stop_at
+from unsloth_ddp.model.loading.load import stop_at
 from unsloth_ddp.model.parts import is_linear
 from unsloth_ddp.utils.files.tensors import ModelFiles
 
@@ -247,15 +246,7 @@ def load_adapted(settings: Settings, adapter: Path, dtype: torch.dtype = torch.b
     """
     from peft import PeftConfig, get_peft_model
 
-    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
-    base: Any = auto.from_pretrained(
-        str(settings.model),
-        revision=settings.model_revision,
-        trust_remote_code=settings.trust_remote_code,
-        use_safetensors=safetensors_only(settings),
-        dtype=dtype,
-        device_map={"": "cpu"},
-    )
+    base = load_on_cpu(settings, dtype)
     if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
         base = base.dequantize()
     # Without a GPU, Transformers unpacks some weights by itself.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 def is_folder(settings: Settings) -> bool:
     """Return whether the model is a folder of this machine, and not a Hub id."""
     return Path(str(settings.model)).expanduser().is_dir()
+
+
+def in_folder(settings: Settings, folder: Path) -> Settings:
+    """Return the settings with the model of a folder in place of theirs."""
+    return dataclasses.replace(settings, model=str(folder), model_revision=None)
 
 
 def model_folder(settings: Settings) -> Path | None:

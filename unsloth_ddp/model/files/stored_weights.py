@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files.find import SAFETENSORS, model_folder, safetensors_files, stored_tensors
-from unsloth_ddp.model.loading.classes import model_class
+from unsloth_ddp.model.files.find import SAFETENSORS, in_folder, model_folder, safetensors_files, stored_tensors
+from unsloth_ddp.model.loading.classes import model_class, read_config
+from unsloth_ddp.model.loading.load import safetensors_only
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.utils.files.tensors import ModelFiles
 from unsloth_ddp.utils.units import counted
@@ -33,10 +34,8 @@ PLAIN = ("BF16", "F16", "F32")
 
 def empty_model(folder: Path, settings: Settings) -> Any:
     """Return the model of a folder on the meta device, in the class that its config.json names, without quantization."""
-    import transformers
-
     trust = settings.trust_remote_code
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    config = read_config(in_folder(settings, folder))
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"):
@@ -45,14 +44,17 @@ def empty_model(folder: Path, settings: Settings) -> Any:
         )
 
 
-def whole_model(folder: Path, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return the model of a folder, which holds all of its weights in 16 bits, on the CPU and ready to evaluate."""
-    import transformers
-
-    trust = settings.trust_remote_code
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    auto = model_class(config, str(folder), trust_remote_code=trust)
-    model: Any = auto.from_pretrained(folder, dtype=dtype, device_map={"": "cpu"}, trust_remote_code=trust)
+def load_on_cpu(settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the model of the settings on the CPU, without an adapter and ready to evaluate."""
+    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    model: Any = auto.from_pretrained(
+        str(settings.model),
+        revision=settings.model_revision,
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=safetensors_only(settings),
+        dtype=dtype,
+        device_map={"": "cpu"},
+    )
     return model.eval()
 
 

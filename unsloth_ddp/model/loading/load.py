@@ -305,10 +305,15 @@ def safetensors_only(settings: Settings) -> bool | None:
     return True if settings.use_safetensors else None
 
 
+def eos_tokens(config: Any) -> list[int]:
+    """Return the tokens at which a generation config stops."""
+    known = config.eos_token_id
+    return known if isinstance(known, list) else [] if known is None else [known]
+
+
 def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
     """Make generation stop at `stop_tokens` too, which end the supervised answers; return the newly added tokens."""
-    known = model.generation_config.eos_token_id
-    stops = known if isinstance(known, list) else [] if known is None else [known]
+    stops = eos_tokens(model.generation_config)
     if added := [token for token in stop_tokens if token not in stops]:
         model.generation_config.eos_token_id = [*stops, *added]
     return added

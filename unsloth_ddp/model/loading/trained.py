@@ -16,8 +16,9 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.model.files.check import check_adapter_file, check_local_model
-from unsloth_ddp.model.loading.load import is_model_file_error, load_model
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.model.files.find import in_folder
+from unsloth_ddp.model.loading.load import load_model, load_tokenizer
+from unsloth_ddp.utils.errors import UserError
 
 
 def check_trust(settings: Settings, *, trusted: bool) -> None:
@@ -54,7 +55,7 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
     """
     check_trained(settings, trained)
     if settings.method == "full":
-        return load_base(dataclasses.replace(settings, model=str(trained), model_revision=None), runtime)
+        return load_base(in_folder(settings, trained), runtime)
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError(
             "method qlora needs a GPU for its 4-bit kernels, and none is used here; use a machine with a GPU, or export "
@@ -100,17 +101,7 @@ def load_trained_tokenizer(settings: Settings, trained: Path) -> Any:
     Raises:
         UserError: it cannot be loaded.
     """
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(trained, trust_remote_code=settings.trust_remote_code)
-    except Exception as error:
-        if not is_model_file_error(error):
-            raise
-        raise UserError(f"{trained}: no tokenizer can be loaded: {one_line(error)}.") from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return load_tokenizer(dataclasses.replace(in_folder(settings, trained), chat_template=None))
 
 
 def stop_tokens(settings: Settings, tokenizer: Any) -> list[int]:

@@ -53,8 +53,7 @@ def run_on_terminal(command: list[str]) -> pyte.Screen:
         while data := os.read(master, 65536):
             stream.feed(data)
             found = STEP.search("\n".join(screen.display))
-            whole = any(line.startswith("╰") for line in screen.display)
-            if taken is None and whole and found and _number(found[1]) >= SHARE * _number(found[2]):
+            if taken is None and found and _number(found[1]) >= SHARE * _number(found[2]):
                 taken, screen = screen, pyte.Screen(COLUMNS, LINES)
                 stream.attach(screen)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

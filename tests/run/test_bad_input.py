@@ -66,7 +66,7 @@ MISTAKES = {
     # What only the libraries know is tried before the model is loaded and rows are tokenized.
     "arguments of the optimizer": (
         f'--model {DEMO_MODEL} --dataset late.jsonl --max_length 64 --optim sgd --trainer_args {{"adam_beta1":0.5}}',
-        "adam_beta1 has no effect on optim sgd; remove it",
+        "has no effect on optim sgd; remove it",
     ),
     "unknown compiler": (
         f'--model {DEMO_MODEL} --dataset late.jsonl --max_length 64 --trainer_args {{"torch_compile_backend":"inducter"}}',

@@ -20,11 +20,7 @@ from unsloth_ddp.training.shown.live_display import LiveDisplay, can_draw, descr
 from unsloth_ddp.training.shown.status import Status
 from unsloth_ddp.utils.streams import LOGGER, ProtectedStream, print_to_stderr
 
-RUNNING = Status(
-    "a run", 144, 3.0, step=50, epoch=1.04, losses=[9.5, 4.0, 2.0, 1.25], grad_norm=1.5, learning_rate=1e-3,
-    tokens_per_second=15_904.0, mfu=0.461, memory_bytes=3 * 2**30, capacity_bytes=80 * 2**30,
-    evaluation=(48, 0.5517, 2.0), checkpoint=("checkpoint-40", 0.0),
-)  # fmt: skip
+RUNNING = Status(144, step=50, epoch=1.04)
 
 
 class OnTerminal:
@@ -64,8 +60,8 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], OnTerminal]]:
 
 
 def frames(rows: list[str]) -> list[int]:
-    """The rows at which a display begins."""
-    return [number for number, row in enumerate(rows) if row.startswith("╭─ a run ")]
+    """The rows of the display."""
+    return [number for number, row in enumerate(rows) if row.startswith("step 50 of 144, epoch 1.04 ")]
 
 
 def test_what_is_printed_stands_above_one_display(show) -> None:
@@ -84,18 +80,8 @@ def test_what_is_printed_stands_above_one_display(show) -> None:
     said = seen.rows[:top]
     assert said[0] == "first line" and said[-2:] == ["a library warns", "two halves of a line"]
     assert " ".join(said[1:-2]) == warning and all(len(row) <= 100 for row in said)
-    assert seen.rows[-1] == "below" and seen.rows[-2].startswith("╰") and len(seen.rows) == top + 8
+    assert seen.rows[top].endswith("35%") and seen.rows[top + 1 :] == ["below"]
     assert not seen.cursor_hidden
-
-
-def test_it_shows_everything_that_is_known(show) -> None:
-    shown = show()
-    text = shown.end().text
-    for part in (
-        "step 50 of 144", "35%", "1.2500", "█▃▂▁", "1.04 of 3", "1.00e-03", "1.500", "15,904  (MFU 46.1%)",
-        "3.0 GiB of 80.0 GiB", "loss 0.5517 at step 48", "step 40, ",
-    ):  # fmt: skip
-        assert part in text, part
 
 
 def test_a_process_that_is_killed_leaves_the_terminal_in_order(show) -> None:
@@ -108,7 +94,7 @@ def test_a_process_that_is_killed_leaves_the_terminal_in_order(show) -> None:
         nonlocal raw
         raw = shown.terminal.output
         seen = Seen(raw)
-        return b"a line" in raw and (seen.column, seen.row) == (0, len(seen.rows)) and seen.rows[-1].startswith("╰")
+        return b"a line" in raw and (seen.column, seen.row) == (0, len(seen.rows)) and bool(frames(seen.rows[-1:]))
 
     wait_until(whole_frame, 60, "a frame with the cursor below it")
     # No mode of the terminal was changed.
@@ -125,7 +111,7 @@ def test_a_diagnosis_is_not_drawn_over(show, monkeypatch) -> None:
     shown.display._live.refresh()  # type: ignore[union-attr]
     print("printed later")
     seen = shown.end()
-    assert len(frames(seen.rows)) == 1 and seen.rows[-4].startswith("╰")
+    assert frames(seen.rows) == [len(seen.rows) - 4]
     assert seen.rows[-3:] == ["train_ddp.py: error: rank 1 died", "  rank 0: step 8", "printed later"]
 
 
@@ -171,12 +157,12 @@ def test_a_forked_process_writes_without_the_display(show) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "width"), [(Status("r", 10), 100), (RUNNING, 100), (Status("x" * 300, 10**7, step=10**6), 72)]
+    ("status", "width"), [(Status(10), 100), (RUNNING, 100), (Status(10**7, step=10**6, evaluated=(3, 10)), 72)]
 )
-def test_the_height_is_the_same_for_every_state(status: Status, width: int) -> None:
+def test_it_is_one_line_for_every_state(status: Status, width: int) -> None:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     lines = console.render_lines(describe(status, width), pad=False)
-    assert len(lines) == 7
+    assert len(lines) == 1
     assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
 
 
@@ -192,7 +178,7 @@ def test_only_a_terminal_that_can_be_drawn_on_is(monkeypatch: pytest.MonkeyPatch
         return found
 
     assert drawn()
-    assert not drawn(kind="dumb") and not drawn(columns=60) and not drawn(lines=10)
+    assert not drawn(kind="dumb") and not drawn(columns=60)
     assert not can_draw(ProtectedStream(io.StringIO(), "standard output"))
 
 
@@ -205,11 +191,11 @@ def test_a_run_on_a_terminal_shows_one_display_and_its_end(job, place) -> None:
         args=(str(kept),),
     )
     seen = Seen(kept.read_bytes())
-    tops = [number for number, row in enumerate(seen.rows) if row.startswith("╭─ terminal ")]
-    assert len(tops) == 1, seen.text
-    shown = "\n".join(seen.rows[tops[0] : tops[0] + 7])
-    assert "step 6 of 6" in shown and "at step 6" in shown and "step 6, 0:" in shown and "100%" in shown
-    assert " ".join(seen.rows[tops[0] + 7 :]).startswith("Done: 6 steps")
+    (row,) = [number for number, row in enumerate(seen.rows) if row.startswith("step 6 of 6, epoch ")]
+    assert "100%" in seen.rows[row] and seen.rows[row + 1].startswith("Done: 6 steps")
+    # The lines of the run are above, without the columns of the display.
+    assert re.findall(r"^ *(\d)/6 +\d", "\n".join(seen.rows[:row]), re.M) == list("123456")
+    assert seen.text.count("evaluation: loss") == 2 and "time left" not in seen.text
     assert "{'" not in seen.text and "it/s" not in seen.text and "[transformers]" not in seen.text
 
 
@@ -217,8 +203,7 @@ def test_an_error_stands_below_the_last_state(job, place) -> None:
     kept = place / "failed.bytes"
     job("--max_steps 6 --logging_steps 1", "failed", code=1, target=train_on_terminal, args=(str(kept), 4))
     seen = Seen(kept.read_bytes())
-    (top,) = [number for number, row in enumerate(seen.rows) if row.startswith("╭─ failed ")]
-    assert "step 3 of 6" in seen.rows[top + 1] and seen.rows[top + 6].startswith("╰")
-    below = "\n".join(seen.rows[top + 7 :])
+    (row,) = [number for number, row in enumerate(seen.rows) if row.startswith("step 3 of 6")]
+    below = "\n".join(seen.rows[row + 1 :])
     assert below.startswith("Traceback") and "RuntimeError: the test ends this run" in below
     assert not seen.cursor_hidden

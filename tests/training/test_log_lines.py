@@ -5,29 +5,39 @@ from __future__ import annotations
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.training.callbacks import log_interval
-from unsloth_ddp.training.shown.display import LINES_A_HEADER, LogLines
-from unsloth_ddp.training.shown.status import Status, TimeLeft, shown_clock, shown_number, sparkline
+from unsloth_ddp.training.shown.display import LINES_A_HEADER, ShowTraining, joined, training_cells
+from unsloth_ddp.training.shown.status import Status, TimeLeft, shown_clock, shown_number
 
 LOGS = {
     "loss": 1.5, "grad_norm": 0.25, "learning_rate": 1e-4, "tokens_per_second": 15904.2, "peak_memory_bytes": 2.0**31,
 }  # fmt: skip
 
 
-def printed(capsys: pytest.CaptureFixture[str], status: Status, lines: int, **logs: float) -> list[str]:
-    view = LogLines()
+def begun(steps: int, step: int = 0, epoch: float = 0.0) -> tuple[ShowTraining, SimpleNamespace]:
+    """What shows a run, and the run's state."""
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=steps, global_step=step, epoch=epoch)
+    shown = ShowTraining(None, Progress())
+    shown.on_train_begin(None, state, None)
+    return shown, state
+
+
+def printed(capsys: pytest.CaptureFixture[str], steps: int, lines: int, **logs: float) -> list[str]:
+    shown, state = begun(steps)
     for _ in range(lines):
-        status.step += 1
-        status.update({**LOGS, **logs})
-        view.logged(status)
+        state.global_step += 1
+        shown.on_step_end(None, state, None)
+        shown.on_log(None, state, None, {**LOGS, **logs})
     return capsys.readouterr().out.splitlines()
 
 
 def test_columns_stand_below_their_names_and_the_header_comes_again(capsys) -> None:
-    lines = printed(capsys, Status("r", 1000), 2 * LINES_A_HEADER + 1)
+    lines = printed(capsys, 1000, 2 * LINES_A_HEADER + 1)
     headers = [number for number, line in enumerate(lines) if "loss" in line]
     assert headers == [0, LINES_A_HEADER + 1, 2 * LINES_A_HEADER + 2] and len(lines) == 2 * LINES_A_HEADER + 4
     assert len({len(line) for line in lines}) == 1
@@ -39,28 +49,27 @@ def test_columns_stand_below_their_names_and_the_header_comes_again(capsys) -> N
 
 
 def test_a_line_without_margin_keeps_the_columns(capsys) -> None:
-    status, view = Status("r", 10), LogLines()
+    shown, state = begun(10)
     for margin in ({"rewards/margins": 0.5}, {}, {"rewards/margins": -0.25}):
-        status.step += 1
-        status.update({**LOGS, "rewards/accuracies": 0.75, **margin})
-        view.logged(status)
+        shown.on_log(None, state, None, {**LOGS, "rewards/accuracies": 0.75, **margin})
     header, *lines = capsys.readouterr().out.splitlines()
     assert "accuracy    margin" in header and len({len(line) for line in (header, *lines)}) == 1
     assert [line.split()[4] for line in lines] == ["0.500", "-", "-0.250"]
 
 
 def test_the_largest_numbers_fit_100_columns(capsys) -> None:
-    status = Status("r", 10**6, step=10**6 - 3, epoch=999.99)
+    status = Status(10**6, step=10**6 - 3, epoch=999.99)
     status.time_left = TimeLeft(iter([0.0, 30.0, 30.0]).__next__)
     status.time_left.step_done(1)
     status.time_left.step_done(2)
-    lines = printed(capsys, status, 1, loss=123456.789, grad_norm=1e9, mfu=0.461, tokens_per_second=1.2e6)
-    assert max(map(len, lines)) <= 100 and "46.1%" in lines[1] and "347d 5h" in lines[1] and "MFU" in lines[0]
+    large = {**LOGS, "loss": 123456.789, "grad_norm": 1e9, "mfu": 0.461, "tokens_per_second": 1.2e6}
+    line = joined(training_cells(status, large))
+    assert len(line) <= 100 and "46.1%" in line and "347d 5h" in line
 
 
 def test_an_evaluation_has_a_line(capsys) -> None:
-    status = Status("r", 1000, step=50, epoch=2.5, evaluation=(50, 0.5517, 3.25))
-    LogLines().evaluated(status)
+    shown, state = begun(1000, 50, 2.5)
+    shown.on_log(None, state, None, {"eval_loss": 0.5517, "eval_runtime": 3.25})
     assert capsys.readouterr().out == "  50/1000    2.50  evaluation: loss 0.5517, 3.2 s\n"
 
 
@@ -95,21 +104,6 @@ def test_time_left_leaves_the_first_step_out() -> None:
     assert left.seconds(10) == 13.0
     now[0] = 1000.0
     assert left.seconds(10) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("values", "curve"),
-    [
-        ([], ""),
-        ([2.0], "▁"),
-        ([5.0, 5.0, 5.0], "▁▁▁"),
-        ([0.0, 7.0, math.nan, 3.5], "▁█ ▅"),
-        ([0.0, 0.0, 7.0, 7.0, 3.0, 3.0, 0.0, 0.0], "▁█▄▁"),
-        ([math.inf, math.nan], ""),
-    ],
-)
-def test_a_curve_goes_from_its_lowest_to_its_highest_value(values: list[float], curve: str) -> None:
-    assert sparkline(values, 4) == curve
 
 
 def test_numbers_and_durations_keep_their_width() -> None:

@@ -50,19 +50,17 @@ def check_optimizer(settings: Settings) -> None:
             "the galore or apollo family."
         )
     optimizer = _built(settings, settings.trainer_args)
-    optim_args = settings.trainer_args.get("optim_args")
-    if optim_args and _state(optimizer) == _state(_built(settings, {**settings.trainer_args, "optim_args": None})):
-        raise UserError(
-            f"trainer_args: optim_args {str(optim_args)[:100]!r} has no effect on optim {settings.optim}; remove it, or give "
-            "names that this optimizer reads."
-        )
-    for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-        if settings.trainer_args.get(name) is None:
+    for name in ("optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"):
+        value = settings.trainer_args.get(name)
+        if value is None:
             continue
-        # Compare with a changed value, because the given one may be the default.
-        other = {**settings.trainer_args, name: settings.trainer_args[name] / 2 + 1e-9}
-        if _state(optimizer) == _state(_built(settings, other)):
-            raise UserError(f"trainer_args: {name} has no effect on optim {settings.optim}; remove it.")
+        # Compare a number with a changed one, because the given one may be the default.
+        other = None if name == "optim_args" else value / 2 + 1e-9
+        if _state(optimizer) == _state(_built(settings, {**settings.trainer_args, name: other})):
+            raise UserError(
+                f"trainer_args: {name} {str(value)[:100]!r} has no effect on optim {settings.optim}; remove it, or give what this "
+                "optimizer reads."
+            )
     _check_schedule(settings)
 
 

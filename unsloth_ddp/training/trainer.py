@@ -56,7 +56,7 @@ from unsloth_ddp.training.callbacks import (
 from unsloth_ddp.training.row_feed import RowFeed, image_workers
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sft_config import check_precision
-from unsloth_ddp.training.shown.display import ShowTraining, choose_view, shown_callbacks
+from unsloth_ddp.training.shown.display import ShowTraining, choose_display, shown_callbacks
 from unsloth_ddp.training.shown.log_metrics import LogMetrics
 from unsloth_ddp.training.shown.meter import peak_memory_bytes, real_tokens
 from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
@@ -105,7 +105,7 @@ class DDPTrainer(ResumableTrainer):
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
         padded = PadRight(tokenizer.pad_token_id, data.train.processing)
-        flatten = flatten_for(runtime, model)
+        flatten = dataclasses.replace(flatten_for(runtime, model), prompts_once=data.packing.prompts_once)
         self.collate = Collate(padded, flatten, by_row=settings.trains_preferences)
         checkpointing = GradientCheckpointing(model, runtime, settings)
         graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
@@ -131,7 +131,7 @@ class DDPTrainer(ResumableTrainer):
         )
         self._undo_changes_of_the_backend()
         self._set_gradient_precision()
-        self.view = choose_view(lines=bool(config.disable_tqdm))
+        self.shown = ShowTraining(choose_display(lines=bool(config.disable_tqdm)), runtime.progress)
         self._set_callbacks()
         divides = bool(self.model_accepts_loss_kwargs)
         task = make_task(settings, runtime, model, data, super().compute_loss, divides=divides)
@@ -167,9 +167,8 @@ class DDPTrainer(ResumableTrainer):
 
     def _set_callbacks(self) -> None:
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
-        shown = ShowTraining(self.view, self.runtime.progress, lambda: self.checkpoints.last)
         upstream = self.callback_handler.callbacks
-        self.callback_handler.callbacks = [*shown_callbacks(upstream, trackers), shown]
+        self.callback_handler.callbacks = [*shown_callbacks(upstream, trackers), self.shown]
         self.drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         self.add_callback(CompareWeights(self.drift))
         self.add_callback(NameUntrained(self.model, self.runtime))
@@ -407,7 +406,7 @@ class DDPTrainer(ResumableTrainer):
         else:
             self.check_weights()
         finally:
-            self.view.end()
+            self.shown.end()
         self.runtime.progress.enter("finishing")
         return time.perf_counter() - began
 

@@ -40,30 +40,12 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
     If training rows are streamed, read only the first STREAM_HEAD of them.
     """
     datasets.disable_progress_bars()
-    revisions = dataset_revisions(settings)
 
     @room_for_rows(folder)
     def read() -> None:
-        train = _examples(
-            settings.dataset,
-            settings.dataset_split,
-            settings.dataset_config,
-            revisions,
-            folder,
-            task=settings.task,
-            image_folder=settings.image_folder,
-            streaming=settings.streaming,
-        )
+        train = _examples(settings, settings.dataset, settings.dataset_split, folder, streaming=settings.streaming)
         if settings.eval_dataset:
-            evaluation = _examples(
-                settings.eval_dataset,
-                settings.eval_dataset_split,
-                settings.dataset_config,
-                revisions,
-                folder,
-                task=settings.task,
-                image_folder=settings.image_folder,
-            )
+            evaluation = _examples(settings, settings.eval_dataset, settings.eval_dataset_split, folder)
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
             train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
@@ -106,16 +88,9 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
 
 
 def _examples(
-    sources: list[str],
-    split: str,
-    config: str | None,
-    revisions: dict[str, str],
-    folder: Path,
-    *,
-    task: str,
-    image_folder: list[str],
-    streaming: bool = False,
+    settings: Settings, sources: list[str], split: str, folder: Path, *, streaming: bool = False
 ) -> datasets.Dataset:
+    revisions = dataset_revisions(settings)
     files = checked_files(sources, streaming=streaming)
     empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
     if streaming and (lists := left_out(sources)):
@@ -131,17 +106,16 @@ def _examples(
     def rows() -> Iterator[dict[str, Any]]:
         for source in files:
             location = ""
-            # A folder may hold empty shards, but a file that the user names should hold rows.
-            may_be_empty = source not in sources
             for location, example in checked_rows(
                 source,
                 split,
-                config,
+                settings.dataset_config,
                 revisions.get(source),
-                task=task,
-                image_folder=image_folder,
+                task=settings.task,
+                image_folder=settings.image_folder,
                 streaming=streaming,
-                may_be_empty=may_be_empty,
+                # A folder may hold empty shards, but a file that the user names should hold rows.
+                may_be_empty=source not in sources,
             ):
                 unread.update(example.unread)
                 if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:

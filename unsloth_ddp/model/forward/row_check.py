@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.model.forward.compile_options import uncompiled_layers
 from unsloth_ddp.model.modules import (
     DTYPES,
@@ -89,6 +91,41 @@ def rows_mix(
     return None
 
 
+def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precision: str) -> str | None:
+    """Return in a few words how a pair changes if its prompt is computed once for both answers; None if it does not.
+
+    Compares the loss of the second answer and its gradients, those of the prompt among them, with the pack of two whole rows.
+
+    Args:
+        model, token_ids, precision: as those of rows_mix.
+        flatten: as in rows_mix, without `prompts_once`.
+    """
+    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
+    random = np.random.default_rng(0)
+    prompt, *answers = (random.choice(token_ids, size) for size in (BEFORE, ROW, ROW))
+    pack = _pack(*(np.concatenate([prompt, answer]) for answer in answers))
+    whole_row = BEFORE + ROW
+    # Only the second answer is trained on.
+    pack["labels"][whole_row:] = np.where(np.arange(whole_row) < BEFORE, IGNORED, pack["input_ids"][whole_row:])
+    try:
+        with _prepared(model, device):
+            apart = _compute(model, _on(flatten([pack]), device), dtype)
+            once = _compute(model, _on(dataclasses.replace(flatten, prompts_once=True)([pack]), device), dtype)
+    except Exception as error:
+        logger.warning("the check of prompts that are computed once failed", exc_info=True)
+        return f"a trial failed ({one_line(error, 120)})"
+    loss = float((apart.loss - once.loss).abs() / apart.loss.abs().clamp(min=1e-6))
+    # The prompt's last token is that of the second row.
+    of_prompt = slice(whole_row, whole_row + BEFORE - 1)
+    tokens = _difference([apart.to_tokens[of_prompt]], [once.to_tokens[: BEFORE - 1]])
+    weights = _difference(apart.to_weights, once.to_weights)
+    logger.info("prompts computed once differ by %.1e, %.1e in the prompt and %.1e", loss, tokens, weights)
+    loss_off, gradients_off = ALONE[dtype]
+    if not (loss <= loss_off and max(tokens, weights) <= gradients_off):
+        return f"the loss would differ by {loss:.1e}, and gradients by {max(tokens, weights):.1e}"
+    return None
+
+
 def _pack(*rows: np.ndarray) -> dict[str, np.ndarray]:
     """Return the rows as one pack, of which the last one is supervised but for its first token."""
     labels = [np.full(len(row), IGNORED) for row in rows[:-1]]
@@ -125,7 +162,9 @@ def _prepared(model: Any, device: torch.device) -> Iterator[None]:
             training_mode(model),
             without_dropout(model),
             kept_random_numbers(device),
+            # Both tiny passes would be compiled, for shapes that training does not have.
             uncompiled_layers(),
+            torch.compiler.set_stance("force_eager"),
         ):
             yield
     finally:

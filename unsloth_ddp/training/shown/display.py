@@ -1,29 +1,28 @@
-"""Show a run while it trains: a live display on a terminal, aligned lines in a log file or a pipe, and trackers."""
+"""Show a run while it trains: aligned lines, below them its progress on a terminal, and trackers."""
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.training.shown.live_display import LiveDisplay, can_draw
-from unsloth_ddp.training.shown.status import Status, View, shown_as, shown_clock, shown_number
+from unsloth_ddp.training.shown.status import Status, shown_as, shown_clock, shown_number
 from unsloth_ddp.utils.units import shown_bytes, shown_seconds
 
 LINES_A_HEADER = 20
 GAP = "  "
+# Columns that a terminal has in the line of progress.
+IN_PROGRESS = ("epoch", "time left")
 
 
-def choose_view(*, lines: bool) -> View:
-    """Return the live display if standard output is a terminal that can show it, otherwise log lines."""
-    return LogLines() if lines or not can_draw(sys.stdout) else LiveDisplay(sys.stdout)  # type: ignore[arg-type]
+def choose_display(*, lines: bool) -> LiveDisplay | None:
+    """Return the display of progress if standard output is a terminal that can show it."""
+    return None if lines or not can_draw(sys.stdout) else LiveDisplay(sys.stdout)  # type: ignore[arg-type]
 
 
 def shown_callbacks(callbacks: list[Any], trackers: tuple[type, ...]) -> list[Any]:
@@ -55,108 +54,48 @@ class BestEffort:
             return None
 
 
-class LogLines(View):
-    """Print the lines of one run, with a header above every LINES_A_HEADER of them."""
+class ShowTraining(TrainerCallback):
+    """Print the lines of a run, with a header above every LINES_A_HEADER of them, in the main process only."""
 
-    def __init__(self) -> None:
+    def __init__(self, display: LiveDisplay | None, progress: Progress) -> None:
+        self.display = display
+        self.progress = progress
+        self.status: Status | None = None
         self._lines = 0
         self._header = ""
-
-    def logged(self, status: Status) -> None:
-        """Print the line of a log step."""
-        cells = training_cells(status)
-        header = GAP.join(f"{name:>{width}}" for name, (width, _) in cells.items())
-        if self._lines % LINES_A_HEADER == 0 or header != self._header:
-            self._header, self._lines = header, 0
-            print(header)
-        self._lines += 1
-        print(GAP.join(f"{text:>{width}}" for width, text in cells.values()), flush=True)
-
-    def evaluated(self, status: Status) -> None:
-        """Print the line of an evaluation."""
-        assert status.evaluation is not None
-        _, loss, seconds = status.evaluation
-        took = "" if seconds is None else f", {shown_seconds(seconds)}"
-        accuracy = "" if status.eval_accuracy is None else f", accuracy {status.eval_accuracy:.1%}"
-        place = GAP.join(f"{text:>{width}}" for width, text in place_cells(status).values())
-        print(f"{place}{GAP}evaluation: loss {shown_number(loss)}{accuracy}{took}", flush=True)
-
-
-def place_cells(status: Status) -> dict[str, tuple[int, str]]:
-    """Return width and text of the columns for step and epoch."""
-    return {
-        "step": (max(4, 2 * len(str(status.steps)) + 1), f"{status.step}/{status.steps}"),
-        "epoch": (6, f"{status.epoch:.2f}"),
-    }
-
-
-def training_cells(status: Status) -> dict[str, tuple[int, str]]:
-    """Return width and text of every column of a log step's line; MFU, accuracy and margin only where they are known."""
-    preferences = {}
-    if status.accuracy is not None:
-        # With kto, the rows of a line may all be of one kind; they have no margin then.
-        preferences = {"accuracy": (8, f"{status.accuracy:.1%}"), "margin": (8, shown_number(status.margin, 3))}
-    return {
-        **place_cells(status),
-        "loss": (8, shown_number(status.losses[-1])),
-        **preferences,
-        "grad norm": (9, shown_number(status.grad_norm, 3)),
-        "learning rate": (13, shown_as(status.learning_rate, "{:.2e}".format)),
-        "tokens/s": (9, shown_as(status.tokens_per_second, "{:,.0f}".format)),
-        **({} if status.mfu is None else {"MFU": (5, f"{status.mfu:.1%}")}),
-        "memory": (10, shown_as(status.memory_bytes, shown_bytes)),
-        "time left": (9, shown_clock(status.seconds_left)),
-    }
-
-
-class ShowTraining(TrainerCallback):
-    """Pass the events of a run to the view, in the main process only."""
-
-    def __init__(self, view: View, progress: Progress, last_checkpoint: Callable[[], Path | None]) -> None:
-        self.view = view
-        self.progress = progress
-        self.last_checkpoint = last_checkpoint
-        self.status: Status | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to show the run, which may be resumed."""
         if not state.is_world_process_zero:
             return
-        self.status = Status(
-            name=str(args.run_name),
-            steps=state.max_steps,
-            epochs=None if args.max_steps > 0 else args.num_train_epochs,
-            step=state.global_step,
-            epoch=state.epoch or 0.0,
-            losses=[entry["loss"] for entry in state.log_history if "loss" in entry],
-            evaluation=_last_evaluation(state.log_history),
-            capacity_bytes=torch.cuda.get_device_properties(args.device).total_memory
-            if args.device.type == "cuda"
-            else None,
-            phase=lambda: self.progress.phase,
-        )
-        self._find_checkpoint()
-        self.view.begin(self.status)
+        self.status = Status(state.max_steps, state.global_step, state.epoch or 0.0, phase=lambda: self.progress.phase)
+        if self.display is not None:
+            self.display.begin(self.status)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a step."""
         if self.status is not None:
             self.status.step, self.status.epoch = state.global_step, state.epoch or 0.0
             self.status.time_left.step_done(state.global_step)
-            # One is complete some time after it was begun.
-            self._find_checkpoint()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show the metrics of a log step or of an evaluation."""
+        """Print the line of a log step or of an evaluation."""
         if self.status is None:
             return
+        left_out = IN_PROGRESS if self.display is not None else ()
         if "loss" in logs:
-            self.status.update(logs)
-            self.view.logged(self.status)
+            self._print_line(without(training_cells(self.status, logs), left_out))
         elif "eval_loss" in logs:
-            self.status.evaluation = state.global_step, logs["eval_loss"], logs.get("eval_runtime")
-            self.status.eval_accuracy = logs.get("eval_rewards/accuracies")
-            self.view.evaluated(self.status)
+            place = joined(without(place_cells(self.status), left_out))
+            print(f"{place}{GAP}{describe_evaluation(logs)}", flush=True)
+
+    def _print_line(self, cells: dict[str, tuple[int, str]]) -> None:
+        header = joined({name: (width, name) for name, (width, _) in cells.items()})
+        if self._lines % LINES_A_HEADER == 0 or header != self._header:
+            self._header, self._lines = header, 0
+            print(header)
+        self._lines += 1
+        print(joined(cells), flush=True)
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -172,28 +111,52 @@ class ShowTraining(TrainerCallback):
         if self.status is not None:
             self.status.evaluated = None
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the last checkpoint."""
-        self._find_checkpoint()
-
-    def _find_checkpoint(self) -> None:
-        folder = self.last_checkpoint()
-        if self.status is not None and folder is not None:
-            known = self.status.checkpoint
-            if known is None or known[0] != folder.name:
-                # The checkpoint that a resumed run begins with is older than this process.
-                self.status.checkpoint = folder.name, time.monotonic() - _age(folder)
+    def end(self) -> None:
+        """Stop drawing."""
+        if self.display is not None:
+            self.display.end()
 
 
-def _last_evaluation(history: list[dict[str, Any]]) -> tuple[int, float, float | None] | None:
-    """Return step, loss and seconds of the last evaluation that was logged."""
-    entry = next((entry for entry in reversed(history) if "eval_loss" in entry), None)
-    return None if entry is None else (entry["step"], entry["eval_loss"], entry.get("eval_runtime"))
+def place_cells(status: Status) -> dict[str, tuple[int, str]]:
+    """Return width and text of the columns for step and epoch."""
+    return {
+        "step": (max(4, 2 * len(str(status.steps)) + 1), f"{status.step}/{status.steps}"),
+        "epoch": (6, f"{status.epoch:.2f}"),
+    }
 
 
-def _age(folder: Path) -> float:
-    """Return the seconds since a checkpoint was written; 0 if another process has just removed it."""
-    try:
-        return max(0.0, time.time() - folder.stat().st_mtime)
-    except OSError:
-        return 0.0
+def training_cells(status: Status, logs: dict[str, float]) -> dict[str, tuple[int, str]]:
+    """Return width and text of every column of a log step's line; MFU, accuracy and margin only where they are known."""
+    preferences = {}
+    if "rewards/accuracies" in logs:
+        # With kto, the rows of a line may all be of one kind; they have no margin then.
+        margin = shown_number(logs.get("rewards/margins"), 3)
+        preferences = {"accuracy": (8, f"{logs['rewards/accuracies']:.1%}"), "margin": (8, margin)}
+    return {
+        **place_cells(status),
+        "loss": (8, shown_number(logs["loss"])),
+        **preferences,
+        "grad norm": (9, shown_number(logs.get("grad_norm"), 3)),
+        "learning rate": (13, shown_as(logs.get("learning_rate"), "{:.2e}".format)),
+        "tokens/s": (9, shown_as(logs.get("tokens_per_second"), "{:,.0f}".format)),
+        **({"MFU": (5, f"{logs['mfu']:.1%}")} if "mfu" in logs else {}),
+        "memory": (10, shown_as(logs.get("peak_memory_bytes"), shown_bytes)),
+        "time left": (9, shown_clock(status.seconds_left)),
+    }
+
+
+def describe_evaluation(logs: dict[str, float]) -> str:
+    """Return what the line of an evaluation says."""
+    accuracy = f", accuracy {logs['eval_rewards/accuracies']:.1%}" if "eval_rewards/accuracies" in logs else ""
+    took = f", {shown_seconds(logs['eval_runtime'])}" if "eval_runtime" in logs else ""
+    return f"evaluation: loss {shown_number(logs['eval_loss'])}{accuracy}{took}"
+
+
+def without(cells: dict[str, tuple[int, str]], names: tuple[str, ...]) -> dict[str, tuple[int, str]]:
+    """Return the cells of the other columns."""
+    return {name: cell for name, cell in cells.items() if name not in names}
+
+
+def joined(cells: dict[str, tuple[int, str]]) -> str:
+    """Return cells as a line."""
+    return GAP.join(f"{text:>{width}}" for width, text in cells.values())

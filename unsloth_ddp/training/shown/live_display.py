@@ -1,4 +1,4 @@
-"""Draw a run's state at the bottom of a terminal, below what is printed.
+"""Draw a run's progress at the bottom of a terminal, below what is printed.
 
 The display changes no mode of the terminal and leaves the cursor at the start of the line below it, so that the terminal
 stays usable however the process ends: by an exception, os._exit or kill -9.
@@ -7,26 +7,20 @@ stays usable however the process ends: by an exception, os._exit or kill -9.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
-import time
 from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from unsloth_ddp.training.shown.status import Status, View, shown_as, shown_clock, shown_number, sparkline
-from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.training.shown.status import Status, shown_clock
 from unsloth_ddp.utils.streams import ProtectedStream, diverted
-from unsloth_ddp.utils.units import shown_bytes
 
-WIDEST, NARROWEST, LOWEST = 100, 72, 14
-CURVE = 24
+WIDEST, NARROWEST = 100, 72
 # Drawing takes a few milliseconds, during which the training thread cannot launch work.
 DRAWN_A_SECOND = 2
 
@@ -36,16 +30,11 @@ def can_draw(stream: Any) -> bool:
     if not isinstance(stream, ProtectedStream) or not stream.isatty():
         return False
     console = _Terminal(file=_drawing(stream))
-    return (
-        not console.is_dumb_terminal
-        and console.encoding.startswith("utf")
-        and console.width >= NARROWEST
-        and console.height >= LOWEST
-    )
+    return not console.is_dumb_terminal and console.encoding.startswith("utf") and console.width >= NARROWEST
 
 
-class LiveDisplay(View):
-    """Draw the state of one run until `end`; text that is printed meanwhile goes above it."""
+class LiveDisplay:
+    """Draw the progress of one run until `end`; text that is printed meanwhile goes above it."""
 
     def __init__(self, stream: ProtectedStream) -> None:
         self._stream = stream
@@ -139,29 +128,18 @@ class _Terminal(Console):
         return False
 
 
-def describe(status: Status, width: int) -> Panel:
-    """Return the display of one state, `width` columns wide; its height is the same for every state."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(no_wrap=True, ratio=3, overflow="ellipsis")
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(no_wrap=True, ratio=2, overflow="ellipsis")
-    table.expand = True
-    for left, right in _rows(status):
-        table.add_row(left[0], left[1], right[0], right[1])
-    title = Text(printable(status.name), style="bold", overflow="ellipsis")
-    return Panel(Group(_progress(status), table), title=title, title_align="left", width=width, border_style="dim")
-
-
-def _progress(status: Status) -> Table:
-    line = Table.grid(padding=(0, 2), expand=True)
+def describe(status: Status, width: int) -> Table:
+    """Return the progress of a run as one line, `width` columns wide."""
+    line = Table.grid(padding=(0, 2))
+    line.width = width
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(no_wrap=True, justify="right")
+    share = f"{status.step / max(1, status.steps):.0%}"
     line.add_row(
-        Text(f"step {status.step:,} of {status.steps:,}", style="bold"),
+        Text(f"step {status.step:,} of {status.steps:,}, epoch {status.epoch:.2f}", style="bold"),
         ProgressBar(total=max(1, status.steps), completed=status.step, complete_style="cyan", finished_style="green"),
-        f"{_activity(status)}{status.step / max(1, status.steps):.0%}{_left(status)}",
+        f"{_activity(status)}{share}{_left(status)}",
     )
     return line
 
@@ -177,33 +155,3 @@ def _activity(status: Status) -> str:
         done, batches = status.evaluated
         return f"evaluating {done}{f' of {batches}' if batches else ''}, "
     return f"{phase}, " if phase in ("evaluating", "saving") else ""
-
-
-def _rows(status: Status) -> list[tuple[tuple[str, RenderableType], tuple[str, RenderableType]]]:
-    epochs = "" if status.epochs is None else f" of {status.epochs:g}"
-    loss = Text(shown_number(status.losses[-1] if status.losses else None), style="bold")
-    if status.losses:
-        if not math.isfinite(status.losses[-1]):
-            loss.stylize("red")
-        loss.append(f"  {sparkline(status.losses, CURVE)}", style="cyan")
-    speed = shown_as(status.tokens_per_second, "{:,.0f}".format)
-    if status.mfu is not None:
-        speed += f"  (MFU {status.mfu:.1%})"
-    peak = shown_as(status.memory_bytes, shown_bytes)
-    if status.memory_bytes is not None and status.capacity_bytes:
-        peak += f" of {shown_bytes(status.capacity_bytes)}"
-    evaluation = checkpoint = "none yet"
-    if status.evaluation is not None:
-        evaluation = f"loss {shown_number(status.evaluation[1])} at step {status.evaluation[0]:,}"
-    if status.checkpoint is not None:
-        name, written = status.checkpoint
-        checkpoint = f"step {name.rpartition('-')[2]}, {shown_clock(time.monotonic() - written)} ago"
-    return [
-        (("loss", loss), ("epoch", f"{status.epoch:.2f}{epochs}")),
-        (
-            ("learning rate", shown_as(status.learning_rate, "{:.2e}".format)),
-            ("gradient norm", shown_number(status.grad_norm, 3)),
-        ),
-        (("tokens/s", speed), ("peak memory", peak)),
-        (("evaluation", evaluation), ("checkpoint", checkpoint)),
-    ]

@@ -1,14 +1,11 @@
-"""Hold the state of a run that the display shows, and format its numbers."""
+"""Hold how far a run is, and format numbers of its lines."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass
@@ -37,93 +34,25 @@ class TimeLeft:
 
 @dataclass
 class Status:
-    """The known state of a run; None stands for values that are not known yet.
+    """How far a run is.
 
     Args:
-        name: of the run.
         steps: of the whole run.
-        epochs: of the whole run; None if steps limit it.
-        losses: training losses of all log lines so far.
-        memory_bytes: peak memory of the rank that uses most.
-        capacity_bytes: memory of the GPU.
-        mfu: model FLOPs utilization (see mfu.py).
-        accuracy: fraction of pairs whose chosen answer has the higher reward; None in runs on other rows.
-        margin: mean difference of the rewards of a pair, likewise.
-        evaluation: step, loss and seconds of the last evaluation.
-        eval_accuracy: as accuracy, of the last evaluation.
-        checkpoint: name of the last complete checkpoint, and time.monotonic() when it was written.
-        evaluated: finished batches of the running evaluation, and their total number.
+        evaluated: finished batches of the running evaluation, and their total number if it is known.
         phase: returns the current phase (see progress.Phase).
     """
 
-    name: str
     steps: int
-    epochs: float | None = None
     step: int = 0
     epoch: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    accuracy: float | None = None
-    margin: float | None = None
-    eval_accuracy: float | None = None
-    memory_bytes: float | None = None
-    capacity_bytes: float | None = None
-    evaluation: tuple[int, float, float | None] | None = None
-    checkpoint: tuple[str, float] | None = None
     evaluated: tuple[int, int | None] | None = None
     phase: Callable[[], str] = lambda: "training"
     time_left: TimeLeft = field(default_factory=TimeLeft)
-
-    def update(self, logs: dict[str, float]) -> None:
-        """Take over the metrics of a training log line."""
-        self.losses.append(logs["loss"])
-        self.grad_norm, self.learning_rate = logs.get("grad_norm"), logs.get("learning_rate")
-        self.tokens_per_second, self.mfu = logs.get("tokens_per_second"), logs.get("mfu")
-        self.accuracy, self.margin = logs.get("rewards/accuracies"), logs.get("rewards/margins")
-        self.memory_bytes = logs.get("peak_memory_bytes")
 
     @property
     def seconds_left(self) -> float | None:
         """Return the seconds until the last step, None while unknown."""
         return self.time_left.seconds(self.steps)
-
-
-class View:
-    """Display a run; only the main process has a view. `status` is updated in place."""
-
-    def begin(self, status: Status) -> None:
-        """Show the state before the first step."""
-
-    def logged(self, status: Status) -> None:
-        """Show the metrics of a log step."""
-
-    def evaluated(self, status: Status) -> None:
-        """Show an evaluation."""
-
-    def end(self) -> None:
-        """Stop drawing; may be called twice."""
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as a curve of at most `width` bars, scaled from their lowest to their highest.
-
-    Longer series are averaged in equal parts. A value that is not finite leaves a gap.
-    """
-    count = min(width, len(values))
-    borders = [round(part * len(values) / count) for part in range(count + 1)] if count else []
-    parts = [values[begin:end] for begin, end in itertools.pairwise(borders)]
-    means = [sum(part) / len(part) for part in parts]
-    finite = [mean for mean in means if math.isfinite(mean)]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    top = len(BARS) - 1
-    return "".join(
-        " " if not math.isfinite(mean) else BARS[round((mean - low) / span * top) if span else 0] for mean in means
-    )
 
 
 def shown_as(value: float | None, form: Callable[[float], str]) -> str:

@@ -14,6 +14,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.forward.compile_options import uncompiled_layers
 from unsloth_ddp.model.modules import kept_random_numbers
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus
 from unsloth_ddp.training.step.captured_step import CapturedStep
@@ -79,8 +80,9 @@ def check_capture(
     try:
         for p in captured.trained:
             p.grad = None
-        expected = ordinary(batch)
-        expected.backward()
+        with uncompiled_layers():
+            expected = ordinary(batch)
+            expected.backward()
         # Kept without a copy, because in full fine-tuning gradients are as large as the model.
         gradients = [p.grad for p in captured.trained]
         for p in captured.trained:

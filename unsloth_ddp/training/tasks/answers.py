@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities
 from unsloth_ddp.training.tasks.reference import Reference, check_same
+from unsloth_ddp.training.tasks.task import Task
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class AnswerTask:
+class AnswerTask(Task):
     """Compare whole answers.
 
     Args:
@@ -29,10 +29,6 @@ class AnswerTask:
     def head_chooses(self) -> bool:
         """Return that a batch names its supervised tokens, since only their logits are computed."""
         return True
-
-    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> Self:
-        """Return the task as it is."""
-        return self
 
     def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
         """Prepare the reference, and refuse a model that should equal it before step 1 and differs."""

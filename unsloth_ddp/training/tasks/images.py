@@ -7,12 +7,13 @@ text decoder, which images do not reach.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.training.tasks.text import TextTask, logits_to_step_loss
 
 
@@ -27,7 +28,7 @@ class ImageTask(TextTask):
         """Return that a batch names its supervised tokens, since only their logits are computed."""
         return True
 
-    def tuned(self, *given: Any) -> ImageTask:
+    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> Self:
         """Return the task as it is."""
         return self
 

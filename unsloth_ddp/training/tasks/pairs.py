@@ -61,19 +61,10 @@ class PairTask(AnswerTask):
         """Return the names of the sums that `measure` returns."""
         return COLUMNS
 
-    @property
-    def units_need_model(self) -> bool:
-        """Return False: units are only counted."""
-        return False
-
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the numbers of pairs and of tokens in chosen answers, (2,)."""
         tokens = answer_tokens(batch)
         return torch.stack([(tokens[0::2] > 0).sum(), tokens[0::2].sum()])
-
-    def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
-        """Return the summed losses of the pairs / their divisor + the summed cross entropy / its divisor, 0-dim."""
-        return self.measure(model, batch, divisor)[0]
 
     def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss, and the sums of COLUMNS, float64."""

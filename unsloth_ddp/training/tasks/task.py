@@ -1,10 +1,10 @@
-"""Say what a task has to define; the trainer, its step, resuming and reports know no more of it."""
+"""Say what a task defines, with what most tasks share; the trainer, its step, resuming and reports know no more of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 
 
-class Task(Protocol):
+class Task:
     """Compute the losses of a kind of training data.
 
     The loss of an optimizer step is a mean over units, such as supervised tokens, of all ranks and micro-batches; or a sum of
@@ -23,10 +23,12 @@ class Task(Protocol):
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the sums that `measure` returns; `supervised_tokens` is one of them."""
+        raise NotImplementedError
 
     @property
     def units_need_model(self) -> bool:
         """Return whether `units` computes more than counts, on which the sums of `measure` depend too."""
+        return False
 
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner) -> Tensor:
         """Return the number of units in a micro-batch, on its device, without waiting for the device.
@@ -34,26 +36,32 @@ class Task(Protocol):
         0-dim, or (kinds of units,) if the loss is a sum of several means; all are 0 if the first is. The loss of a task may
         depend on a sum over the micro-batches of its step, computed with the model, which then comes after the number.
         """
+        raise NotImplementedError
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
         """Return the summed losses of the units in a micro-batch divided by `divisor` (shaped as units), 0-dim."""
+        return self.measure(model, batch, divisor)[0]
 
     def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss, and the sums of the micro-batch, float64 (columns,), which depend on the divisor only by
         the ratios of its parts."""
+        raise NotImplementedError
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return what a log line shows of the sums of several micro-batches, ranks and steps: `loss`, if any unit was seen."""
+        raise NotImplementedError
 
     @property
     def described(self) -> str:
         """Return the line of the table on the loss; empty for the usual one."""
+        return ""
 
     @property
     def head_chooses(self) -> bool:
         """Return whether a batch has to name its supervised tokens (see model/forward/supervised_head.py)."""
+        return False
 
-    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> Task:
+    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> Self:
         """Return the task in the form that computes the same losses faster on this model, if there is one.
 
         Args:
@@ -61,6 +69,7 @@ class Task(Protocol):
             examples: training rows (packs), by index.
             rows: number of rows in a micro-batch.
         """
+        return self
 
     def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
         """Prepare the first step with the untrained weights, or restore what `save` wrote; every rank calls this.

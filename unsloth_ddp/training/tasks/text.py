@@ -6,21 +6,19 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from unsloth_ddp.data.chat.labels import IGNORED
-from unsloth_ddp.data.training_data import TrainingData
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.supervised_head import SupervisedHead, head_with_equal_loss
+from unsloth_ddp.training.tasks.task import Task
 
 
 @dataclass(frozen=True, eq=False)
-class TextTask:
+class TextTask(Task):
     """Sum the token losses of a micro-batch and divide them by the step's divisor (see divisor.py).
 
     TRL's metrics per batch are not computed, because they wait for the device.
@@ -39,19 +37,9 @@ class TextTask:
     fused_head: bool
     head: SupervisedHead | None = None
 
-    @property
-    def units_need_model(self) -> bool:
-        """Return False: units are only counted."""
-        return False
-
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the number of supervised tokens."""
         return supervised_tokens(batch["labels"])
-
-    @property
-    def described(self) -> str:
-        """Return nothing: the loss is the usual one."""
-        return ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -67,12 +55,6 @@ class TextTask:
         """Return the token mean of the loss."""
         tokens = sums["supervised_tokens"]
         return {"loss": sums["loss_sum"] / tokens} if tokens else {}
-
-    def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
-        """Do nothing."""
-
-    def save(self, folder: Path) -> None:
-        """Write nothing."""
 
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
         """Return the summed token losses / divisor, 0-dim."""
@@ -92,7 +74,7 @@ class TextTask:
         """Return whether a batch has to name its supervised tokens."""
         return self.head is not None
 
-    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> TextTask:
+    def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> Self:
         """Return the task with its output head on supervised tokens only, if the model takes the divisor and the loss stays."""
         if not self.divides:
             return self

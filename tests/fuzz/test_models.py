@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -92,7 +93,7 @@ def test_a_shard_that_holds_other_weights_is_named(folder: Path) -> None:
     assert "in model-00002-of-00002.safetensors, which does not contain it" in refusal(lambda: load(folder))
 
 
-@pytest.mark.parametrize("name", ["../{}", "/etc/passwd", "a/../../{}", "..", "", "a\0b", "x"])
+@pytest.mark.parametrize("name", ["../{}", "/etc/passwd", "a/../../{}", "..", "", "a\0b", "x" * 300])
 def test_an_index_names_no_file_outside_its_folder(folder: Path, name: str) -> None:
     placed = split(folder, 1)
     shutil.copy(folder / "model-00001-of-00001.safetensors", folder.parent / "outside.safetensors")
@@ -173,6 +174,22 @@ def pickle_weights(folder: Path, **more: Any) -> None:
     (folder / SAFE).unlink()
 
 
+@pytest.mark.parametrize(
+    ("size", "value"), [("num_hidden_layers", 10**9), ("n_layer", 2000), ("vocab_size", 50_000_000)]
+)
+def test_sizes_that_the_files_cannot_have_are_refused_before_a_model_is_built(
+    folder: Path, size: str, value: int
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for changed in ({**config, size: value}, {**config, "text_config": {size: value}}):
+        (folder / "config.json").write_text(json.dumps(changed))
+        said = refusal(lambda: check_model(Settings(model=str(folder), dataset=["x"]), RUNTIME))
+        assert f"config.json has {size} {value:,}, but the weight files hold only" in said
+    # What some configs say beside the number of layers.
+    (folder / "config.json").write_text(json.dumps({**config, "max_window_layers": 900}))
+    check_model(Settings(model=str(folder), dataset=["x"]), RUNTIME)
+
+
 def normalize_with(folder: Path, charsmap: bytes) -> None:
     """Give the tokenizer a normalizer of these bytes, which its library in Rust reads without checking them."""
     path = folder / "tokenizer.json"
@@ -226,6 +243,16 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path, w
     if where is own_architecture:
         assert "trust_remote_code" in refusal(lambda: load(folder))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_a_truncated_pickle_is_refused_before_it_is_loaded(folder: Path, kept: float) -> None:
+    pickle_weights(folder)
+    path = folder / "pytorch_model.bin"
+    os.truncate(path, int(path.stat().st_size * kept))
+    assert f"{path.name} is truncated; download it again." in refusal(
+        lambda: check_folder(folder, safetensors_only=False)
+    )
 
 
 def test_a_pickle_of_an_old_torch_is_read(folder: Path) -> None:

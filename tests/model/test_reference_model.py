@@ -45,7 +45,7 @@ def test_other_tokens_are_refused(tiny_model: Path, other: Path) -> None:
 
 def test_an_adapter_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"model \S+ is an adapter for .* --to merged` merged it"):
+    with pytest.raises(UserError, match=r"reference_model \S+ is an adapter; merge it into its base"):
         check_reference_files(with_reference(tiny_model, tmp_path), CPU)
 
 

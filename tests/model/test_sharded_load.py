@@ -26,6 +26,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
+from unsloth_ddp.model.files import identity
 from unsloth_ddp.model.files.identity import describe_model, first_difference
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.supervised_head import fits_fused_head
@@ -318,6 +319,24 @@ def test_the_first_file_that_differs_is_named() -> None:
     assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) is None
     assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == "b"
     assert first_difference({"a": "1"}, {"a": "1", "c": "3"}) == "c"
+
+
+def test_little_of_large_files_is_read_for_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        (tmp_path / f"model-{number}.safetensors").touch()
+        os.truncate(tmp_path / f"model-{number}.safetensors", 2**32)
+    (tmp_path / "config.json").write_text("{}")
+    # As on file systems whose blocks have a megabyte.
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=2**20: open(path, mode, buffering))  # noqa: SIM115
+    monkeypatch.setattr(identity, "check_folder", lambda *_, **__: None)
+    before = bytes_read()
+    assert len(describe_model(settings_for(str(tmp_path)))) == 21
+    assert bytes_read() - before < 1100 * 2**16
+
+
+def bytes_read() -> int:
+    with open("/proc/self/io") as file:
+        return int(re.findall(r"rchar: (\d+)", file.read())[0])
 
 
 def test_a_weight_file_that_was_not_downloaded_is_compared_too(tmp_path: Path) -> None:

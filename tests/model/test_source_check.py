@@ -39,7 +39,10 @@ def test_an_adapter_names_its_base_model_and_how_to_train_on(adapter: Path) -> N
     assert (
         f"model {adapter} is an adapter for the base model owner/base; give --model owner/base to train a new" in said
     )
-    assert "with --resume to go on with its run" in said and "--to merged` merged it." in said
+    assert (
+        "with --resume to go on with its run" in said
+        and "or the merged model (`python -m unsloth_ddp.export RUN --to merged`" in said
+    )
 
 
 def test_an_adapter_without_a_base_is_refused_too(adapter: Path) -> None:

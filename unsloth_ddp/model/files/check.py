@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import zipfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import HUB_ID
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.model.files.find import is_folder
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.safe import stays_inside
 from unsloth_ddp.utils.units import counted
 
@@ -24,7 +25,11 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FILE = "adapter_config.json"
 # Quantizations of a base model on which adapters can be trained, by Transformers' names.
 TRAINABLE = {"unsloth": ("bitsandbytes", "mxfp4", "fp8"), "transformers": ("bitsandbytes",)}
+LARGEST_JSON = 1 << 28
+# A config with more is compared with the weight files.
+MOST_LAYERS, MOST_WORDS = 1000, 1_000_000
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
+ZIP = b"PK"
 # The weights in a checkpoint of full training with FSDP2 (checkpoints/shards.py).
 SHARDS = "weights/shard-*.safetensors"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -74,12 +79,34 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
             )
         for name in pickled:
             _refuse_pointer(folder, name)
+            _refuse_truncated(folder, name)
         return
+    stored: dict[str, list[int]] = {}
     for name, wanted in weights.items():
-        if missing := sorted(wanted - _stored_names(folder, name)):
+        found = _stored_shapes(folder, name)
+        stored |= found
+        if missing := sorted(wanted - found.keys()):
             raise UserError(
                 f"model {folder}: {SAFE}.index.json lists {missing[0]} in {name}, which does not contain it; "
                 "download the model again."
+            )
+    if (folder / "config.json").is_file():
+        _refuse_impossible_sizes(folder, _read_json(folder, "config.json"), stored)
+
+
+def _refuse_impossible_sizes(folder: Path, config: dict[str, Any], stored: dict[str, list[int]]) -> None:
+    """Refuse far more layers or words than the files hold, for which building the model would take minutes or all memory."""
+    longest = max((size for shape in stored.values() for size in shape), default=0)
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _refuse_impossible_sizes(folder, value, stored)
+        elif type(value) is int and (
+            (name.endswith(("layer", "layers")) and value > max(len(stored), MOST_LAYERS))
+            or (name == "vocab_size" and value > max(longest, MOST_WORDS))
+        ):
+            raise UserError(
+                f"model {folder}: config.json has {name} {value:,}, but the weight files hold only {counted(len(stored), 'tensor')}, "
+                f"none longer than {longest:,}; download the model again."
             )
 
 
@@ -126,7 +153,7 @@ def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
             raise UserError(
                 f"model {folder}: {index} names {name[:100]!r}, which is not a file of this folder; do not use this model."
             )
-        if not (folder / name).is_file():
+        if not _is_file(folder / name):
             raise UserError(
                 f"model {folder}: {name[:100]} is missing, which {index} lists as one of {len(files)} weight files; "
                 "download the model again."
@@ -134,14 +161,21 @@ def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
     return files
 
 
-def _stored_names(folder: Path, name: str) -> set[str]:
-    """Return the weights in a safetensors file; opening it also checks the length against the header."""
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
+def _stored_shapes(folder: Path, name: str) -> dict[str, list[int]]:
+    """Return the shape of each weight in a safetensors file; opening it also checks the length against the header."""
     from safetensors import SafetensorError, safe_open
 
     _refuse_pointer(folder, name)
     try:
         with safe_open(folder / name, framework="numpy") as file:
-            return set(file.keys())
+            return {weight: file.get_slice(weight).get_shape() for weight in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"model {folder}: {name} is damaged ({one_line(error)}); download it again.") from None
 
@@ -160,10 +194,25 @@ def _refuse_pointer(folder: Path, name: str) -> None:
         )
 
 
+def _refuse_truncated(folder: Path, name: str) -> None:
+    """Refuse a truncated file of torch.save: a zip archive, whose directory is at its end. Nothing is unpickled."""
+    try:
+        with (folder / name).open("rb") as file:
+            # Files of torch before 1.6 are plain pickles, whose end cannot be told.
+            whole = file.read(len(ZIP)) not in (ZIP, b"") or zipfile.is_zipfile(file)
+    except OSError as error:
+        raise UserError(f"model {folder}: {name} cannot be read ({os_reason(error)}); download it again.") from None
+    if not whole:
+        raise UserError(f"model {folder}: {name} is truncated; download it again.")
+
+
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     _refuse_pointer(folder, name)
+    path = folder / name
+    if path.stat().st_size > LARGEST_JSON:
+        raise UserError(f"model {folder}: {name} has over {LARGEST_JSON:,} bytes; download the model again.")
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model {folder}: {name} is not JSON ({one_line(error)}); download the model again.") from None
     if not isinstance(content, dict):
@@ -187,7 +236,7 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
     option = f"--model {shlex.quote(base)}" if base else "that base as --model"
     raise UserError(
         f"model {model} is an adapter for {named}; give {option} to train a new adapter, with --resume to go on with its run, or the "
-        "model into which `python -m unsloth_ddp.export RUN --to merged` merged it."
+        "merged model (`python -m unsloth_ddp.export RUN --to merged`, or PEFT's merge_and_unload) to train on from it."
     )
 
 

@@ -19,12 +19,12 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import check_folder
 from unsloth_ddp.model.files.find import TOKENIZER, model_folder, weight_files
 from unsloth_ddp.utils.errors import UserError, os_reason
-from unsloth_ddp.utils.files.checksums import SAMPLE, checksum, sampled_checksum
+from unsloth_ddp.utils.files.checksums import SAMPLE, STRIDE, checksum, sampled_checksum
 from unsloth_ddp.utils.units import GIB, counted
 
 READ_COMPLETELY = 4 * GIB
-# Bytes of each sample where nodes are compared, all of which read at once and perhaps from one disk on the network.
-SAMPLE_OF_NODES = 1 << 16
+# What is compared between nodes, all of which read at once, perhaps from one disk on the network: samples, and their bytes.
+SAMPLES_OF_NODE, SAMPLE_BYTES = 1000, 1 << 16
 # generation_config.json is left out: it changes what a model generates, not what it learns.
 PARTS = {
     "model_config": ("config.json", "*.py"),
@@ -69,11 +69,20 @@ def describe_files(folder: Path, paths: Iterable[Path]) -> str:
     return f"{counted(len(files), 'file')}, {total:,} bytes, xxh3 {digest.hexdigest()}"
 
 
-def sizes_and_checksums(paths: Iterable[Path], sample: int = SAMPLE) -> dict[Path, tuple[int, str]]:
-    """Return size and checksum of each file among `paths`, sorted by path; of many bytes `sample` of every 10 MiB are read."""
+def sizes_and_checksums(
+    paths: Iterable[Path], sample: int = SAMPLE, most: int | None = None
+) -> dict[Path, tuple[int, str]]:
+    """Return size and checksum of each file among `paths`, sorted by path.
+
+    Args:
+        sample: bytes of each sample that is read of many bytes.
+        most: about how many samples are read; None reads one every 10 MiB.
+    """
     files = sorted({path for path in paths if path.is_file()})
     sizes = [path.stat().st_size for path in files]
-    read = checksum if sum(sizes) <= READ_COMPLETELY else functools.partial(sampled_checksum, sample=sample)
+    stride = STRIDE if most is None else max(STRIDE, sum(sizes) // most)
+    sampled = functools.partial(sampled_checksum, sample=sample, stride=stride)
+    read = checksum if sum(sizes) <= READ_COMPLETELY else sampled
     with ThreadPoolExecutor(max_workers=4) as pool:
         return dict(zip(files, zip(sizes, pool.map(read, files), strict=True), strict=True))
 
@@ -108,7 +117,7 @@ def describe_model(settings: Settings) -> dict[str, str]:
         return {}
     check_folder(folder, safetensors_only=settings.use_safetensors)
     try:
-        found = sizes_and_checksums([folder / "config.json", *weight_files(folder)], SAMPLE_OF_NODES)
+        found = sizes_and_checksums([folder / "config.json", *weight_files(folder)], SAMPLE_BYTES, SAMPLES_OF_NODE)
     except OSError as error:
         raise UserError(f"model {settings.model} cannot be read: {os_reason(error)}; check {folder}.") from None
     return {path.name: f"{size:,} bytes, xxh3 {digest}" for path, (size, digest) in found.items()}

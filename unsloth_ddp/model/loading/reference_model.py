@@ -13,7 +13,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.check import check_local_model, check_source
+from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model, check_quantization, read_model_file
 from unsloth_ddp.model.forward.attention import choose_packing, prove_rows_apart
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.utils.errors import UserError
@@ -28,10 +28,16 @@ def check_reference_files(settings: Settings, runtime: Runtime) -> None:
     reference = settings.of_reference
     if reference is None:
         return
+    name, revision = str(reference.model), reference.model_revision
 
     def check() -> None:
-        check_local_model(str(reference.model), safetensors_only=reference.use_safetensors)
-        check_source(reference, runtime.backend)
+        if read_model_file(name, ADAPTER_FILE, revision) is not None:
+            raise UserError(
+                f"reference_model {name} is an adapter; merge it into its base (python -m unsloth_ddp.export RUN --to merged) and "
+                "give the merged model."
+            )
+        check_local_model(name, safetensors_only=reference.use_safetensors)
+        check_quantization(reference, runtime.backend, read_model_file(name, "config.json", revision))
 
     runtime.on_main(check)
 

@@ -59,6 +59,12 @@ def test_other_kinds_are_refused(model_type: str, named: str, changed: dict[str,
         model_class(config_of(model_type, named, **changed), "m")
 
 
+def test_an_older_name_of_a_class_is_taken() -> None:
+    config = transformers.CONFIG_MAPPING["ernie4_5_vl_moe"]()
+    config.architectures = ["Ernie4_5_VL_MoeForConditionalGeneration"]
+    assert class_name(config, "m") == "Ernie4_5_VLMoeForConditionalGeneration"
+
+
 def test_a_class_that_takes_a_second_sequence_is_refused() -> None:
     """The config of a diffusion model says nothing of its encoder; the arguments of its class do."""
     config = transformers.CONFIG_MAPPING["diffusion_gemma"]()

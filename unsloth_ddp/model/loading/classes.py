@@ -92,14 +92,15 @@ def _names(found: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _does_something_else(class_name: str) -> bool:
-    """Return whether Transformers has a class, and trains it neither on text nor on images and text."""
+    """Return whether Transformers has a class, and trains it, or the one that it is an older name of, on no text."""
     import transformers
     from transformers.models.auto import modeling_auto
 
-    tables = [getattr(modeling_auto, table) for table in TRAINED.values()]
-    return hasattr(transformers, class_name) and not any(
-        class_name in _names(one) for t in tables for one in t.values()
+    kinds = {one.__name__ for one in getattr(getattr(transformers, class_name, None), "__mro__", ())}
+    trained = (
+        name for table in TRAINED.values() for found in getattr(modeling_auto, table).values() for name in _names(found)
     )
+    return bool(kinds) and kinds.isdisjoint(trained)
 
 
 def _is_for(class_name: str, config: Any) -> bool:

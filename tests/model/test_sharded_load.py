@@ -226,8 +226,8 @@ def say_refusals(folder: str) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if name == "loaded_whole":
                     patch.setattr(load, "loads_in_shards", lambda *_, **__: False)
-                if name == "no_room" and runtime.ranks.rank == 1:
-                    patch.setattr(sharded_load, "_check_read", no_room)
+                if name == "one_rank" and runtime.ranks.rank == 1:
+                    patch.setattr(sharded_load, "_check_read", refuse)
                 if name == "no_layers":
                     patch.setattr(LlamaPreTrainedModel, "_no_split_modules", None)
                 with pytest.raises(UserError) as refused:
@@ -235,8 +235,8 @@ def say_refusals(folder: str) -> None:
             print(f"{name}: {refused.value}")
 
 
-def no_room(*_: Any, **__: Any) -> None:
-    raise UserError("no room on this GPU")
+def refuse(*_: Any, **__: Any) -> None:
+    raise UserError("this rank refuses")
 
 
 def cut(folder: Path) -> None:
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Any, list[int], dict[str, Any], str]] = {
     "no_file": (no_file, [1], {}, "a.safetensors is missing, which model.safetensors.index.json lists"),
     "other_sizes": (other_sizes, [0, 1], {}, "the sizes of its weights differ from its config.json"),
     "no_layers": (None, [], {}, r"FSDP2 cannot shard LlamaForCausalLM: .*\(_no_split_modules\); give .*_cls_to_wrap"),
-    "no_room": (None, [], {}, "no room on this GPU"),
+    "one_rank": (None, [], {}, "this rank refuses"),
     "shared": (
         None,
         [],

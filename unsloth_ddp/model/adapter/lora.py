@@ -34,16 +34,20 @@ def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
     """
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=settings.lora_r,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules=target_modules(settings, model),
-        target_parameters=target_parameters(settings, model) or None,
-        modules_to_save=settings.lora_modules_to_save or None,
-        use_rslora=settings.use_rslora,
-        task_type="CAUSAL_LM",
-    )
+    return LoraConfig(**adapter_options(settings, model), task_type="CAUSAL_LM")
+
+
+def adapter_options(settings: Settings, model: torch.nn.Module) -> dict[str, Any]:
+    """Return the arguments that PEFT's LoraConfig and Unsloth's get_peft_model have in common."""
+    return {
+        "r": settings.lora_r,
+        "lora_alpha": settings.lora_alpha,
+        "lora_dropout": settings.lora_dropout,
+        "target_modules": target_modules(settings, model),
+        "target_parameters": target_parameters(settings, model) or None,
+        "modules_to_save": settings.lora_modules_to_save or None,
+        "use_rslora": settings.use_rslora,
+    }
 
 
 def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:

@@ -23,7 +23,7 @@ from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.adapter.experts import full_shape, stacked_experts
-from unsloth_ddp.model.adapter.lora import check_module_names, lora_config, target_modules, target_parameters
+from unsloth_ddp.model.adapter.lora import adapter_options, check_module_names, lora_config
 from unsloth_ddp.model.files.check import check_complete, check_local_model, check_source
 from unsloth_ddp.model.files.find import download_model, is_folder
 from unsloth_ddp.model.files.identity import check_same_files
@@ -207,20 +207,12 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         check_module_names(settings, model)
         # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
         parts = {"finetune_vision_layers": True} if os.environ.get("UNSLOTH_USE_NEW_MODEL") == "1" else {}
-        model = FastLanguageModel.get_peft_model(
-            model,
-            **parts,
-            r=settings.lora_r,
-            lora_alpha=settings.lora_alpha,
-            lora_dropout=settings.lora_dropout,
-            target_modules=target_modules(settings, model),
+        options = adapter_options(settings, model) | parts
+        if options["target_parameters"] is None and stacked_experts(model):
             # With None, Unsloth would choose experts of an MoE model itself.
-            target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
-            modules_to_save=settings.lora_modules_to_save or None,
-            use_rslora=settings.use_rslora,
-            bias="none",
-            use_gradient_checkpointing=checkpointing,
-            random_state=settings.seed,
+            options["target_parameters"] = []
+        model = FastLanguageModel.get_peft_model(
+            model, **options, bias="none", use_gradient_checkpointing=checkpointing, random_state=settings.seed
         )
     if runtime.precision == "fp32":
         # Unsloth's trainer enables bf16 autocast for fp32 weights unless the model has this attribute.

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -28,7 +29,7 @@ from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import check_complete
 from unsloth_ddp.model.loading.shards import SplitPacked, as_shard, part_of, part_shape, places, split_quantized
-from unsloth_ddp.model.modules import DTYPES, base_model, environment_variable, replaced
+from unsloth_ddp.model.modules import DTYPES, base_model, replaced
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank that
@@ -76,7 +77,7 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         whole = _read_whole(mapping)
         _place(model, mesh, lambda name: any(target in name for target in whole))
         # Threads would prefetch whole tensors, which become small only when they are converted.
-        with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1" if whole or quantizer is not None else "0"):
+        with patch_environment(HF_DEACTIVATE_ASYNC_LOAD="1" if whole or quantizer is not None else "0"):
             result = convert(model, state_dict, load_config, disk_offload_index)
         _check_read(model, result[0], model_name, quantized=quantizer is not None)
         _split_the_rest(model, mesh)
@@ -86,7 +87,7 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         replaced(modeling_utils, "convert_and_load_state_dict_in_model", read),
         replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
         # Otherwise Transformers loads weights only in the first rank of each node.
-        environment_variable("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"),
+        patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"),
     ):
         yield
 

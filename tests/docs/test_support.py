@@ -18,7 +18,7 @@ from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
-from unsloth_ddp.model.files.source_check import check_quantization
+from unsloth_ddp.model.files.check import check_quantization
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here

@@ -133,14 +133,12 @@ def describe_beside_text(model: Any) -> str | None:
     parts = parts_beside_text(model)
     if not parts:
         return None
-    weights = [p for module in parts.values() for p in module.parameters()]
-    of_projectors = {id(p) for module in projectors(model).values() for p in module.parameters()}
-    trained = {id(p) in of_projectors for p in weights if p.requires_grad}
-    count = sum(math.prod(full_shape(p)) for p in weights)
-    how = "frozen; --train_towers trains them"
-    if trained:
-        both = len(trained) == 2 or not of_projectors
-        how = "trained" if both else f"only the {'projector' if True in trained else 'tower'} is trained"
+    count = trained = 0
+    for parameter in (p for module in parts.values() for p in module.parameters()):
+        numbers = math.prod(full_shape(parameter))
+        count += numbers
+        trained += numbers if parameter.requires_grad else 0
+    how = f"{trained:,} of them are trained" if trained else "frozen; --train_towers trains them"
     return f"{', '.join(parts)} ({count:,} parameters): {how}"
 
 

@@ -49,7 +49,6 @@ class AttentionSetup:
     """Hold the properties that decide which attention kernel computes packed rows.
 
     Args:
-        device_type: cuda or cpu.
         sixteen_bit: whether attention is computed in bf16 or fp16.
         head_dim: size of the largest attention head.
         implementation: attention of Transformers (sdpa, flash_attention_2, ...), used where Unsloth has none.
@@ -57,9 +56,8 @@ class AttentionSetup:
         replaceable: whether varlen.py may replace that attention.
         chosen_by_unsloth: whether Unsloth has chosen the implementation, without attention layers of its own.
         obstacle: the reason why varlen.py cannot replace it, as far as it was looked for.
-        capability: major compute capability of the GPU.
-        flash_attn: whether Unsloth would use flash-attn.
-        xformers: whether Unsloth would use xformers.
+        capability: major compute capability of the GPU, 0 on a CPU.
+        flash_attn, xformers: whether Unsloth would use them.
         torch_varlen: whether torch has a varlen_attn that takes grouped heads and windows.
     """
 
@@ -102,9 +100,6 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
     """Decide whether this run packs its rows; every rank gets the same decision.
 
     If torch's kernel is selected for Transformers' attention, the model is switched to it.
-
-    Args:
-        images: whether rows have images.
 
     Raises:
         UserError: --packing is on, but this model would mix rows.

@@ -7,12 +7,13 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from unsloth_ddp.data.chat.labels import IGNORED
@@ -38,7 +39,7 @@ BEFORE, ROW = 24, 16
 NO_GRADIENT = 1e-6
 # Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are rounded
 # in other places.
-ALONE = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-2, 0.15), torch.float16: (2e-2, 0.15)}
+ALONE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 0.15), "fp16": (2e-2, 0.15)}
 # Field of configs that adds a loss of the routers.
 ROUTER_LOSS = "output_router_logits"
 # Tensors whose gradients are compared: those of the first layers, behind which lies the longest backward pass.
@@ -67,23 +68,19 @@ def rows_mix(
         token_ids: int (n,), tokens of rows, from which the short rows are drawn.
         precision: bf16, fp16 or fp32.
     """
-    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
     random = np.random.default_rng(0)
     before, row = (random.choice(token_ids, size) for size in (BEFORE, ROW))
-    try:
-        with _prepared(model, device):
-            packed = _compute(model, _on(flatten([_pack(before, row)]), device), dtype)
-            alone = _compute(model, _on(_padded(row), device), dtype)
-    except Exception as error:
-        logger.warning("the check of packed rows failed", exc_info=True)
-        return f"a trial of packed rows failed ({one_line(error, 120)})"
+    tried = _try(model, (flatten([_pack(before, row)]), _padded(row)), precision)
+    if isinstance(tried, str):
+        return tried
+    packed, alone = tried
     share = float(packed.to_tokens[:BEFORE].norm() / packed.to_tokens[BEFORE:].norm())
     losses = float((packed.loss - alone.loss).abs() / alone.loss.abs().clamp(min=1e-6))
     gradients = _difference(packed.to_weights, alone.to_weights)
     logger.info("packed rows: %.1e of a row's gradient is another row's; alone %.1e, %.1e", share, losses, gradients)
     if not share <= NO_GRADIENT:
         return "the loss of a row depends on the row before it"
-    loss_off, gradients_off = ALONE[dtype]
+    loss_off, gradients_off = ALONE[precision]
     if not (losses <= loss_off and gradients <= gradients_off):
         return (
             f"a row alone differs from the row in a pack (its loss by {losses:.1e}, its gradients by {gradients:.1e})"
@@ -100,27 +97,23 @@ def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precisio
         model, token_ids, precision: as those of rows_mix.
         flatten: as in rows_mix, without `prompts_once`.
     """
-    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
     random = np.random.default_rng(0)
     prompt, *answers = (random.choice(token_ids, size) for size in (BEFORE, ROW, ROW))
     pack = _pack(*(np.concatenate([prompt, answer]) for answer in answers))
     whole_row = BEFORE + ROW
     # Only the second answer is trained on.
     pack["labels"][whole_row:] = np.where(np.arange(whole_row) < BEFORE, IGNORED, pack["input_ids"][whole_row:])
-    try:
-        with _prepared(model, device):
-            apart = _compute(model, _on(flatten([pack]), device), dtype)
-            once = _compute(model, _on(dataclasses.replace(flatten, prompts_once=True)([pack]), device), dtype)
-    except Exception as error:
-        logger.warning("the check of prompts that are computed once failed", exc_info=True)
-        return f"a trial failed ({one_line(error, 120)})"
+    tried = _try(model, [way([pack]) for way in (flatten, dataclasses.replace(flatten, prompts_once=True))], precision)
+    if isinstance(tried, str):
+        return tried
+    apart, once = tried
     loss = float((apart.loss - once.loss).abs() / apart.loss.abs().clamp(min=1e-6))
     # The prompt's last token is that of the second row.
     of_prompt = slice(whole_row, whole_row + BEFORE - 1)
     tokens = _difference([apart.to_tokens[of_prompt]], [once.to_tokens[: BEFORE - 1]])
     weights = _difference(apart.to_weights, once.to_weights)
     logger.info("prompts computed once differ by %.1e, %.1e in the prompt and %.1e", loss, tokens, weights)
-    loss_off, gradients_off = ALONE[dtype]
+    loss_off, gradients_off = ALONE[precision]
     if not (loss <= loss_off and max(tokens, weights) <= gradients_off):
         return f"the loss would differ by {loss:.1e}, and gradients by {max(tokens, weights):.1e}"
     return None
@@ -144,8 +137,15 @@ def _padded(row: np.ndarray) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+def _try(model: Any, batches: Sequence[dict[str, Any]], precision: str) -> list[Pass] | str:
+    """Return loss and gradients of each batch, or why they cannot be computed."""
+    device = model.get_input_embeddings().weight.device
+    try:
+        with _prepared(model, device):
+            return [_compute(model, send_to_device(batch, device), DTYPES[precision]) for batch in batches]
+    except Exception as error:
+        logger.warning("the check of packed rows failed", exc_info=True)
+        return f"a trial of packed rows failed ({one_line(error, 120)})"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,12 +33,8 @@ class PadRight:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [row for example in examples for row in split_rows(example)]
-        if (
-            self.processing
-            and (row := self.processing.row_for_towers())
-            and not any(len(one["images"]) for one in rows)
-        ):
-            rows.append({**row, "labels": np.full(len(row["input_ids"]), IGNORED)})
+        if self.processing and self.processing.always and not any(len(row["images"]) for row in rows):
+            rows.append(self.processing.small_row)
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -56,7 +54,9 @@ class Flatten:
     """Collate packs into one sequence, with the row boundaries that attention needs.
 
     Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, and
-    Transformers finds the rows by them. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
+    Transformers finds the rows by them. With `padded`, rows may have images: their values are those of padded rows, and
+    `position_ids` is (1 + dimensions, 1, tokens) for a model whose `positions` returns positions of several dimensions
+    (M-RoPE), (dimensions, rows, longest row), for padded rows. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
     int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
     which would otherwise compute them in every layer and wait for the device each time. With `row_of_token` add `seq_idx`,
     (1, tokens), int32, for convolutions.
@@ -64,16 +64,34 @@ class Flatten:
 
     keys: Literal["unsloth", "flash", "positions"]
     row_of_token: bool = False
+    padded: PadRight | None = None
+    positions: Callable[..., tuple[torch.Tensor, Any]] | None = None
 
     def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        lengths = np.concatenate([pack["lengths"] for pack in packs])
-        ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        if self.padded is not None and self.padded.processing is not None:
+            return self._with_images(self.padded(packs), list(self.padded.processing.of_tokens))
         batch: dict[str, Any] = {
             name: torch.as_tensor(np.concatenate([pack[name] for pack in packs]), dtype=torch.int64).unsqueeze(0)
             for name in ("input_ids", "labels")
         }
-        batch["position_ids"] = torch.as_tensor(positions, dtype=torch.int64).unsqueeze(0)
+        return batch | self._of_rows(np.concatenate([pack["lengths"] for pack in packs]))
+
+    def _with_images(self, batch: dict[str, torch.Tensor], of_tokens: list[str]) -> dict[str, Any]:
+        """Return padded rows without their padding, in one sequence."""
+        kept = batch["attention_mask"] == 1
+        flat = self._of_rows(kept.sum(dim=1).numpy())
+        if self.positions is not None:
+            taken = inspect.signature(self.positions).parameters
+            places, _ = self.positions(**{name: batch[name] for name in taken if name in batch})
+            flat["position_ids"] = torch.cat([flat["position_ids"][None], places[:, None, kept]])
+        del batch["attention_mask"]
+        return batch | {name: batch[name][kept][None] for name in ("input_ids", "labels", *of_tokens)} | flat
+
+    def _of_rows(self, lengths: np.ndarray) -> dict[str, Any]:
+        """Return what says where rows of these lengths begin."""
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        batch: dict[str, Any] = {"position_ids": torch.as_tensor(positions, dtype=torch.int64).unsqueeze(0)}
         if self.keys == "unsloth":
             batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
         elif self.keys == "flash":

@@ -14,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.images.files import small_image
+from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.order.collate import PadRight
 from unsloth_ddp.model.forward.compile_options import uncompiled_layers
 from unsloth_ddp.model.modules import (
     DTYPES,
@@ -53,29 +57,60 @@ class Pass:
 
 
 def rows_mix(
-    model: Any, flatten: Callable[[list[Any]], dict[str, Any]], token_ids: np.ndarray, precision: str
+    model: Any,
+    flatten: Callable[[list[Any]], dict[str, Any]],
+    token_ids: np.ndarray,
+    precision: str,
+    processing: ImageProcessing | None = None,
 ) -> str | None:
-    """Return in a few words how a row changes with the row before it in a pack; None if it does not.
+    """Return in a few words how a row changes with the rows before it in a pack; None if it does not.
 
-    Computes loss and gradients of a short row behind another row in a pack, and alone as a padded row.
+    Computes loss and gradients of a short row behind other rows in a pack, and alone as a padded row. With images: of a row
+    without one, and of a row with one, behind rows with and without.
 
     Args:
         model: on its device, with whole weights; it is left as it was.
         flatten: packs -> batch, with the keys of this run (see Flatten).
         token_ids: int (n,), tokens of rows, from which the short rows are drawn.
         precision: bf16, fp16 or fp32.
+        processing: of images, if rows have some.
     """
-    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
     random = np.random.default_rng(0)
-    before, row = (random.choice(token_ids, size) for size in (BEFORE, ROW))
+    if processing is None:
+        packs = [[{"input_ids": random.choice(token_ids, size)} for size in (BEFORE, ROW)]]
+    else:
+        shown = processing.small_row
+        token_ids = token_ids[~np.isin(token_ids, shown["input_ids"])]
+        first, text, last = (random.choice(token_ids, size) for size in (BEFORE, ROW, ROW))
+        with_image = shown | {"input_ids": np.append(shown["input_ids"], first)}
+        without = shown | {"input_ids": text, "images": []}
+        other = shown | {"input_ids": np.append(shown["input_ids"], last), "images": [small_image(60)]}
+        packs = [[with_image, without], [with_image, without, other]]
+    reasons = (_last_row_mixes(model, flatten, rows, DTYPES[precision], processing) for rows in packs)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _last_row_mixes(
+    model: Any,
+    flatten: Callable[[list[Any]], dict[str, Any]],
+    rows: list[dict[str, Any]],
+    dtype: torch.dtype,
+    processing: ImageProcessing | None,
+) -> str | None:
+    """Return how the last row of a pack changes with the others; None if it does not."""
+    device = model.get_input_embeddings().weight.device
+    # Only the text of the last row is supervised, but for its first token.
+    rows = [one | {"labels": np.full(len(one["input_ids"]), IGNORED)} for one in rows]
+    rows[-1]["labels"][1 - ROW :] = rows[-1]["input_ids"][1 - ROW :]
+    before = sum(len(one["input_ids"]) for one in rows[:-1])
     try:
         with _prepared(model, device):
-            packed = _compute(model, _on(flatten([_pack(before, row)]), device), dtype)
-            alone = _compute(model, _on(_padded(row), device), dtype)
+            packed = _compute(model, _on(flatten([join_rows(rows)]), device), dtype)
+            alone = _compute(model, _on(_padded(rows[-1], processing), device), dtype)
     except Exception as error:
         logger.warning("the check of packed rows failed", exc_info=True)
         return f"a trial of packed rows failed ({one_line(error, 120)})"
-    share = float(packed.to_tokens[:BEFORE].norm() / packed.to_tokens[BEFORE:].norm())
+    share = float(packed.to_tokens[:before].norm() / packed.to_tokens[before:].norm())
     losses = float((packed.loss - alone.loss).abs() / alone.loss.abs().clamp(min=1e-6))
     gradients = _difference(packed.to_weights, alone.to_weights)
     logger.info("packed rows: %.1e of a row's gradient is another row's; alone %.1e, %.1e", share, losses, gradients)
@@ -89,22 +124,13 @@ def rows_mix(
     return None
 
 
-def _pack(*rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows as one pack, of which the last one is supervised but for its first token."""
-    labels = [np.full(len(row), IGNORED) for row in rows[:-1]]
-    return {
-        "input_ids": np.concatenate(rows),
-        "labels": np.concatenate([*labels, [IGNORED], rows[-1][1:]]),
-        "lengths": np.array([len(row) for row in rows]),
-    }
-
-
-def _padded(row: np.ndarray) -> dict[str, Tensor]:
+def _padded(row: dict[str, Any], processing: ImageProcessing | None) -> dict[str, Tensor]:
     """Return the row as a batch with one token of padding, so that its attention needs a mask and takes no packed kernel."""
-    ids = torch.as_tensor(np.append(row, row[:1]), dtype=torch.int64)[None]
-    mask, labels = torch.ones_like(ids), ids.clone()
-    mask[:, -1], labels[:, -1], labels[:, 0] = 0, IGNORED, IGNORED
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    filler = int(row["input_ids"][-1])
+    batch = PadRight(filler, processing)([row])
+    fillers = {"input_ids": filler, "labels": IGNORED, "attention_mask": 0}
+    fillers |= dict.fromkeys(processing.of_tokens if processing else (), 0)
+    return batch | {n: torch.nn.functional.pad(batch[n], (0, 1), value=value) for n, value in fillers.items()}
 
 
 def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

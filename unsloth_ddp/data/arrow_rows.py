@@ -120,5 +120,5 @@ def split_rows(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
         return [example]
     borders = np.cumsum(lengths)[:-1]
     values = {name: np.split(example[name], borders) for name in ("input_ids", "labels")}
-    values |= {name: example[name] for name in IMAGE_KEYS if name in example}
+    values |= {name: list(example[name]) for name in IMAGE_KEYS if name in example}
     return [dict(zip(values, of_row, strict=True)) for of_row in zip(*values.values(), strict=True)]

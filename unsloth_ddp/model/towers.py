@@ -155,7 +155,8 @@ def own_positions(model: Any) -> Callable[..., tuple[Tensor, Any]] | None:
     found = next((one for one in base_model(model).modules() if hasattr(one, "get_rope_index")), None)
     if found is None:
         return None
-    empty: Any = type(found).__new__(type(found))
+    kind: Any = type(found)
+    empty = kind.__new__(kind)
     Module.__init__(empty)
     empty.config = found.config
     positions: Callable[..., tuple[Tensor, Any]] = empty.get_rope_index

@@ -33,7 +33,6 @@ from unsloth_ddp.model.forward.row_check import rows_mix
 from unsloth_ddp.model.forward.short_convolution import convolve_within_rows, convolving_layers
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
-from unsloth_ddp.utils.errors import UserError
 
 # Of the kernels that varlen.py takes.
 LARGEST_HEAD = 512

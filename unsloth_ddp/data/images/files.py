@@ -17,8 +17,6 @@ from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
 MOST_BYTES, MOST_PIXELS = 100_000_000, 64_000_000
-# Pixels on a side of the image of a row that is added for the towers alone.
-SMALL = 32
 THUMBNAIL, THUMBNAIL_START = 160, "data:image/jpeg;base64,"
 # Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -117,12 +115,12 @@ def thumbnail(value: str) -> str:
     return f"{THUMBNAIL_START}{base64.b64encode(written.getvalue()).decode()}"
 
 
-def small_image(grey: int = 127) -> str:
-    """Return an image of SMALL pixels a side in one grey as a data URI."""
+def plain_image(width: int, height: int, grey: int = 127) -> str:
+    """Return an image in one grey as a data URI."""
     from PIL import Image
 
     written = io.BytesIO()
-    Image.new("RGB", (SMALL, SMALL), (grey,) * 3).save(written, "PNG")
+    Image.new("RGB", (width, height), (grey,) * 3).save(written, "PNG")
     return f"{DATA}image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 

@@ -19,9 +19,11 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.template import Span
-from unsloth_ddp.data.images.files import open_image, small_image
+from unsloth_ddp.data.images.files import open_image, plain_image
 from unsloth_ddp.utils.errors import UserError, one_line
 
+# Pixels on a side of the image of a row that is added for the towers alone.
+SMALL = 32
 # What the collator makes itself of every row.
 OF_TEXT = ("input_ids", "attention_mask", "labels")
 
@@ -76,22 +78,27 @@ class ImageProcessing:
     small_row: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        text, image = self.image_token, small_image()
-        found = self._process(text, [self._open(image)])
-        longer = self._process(f"{text} a b c d e f g h", [self._open(image)])
+        image = plain_image(SMALL, SMALL)
+        found, longer = (
+            self._process(f"{self.image_token}{text}", [self._open(image)]) for text in ("", " a b c d e f g h")
+        )
         self.of_tokens = {
             name: value.dtype
             for name, value in found.items()
             if name not in OF_TEXT and all(one[name].shape == one["input_ids"].shape for one in (found, longer))
         }
-        ids = found["input_ids"][0].numpy()
-        of_images = {"images": [image], "rendered": text, "pixels": 0}
-        self.small_row = {"input_ids": ids, "labels": np.full(len(ids), IGNORED), **of_images}
+        self.small_row = self.row_of(image)
         plain = self.processor(text=["Hi"], return_tensors="pt")
         if any(bool(plain[name].any()) for name in self.of_tokens if name in plain):
             raise UserError(
                 f"{type(self.processor).__name__} marks text in {', '.join(self.of_tokens)}, which is not supported."
             )
+
+    def row_of(self, image: str) -> dict[str, Any]:
+        """Return a row with an image and nothing else, and without a label."""
+        ids = self._process(self.image_token, [self._open(image)])["input_ids"][0].numpy()
+        of_images = {"images": [image], "rendered": self.image_token, "pixels": 0}
+        return {"input_ids": ids, "labels": np.full(len(ids), IGNORED), **of_images}
 
     def work(self, pixels: np.ndarray) -> np.ndarray:
         """Return the work of rows' images in the towers, in tokens, int64; `pixels` are Expanded.pixels of the rows."""

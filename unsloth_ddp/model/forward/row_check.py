@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.chat.labels import IGNORED
-from unsloth_ddp.data.images.files import small_image
+from unsloth_ddp.data.images.files import plain_image
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.collate import PadRight
 from unsloth_ddp.model.forward.compile_options import uncompiled_layers
@@ -36,6 +36,8 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Tokens of the two rows: a state or a convolution that crosses the border changes much of a short second row.
 BEFORE, ROW = 24, 16
+# Width, height and grey of the images of two rows; their patches have positions of their own, in more than one line.
+IMAGES = ((64, 96, 60), (128, 64, 200))
 # The loss of a row has no gradient at all with respect to another row, in any precision; a share of this size is none.
 NO_GRADIENT = 1e-6
 # Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are rounded
@@ -49,11 +51,15 @@ COMPARED = 8
 
 @dataclass
 class Pass:
-    """The mean loss of a row, its gradients with respect to embedded tokens (tokens, hidden size) and to weights; float32."""
+    """The mean loss of a row, its gradients with respect to embedded tokens (tokens, hidden size) and to weights; float32.
+
+    `places` are the positions that the text decoder was called with, if any.
+    """
 
     loss: Tensor
     to_tokens: Tensor
     to_weights: list[Tensor]
+    places: Tensor | None
 
 
 def rows_mix(
@@ -79,13 +85,16 @@ def rows_mix(
     if processing is None:
         packs = [[{"input_ids": random.choice(token_ids, size)} for size in (BEFORE, ROW)]]
     else:
-        shown = processing.small_row
-        token_ids = token_ids[~np.isin(token_ids, shown["input_ids"])]
-        first, text, last = (random.choice(token_ids, size) for size in (BEFORE, ROW, ROW))
-        with_image = shown | {"input_ids": np.append(shown["input_ids"], first)}
-        without = shown | {"input_ids": text, "images": []}
-        other = shown | {"input_ids": np.append(shown["input_ids"], last), "images": [small_image(60)]}
-        packs = [[with_image, without], [with_image, without, other]]
+        first, last = (processing.row_of(plain_image(*size)) for size in IMAGES)
+        # Tokens of images have no place elsewhere.
+        token_ids = token_ids[~np.isin(token_ids, last["input_ids"])]
+        texts = [random.choice(token_ids, size) for size in (BEFORE, ROW, ROW)]
+        text = last | {"input_ids": texts[1], "images": [], "rendered": ""}
+        first, last = (
+            one | {"input_ids": np.append(one["input_ids"], more)}
+            for one, more in ((first, texts[0]), (last, texts[2]))
+        )
+        packs = [[first, text], [first, text, last]]
     reasons = (_last_row_mixes(model, flatten, rows, DTYPES[precision], processing) for rows in packs)
     return next((reason for reason in reasons if reason), None)
 
@@ -116,12 +125,25 @@ def _last_row_mixes(
     logger.info("packed rows: %.1e of a row's gradient is another row's; alone %.1e, %.1e", share, losses, gradients)
     if not share <= NO_GRADIENT:
         return "the loss of a row depends on the row before it"
+    if not _same_places(packed.places, alone.places, before):
+        return "a row in a pack has other positions than the row alone"
     loss_off, gradients_off = ALONE[dtype]
     if not (losses <= loss_off and gradients <= gradients_off):
         return (
             f"a row alone differs from the row in a pack (its loss by {losses:.1e}, its gradients by {gradients:.1e})"
         )
     return None
+
+
+def _same_places(packed: Tensor | None, alone: Tensor | None, before: int) -> bool:
+    """Return whether a row in a pack has the positions of several dimensions (M-RoPE) that the model finds for the row alone.
+
+    In 16 bit losses may differ by more than some wrong positions would change them.
+    """
+    if alone is None or alone.ndim < 3:
+        return True
+    row = None if packed is None or packed.ndim < 3 else packed[-len(alone) :, :, before:]
+    return row is not None and torch.equal(row, alone[..., : row.shape[-1]])
 
 
 def _padded(row: dict[str, Any], processing: ImageProcessing | None) -> dict[str, Tensor]:
@@ -164,28 +186,36 @@ def _prepared(model: Any, device: torch.device) -> Iterator[None]:
 def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
     """Return loss and gradients of a batch."""
     embedded: list[Tensor] = []
+    places: list[Tensor | None] = []
 
     def keep(_: Any, __: Any, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         # A copy, since some models scale it in place.
         return embedded[-1].clone()
 
+    def see(_: Any, __: Any, given: dict[str, Any]) -> None:
+        places.append(given.get("position_ids"))
+
     for parameter in model.parameters():
         parameter.grad = None
-    hook = model.get_input_embeddings().register_forward_hook(keep)
+    hooks = [
+        model.get_input_embeddings().register_forward_hook(keep),
+        text_decoder(model).register_forward_pre_hook(see, with_kwargs=True),
+    ]
     try:
         with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype is not torch.float32):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     to_tokens = embedded[0].grad
     assert to_tokens is not None, "the loss does not depend on the embedded tokens"
     known = embedding_ids(model)
     trained = (p.grad for p in text_decoder(model).parameters() if p.grad is not None and id(p) not in known)
     # PEFT's second matrix is 0 at first, and so is the gradient of the first one.
     kept = [gradient.float().clone() for gradient in itertools.islice((g for g in trained if g.any()), COMPARED)]
-    return Pass(loss.detach().float(), to_tokens.float().flatten(0, -2), kept)
+    return Pass(loss.detach().float(), to_tokens.float().flatten(0, -2), kept, places[0])
 
 
 def _difference(some: list[Tensor], others: list[Tensor]) -> float:

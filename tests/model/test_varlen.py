@@ -32,13 +32,16 @@ def slow_varlen(
     *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute what torch's varlen_attn does, row by row, causal, within a window: (tokens, heads, size)."""
-    assert boundaries.dtype == torch.int32 and torch.equal(boundaries, boundaries_k)
-    assert longest == longest_k == int(boundaries.diff().max())
+    assert boundaries.dtype == boundaries_k.dtype == torch.int32
+    assert longest == int(boundaries.diff().max()) and longest_k == int(boundaries_k.diff().max())
     assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
     rows = []
-    for first, end in zip(boundaries.tolist(), boundaries.tolist()[1:], strict=False):
-        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (query, key, value))
-        ago = torch.arange(end - first)[:, None] - torch.arange(end - first)
+    ends = zip(*(x.tolist()[i:][: len(x) - 1] for x in (boundaries, boundaries_k) for i in (0, 1)), strict=True)
+    for first, end, first_k, end_k in ends:
+        q = query[first:end].transpose(0, 1)[None]
+        k, v = (x[first_k:end_k].transpose(0, 1)[None] for x in (key, value))
+        # Queries are those of the last tokens.
+        ago = torch.arange(end_k - first_k)[first - end :, None] - torch.arange(end_k - first_k)
         seen = (ago >= 0) & ((ago <= window_size[0]) | (window_size[0] < 0))
         row = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
         rows.append(row[0].transpose(0, 1))

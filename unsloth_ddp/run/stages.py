@@ -32,7 +32,7 @@ from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
-from unsloth_ddp.model.forward.attention import choose_packing, prove_rows_apart
+from unsloth_ddp.model.forward.attention import choose_packing, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
 from unsloth_ddp.run import answers
@@ -139,6 +139,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     with runtime.progress.timing("check_of_packs"):
         choice = choose_packing(settings, runtime, model, images=train.processing is not None)
         choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice, train.processing)
+        choice = prove_prompts_shared(settings, runtime, model, train.first_tokens(), choice)
     plan, train, packing = dataset.fill_steps(_request(run), train, choice)
     if nodes := node_range():
         check_layouts(

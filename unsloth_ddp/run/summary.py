@@ -127,6 +127,7 @@ def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool)
     if rows.packing is not None:
         number = "packs" if rows.streamed else counted(len(rows.packing), "pack")
         packing = f"on: {data.packing.reason}; {number} of up to {rows.packing.longest:,} tokens, {rows.packing.fill:.0%} full"
+        packing += "; prompts of pairs are computed once" if data.packing.prompts_once else ""
     return {
         "training rows": training,
         "evaluation rows": f"{data.evaluation.counts.rows:,}" if data.evaluation else "none",

@@ -14,6 +14,7 @@ from unsloth_ddp.data.arrow_rows import IMAGE_KEYS, OF_TOKENS, join_rows, split_
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.fixed_shape import FixedShape
+from unsloth_ddp.data.order.shared_prompts import keep_prompts_once, repeated_prompts
 
 # What a batch does not hold as it is in the examples.
 COLLATED = (*OF_TOKENS, *IMAGE_KEYS, "desirable")
@@ -59,45 +60,60 @@ class Flatten:
     (M-RoPE), (dimensions, rows, longest row), for padded rows. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
     int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
     which would otherwise compute them in every layer and wait for the device each time. With `row_of_token` add `seq_idx`,
-    (1, tokens), int32, for convolutions.
+    (1, tokens), int32, for convolutions. With `prompts_once` the packs hold pairs, of which the second row leaves out the prompt;
+    `cu_seq_lens_k` then has the boundaries of whole rows, and `shared_keys`, int64, the token with the key of each token in them.
     """
 
     keys: Literal["unsloth", "flash", "positions"]
     row_of_token: bool = False
+    prompts_once: bool = False
     padded: PadRight | None = None
     positions: Callable[..., tuple[torch.Tensor, Any]] | None = None
 
     def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         if self.padded is not None and self.padded.processing is not None:
             return self._with_images(self.padded(packs), list(self.padded.processing.of_tokens))
+        ids, labels, lengths = (
+            np.concatenate([pack[name] for pack in packs]) for name in ("input_ids", "labels", "lengths")
+        )
+        positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        of_tokens = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        whole, keys = lengths, None
+        if self.prompts_once:
+            repeated = repeated_prompts(ids, labels, lengths)
+            kept, keys = keep_prompts_once(lengths, repeated)
+            of_tokens = {name: values[kept] for name, values in of_tokens.items()}
+            lengths = lengths - repeated
         batch: dict[str, Any] = {
-            name: torch.as_tensor(np.concatenate([pack[name] for pack in packs]), dtype=torch.int64).unsqueeze(0)
-            for name in ("input_ids", "labels")
+            name: torch.as_tensor(values, dtype=torch.int64).unsqueeze(0) for name, values in of_tokens.items()
         }
-        return batch | self._of_rows(np.concatenate([pack["lengths"] for pack in packs]))
+        if keys is not None:
+            batch["shared_keys"] = torch.as_tensor(keys, dtype=torch.int64)
+        return batch | self._borders(lengths, whole)
 
     def _with_images(self, batch: dict[str, torch.Tensor], of_tokens: list[str]) -> dict[str, Any]:
         """Return padded rows without their padding, in one sequence."""
-        kept = batch["attention_mask"] == 1
-        flat = self._of_rows(kept.sum(dim=1).numpy())
+        mask = batch["attention_mask"]
+        kept, lengths = mask == 1, mask.sum(dim=1).numpy()
+        positions = (mask.cumsum(dim=1) - 1)[kept][None]
         if self.positions is not None:
             taken = inspect.signature(self.positions).parameters
             places, _ = self.positions(**{name: batch[name] for name in taken if name in batch})
-            flat["position_ids"] = torch.cat([flat["position_ids"][None], places[:, None, kept]])
+            positions = torch.cat([positions[None], places[:, None, kept]])
+        batch |= {name: batch[name][kept][None] for name in ("input_ids", "labels", *of_tokens)}
         del batch["attention_mask"]
-        return batch | {name: batch[name][kept][None] for name in ("input_ids", "labels", *of_tokens)} | flat
+        return batch | {"position_ids": positions} | self._borders(lengths, lengths)
 
-    def _of_rows(self, lengths: np.ndarray) -> dict[str, Any]:
-        """Return what says where rows of these lengths begin."""
-        ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        batch: dict[str, Any] = {"position_ids": torch.as_tensor(positions, dtype=torch.int64).unsqueeze(0)}
+    def _borders(self, lengths: np.ndarray, whole: np.ndarray) -> dict[str, Any]:
+        """Return the keys beside positions for rows of these lengths; `whole` counts the prompts that they leave out too."""
+        batch: dict[str, Any] = {}
         if self.keys == "unsloth":
             batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
         elif self.keys == "flash":
-            borders = torch.as_tensor(np.append(0, ends), dtype=torch.int32)
-            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
-            batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+            for name, of_rows in (("q", lengths), ("k", whole)):
+                borders = np.append(0, np.cumsum(of_rows))
+                batch[f"cu_seq_lens_{name}"] = torch.as_tensor(borders, dtype=torch.int32)
+                batch[f"max_length_{name}"] = int(of_rows.max())
         if self.row_of_token:
             batch["seq_idx"] = torch.as_tensor(np.repeat(np.arange(len(lengths)), lengths), dtype=torch.int32)[None]
         return batch
@@ -133,7 +149,8 @@ class Collate:
         batch: dict[str, Any] = self.flatten(examples) if packed else self.pad(examples)
         batch |= {name: torch.from_numpy(values) for name, values in _further(examples).items()}
         if packed and self.by_row:
-            batch["row_lengths"] = torch.from_numpy(np.concatenate([pack["lengths"] for pack in examples]))
+            of_rows = torch.from_numpy(np.concatenate([pack["lengths"] for pack in examples]))
+            batch["row_lengths"] = batch["cu_seq_lens_q"].diff() if "shared_keys" in batch else of_rows
         if self.head_chooses:
             batch |= supervised_positions(batch["labels"])
         if packed and self.shape is not None:

@@ -150,10 +150,15 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 
 @dataclass(frozen=True)
 class PackingDecision:
-    """The decision to pack rows or not, and the reason in a few words."""
+    """The decision to pack rows or not, and the reason in a few words.
+
+    Args:
+        prompts_once: whether the prompt of a pair is computed once for both answers.
+    """
 
     packed: bool
     reason: str
+    prompts_once: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ only the blocks; without one, a mask of the whole pack is built and most of the 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.task_options import PAIR_TASKS
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.collate import Flatten, PadRight
 from unsloth_ddp.data.order.packing import (
@@ -29,11 +31,12 @@ from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.packing_obstacles import lookahead_reason, mixing_reason, state_reason
-from unsloth_ddp.model.forward.row_check import rows_mix
+from unsloth_ddp.model.forward.row_check import prompts_differ, rows_mix
 from unsloth_ddp.model.forward.short_convolution import convolve_within_rows, convolving_layers
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
 
+logger = logging.getLogger("unsloth_ddp")
 # Of the kernels that varlen.py takes.
 LARGEST_HEAD = 512
 TORCH_KERNEL = "torch's varlen_attn"
@@ -177,6 +180,26 @@ def prove_rows_apart(
     return decide_packing(settings.packing, "", None, state_reason(model) or mixed)
 
 
+def prove_prompts_shared(
+    settings: Settings, runtime: Runtime, model: Any, token_ids: np.ndarray, choice: PackingDecision
+) -> PackingDecision:
+    """Return the decision, with whether the prompt of a pair is computed once for both answers; the same on every rank.
+
+    It is if torch's kernel computes the packs, and a trial gives the same loss and gradients; not while weights are sharded.
+
+    Args:
+        token_ids: int (n,), tokens of rows.
+    """
+    if not choice.packed or settings.task not in PAIR_TASKS:
+        return choice
+    reason = "only torch's kernel does that"
+    if all(runtime.gather(_can_compute(runtime, model) and _implementation(model) == varlen.NAME)):
+        found = runtime.gather(prompts_differ(model, flatten_for(runtime, model), token_ids, runtime.precision))
+        reason = next((one for one in found if one), "")
+    logger.info("prompts of pairs are computed once%s", f" for each answer: {reason}" if reason else "")
+    return dataclasses.replace(choice, prompts_once=not reason)
+
+
 def _gets_boundaries(implementation: str) -> bool:
     return implementation == varlen.NAME or "flash" in implementation
 
@@ -240,7 +263,8 @@ def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", 
 
 def flatten_for(runtime: Runtime, model: Any, padded: PadRight | None = None) -> Flatten:
     """Return what collates packs for this model; `padded` knows the images of rows, if they have some."""
-    return Flatten(keys_for_packs(runtime, model), _convolves_here(runtime, model), padded, own_positions(model))
+    keys, convolves = keys_for_packs(runtime, model), _convolves_here(runtime, model)
+    return Flatten(keys, row_of_token=convolves, padded=padded, positions=own_positions(model))
 
 
 def _convolves_here(runtime: Runtime, model: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -18,7 +19,7 @@ from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.images.files import plain_image
 from unsloth_ddp.data.images.processing import ImageProcessing
-from unsloth_ddp.data.order.collate import PadRight
+from unsloth_ddp.data.order.collate import Flatten, PadRight
 from unsloth_ddp.model.forward.compile_options import uncompiled_layers
 from unsloth_ddp.model.modules import (
     DTYPES,
@@ -144,6 +145,42 @@ def _same_places(packed: Tensor | None, alone: Tensor | None, before: int) -> bo
         return True
     row = None if packed is None or packed.ndim < 3 else packed[-len(alone) :, :, before:]
     return row is not None and torch.equal(row, alone[..., : row.shape[-1]])
+
+
+def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precision: str) -> str | None:
+    """Return in a few words how a pair changes if its prompt is computed once for both answers; None if it does not.
+
+    Compares the loss of the second answer and its gradients, those of the prompt among them, with the pack of two whole rows.
+
+    Args:
+        model, token_ids, precision: as those of rows_mix.
+        flatten: as in rows_mix, without `prompts_once`.
+    """
+    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
+    random = np.random.default_rng(0)
+    prompt, *answers = (random.choice(token_ids, size) for size in (BEFORE, ROW, ROW))
+    rows = [np.concatenate([prompt, answer]) for answer in answers]
+    pack = join_rows([{"input_ids": row, "labels": np.full(len(row), IGNORED)} for row in rows])
+    whole_row = BEFORE + ROW
+    # Only the second answer is trained on.
+    pack["labels"][whole_row:] = np.where(np.arange(whole_row) < BEFORE, IGNORED, pack["input_ids"][whole_row:])
+    try:
+        with _prepared(model, device):
+            apart = _compute(model, _on(flatten([pack]), device), dtype)
+            once = _compute(model, _on(dataclasses.replace(flatten, prompts_once=True)([pack]), device), dtype)
+    except Exception as error:
+        logger.warning("the check of prompts that are computed once failed", exc_info=True)
+        return f"a trial failed ({one_line(error, 120)})"
+    loss = float((apart.loss - once.loss).abs() / apart.loss.abs().clamp(min=1e-6))
+    # The prompt's last token is that of the second row.
+    of_prompt = slice(whole_row, whole_row + BEFORE - 1)
+    tokens = _difference([apart.to_tokens[of_prompt]], [once.to_tokens[: BEFORE - 1]])
+    weights = _difference(apart.to_weights, once.to_weights)
+    logger.info("prompts computed once differ by %.1e, %.1e in the prompt and %.1e", loss, tokens, weights)
+    loss_off, gradients_off = ALONE[dtype]
+    if not (loss <= loss_off and max(tokens, weights) <= gradients_off):
+        return f"the loss would differ by {loss:.1e}, and gradients by {max(tokens, weights):.1e}"
+    return None
 
 
 def _padded(row: dict[str, Any], processing: ImageProcessing | None) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,6 +190,9 @@ def attend(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    shared_keys: Tensor | None = None,
     dense: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -202,6 +205,8 @@ def attend(
         sliding_window: tokens that a token attends to, itself included.
         cu_seq_lens_q: boundaries of packed rows, int32 (rows + 1,); without them every sequence of the batch is a row.
         max_length_q: tokens of the longest packed row.
+        shared_keys: the token whose key each token of whole rows has, if the second rows of pairs have no prompt (see
+            data/order/shared_prompts.py); `cu_seq_lens_k` and `max_length_k` are then those of whole rows, int32 (rows + 1,).
         dense: every sequence of the batch is a row, and torch's attention for such batches is used where it can be.
 
     Returns:
@@ -238,15 +243,31 @@ def attend(
     width = value.shape[3]
     # One size of heads for the kernels; the scale is that of the keys.
     padded = value if width == size else torch.nn.functional.pad(value, (0, size - width))
-    kernel = _flash if size <= LARGEST_FLASH_HEAD else _memory_efficient
     scale = size**-0.5 if scaling is None else scaling
-    attended = kernel(by_token(query), by_token(key), by_token(padded), boundaries, longest, scale, sliding_window)
+    keys, values, rows = by_token(key), by_token(padded), Rows(boundaries, longest, boundaries, longest)
+    if shared_keys is not None:
+        assert cu_seq_lens_k is not None and max_length_k is not None, "the boundaries of whole rows are missing"
+        # The gradient of a key is the sum of two at most, so that it does not depend on their order.
+        keys, values = keys.index_select(0, shared_keys), values.index_select(0, shared_keys)
+        rows = Rows(boundaries, longest, cu_seq_lens_k, max_length_k)
+    kernel = _flash if size <= LARGEST_FLASH_HEAD else _memory_efficient
+    attended = kernel(by_token(query), keys, values, rows, scale, sliding_window)
     return attended.view(batch, tokens, heads, size)[..., :width], None
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
-) -> Tensor:
+class Rows(NamedTuple):
+    """Boundaries of rows, int32 (rows + 1,), and the longest row, of queries and of keys.
+
+    A row with fewer queries than keys has those of its last tokens.
+    """
+
+    of_queries: Tensor
+    longest: int
+    of_keys: Tensor
+    longest_keys: int
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, window: int | None) -> Tensor:
     """Return causal attention within rows by flash attention, (tokens, heads, head size), of up to 256 values a head."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -254,10 +275,10 @@ def _flash(
         query,
         key,
         value,
-        boundaries,
-        boundaries,
-        longest,
-        longest,
+        rows.of_queries,
+        rows.of_keys,
+        rows.longest,
+        rows.longest_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=key.shape[1] != query.shape[1],
@@ -267,14 +288,18 @@ def _flash(
 
 
 def _memory_efficient(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, window: int | None
 ) -> Tensor:
     """Return the same by torch's memory-efficient kernel, which takes wider heads and no groups of them."""
+    if rows.of_keys is not rows.of_queries:
+        raise NotImplementedError(
+            f"torch has no kernel for prompts that pairs share with heads of {query.shape[2]} values"
+        )
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
     # The kernel refuses a row that is longer than all rows together.
-    return wide_attention(query, key, value, boundaries, min(longest, query.shape[0]), scale, window)[0]
+    return wide_attention(query, key, value, rows.of_queries, min(rows.longest, query.shape[0]), scale, window)[0]
 
 
 # Operators of the kit, since torch cannot compile the backward pass of this kernel within rows: what describes it to the

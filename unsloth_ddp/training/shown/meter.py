@@ -229,7 +229,8 @@ class Meter:
 def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     """Count the tokens of a micro-batch without padding and filler rows, which have one token; return a 0-dim tensor.
 
-    Rows in a pack are found by their positions: a row of one token is a 0 that is followed by another 0 or by the end.
+    Rows in a pack are found by their positions: a row of one token is a 0 that is followed by another 0 or by the end. A prompt that
+    is computed once for the two rows of a pair counts in both.
     """
     if "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(dim=1)
@@ -237,7 +238,7 @@ def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     # The first of several dimensions (see Flatten) is that of the text.
     begins = inputs["position_ids"].flatten(0, -2)[0] == 0
     ends = torch.cat([begins[1:], begins.new_ones(1)])
-    return begins.numel() - (begins & ends).sum()
+    return inputs.get("shared_keys", begins).numel() - (begins & ends).sum()
 
 
 def peak_memory_bytes(device_type: str) -> int:

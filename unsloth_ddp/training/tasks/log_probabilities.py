@@ -21,6 +21,7 @@ INPUTS = (
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
+    "shared_keys",
 )
 
 

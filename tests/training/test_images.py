@@ -22,8 +22,9 @@ from unsloth_ddp.data.sources.checked_rows import checked_rows
 RATE, FULL_RATE = 0.5, 0.2
 # 13 rows: the second step of an epoch holds 5, and one rank of two has micro-batches without an image.
 NUMBERS = (1, 0, 3, 2, 1, 0, 1, 3, 0, 0, 1, 0, 0)
-# Tokens of a pack, which make five to seven of the rows.
-CAPACITY = {"gemma4": 250}
+# Tokens of a pack, with which the rows make six, and the rate of runs with packs, where larger steps make more of the rounding
+# of fp32.
+CAPACITY, PACKED_RATE = {"gemma4": 250}, {"gemma4": 0.1}
 PACKED = "--packing on --max_length"
 
 
@@ -54,7 +55,7 @@ def job(tmp_path_factory, model_of, rows):
 
     def run(kind: str, processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
         name = name or f"{kind}{processes}x{per_device}{extra.replace(' ', '')}".replace("/", "_")
-        rate = FULL_RATE if "--method full" in extra else RATE
+        rate = FULL_RATE if "--method full" in extra else PACKED_RATE.get(kind, RATE) if PACKED in extra else RATE
         options = f"--model {model_of(kind)} --dataset {rows} --learning_rate {rate} --max_length 512 {extra}"
         return run_once(cwd, name, processes, per_device, options, environ)
 
@@ -72,7 +73,7 @@ def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
 class ImageLoop(PlainLoop):
     absolute = 0.0
 
-    def __init__(self, folder: Path, rows: Path, targets: list[str] | None, capacity: int | None = None) -> None:
+    def __init__(self, folder: Path, rows: Path, targets: list[str] | None, capacity: int | None, rate: float) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(folder)
@@ -83,7 +84,7 @@ class ImageLoop(PlainLoop):
         super().__init__(
             base,
             units_of([len(labels) for _, labels in self.read_rows], capacity),
-            RATE if targets else FULL_RATE,
+            rate,
             targets,
         )
 
@@ -134,7 +135,8 @@ def loops(model_of, rows):
         targets = json.loads(adapter.read_text())["target_modules"] if adapter.exists() else None
         key = (kind, tuple(sorted(targets or ())), capacity)
         if key not in made:
-            made[key] = ImageLoop(model_of(kind), rows, targets, capacity)
+            rate = PACKED_RATE.get(kind, RATE) if capacity else RATE
+            made[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
         return made[key]
 
     return loop

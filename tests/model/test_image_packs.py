@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import pickle
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tests.conftest import write_jsonl
 from tests.model.test_varlen import slow_varlen
+from tests.plan.conftest import SHAPE
 from tests.runtimes import cpu_runtime
 from tests.tiny_vision import KINDS, image_rows, save_vision
 from unsloth_ddp.config.options import Settings
@@ -22,7 +24,7 @@ from unsloth_ddp.data.arrow_rows import join_rows, split_rows
 from unsloth_ddp.data.chat.tokenize import Encoder
 from unsloth_ddp.data.images.processing import ImageProcessing, load_processing
 from unsloth_ddp.data.order.collate import Flatten, PadRight
-from unsloth_ddp.data.order.packing import PackingDecision
+from unsloth_ddp.data.order.packing import PackingDecision, best_fit
 from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -31,6 +33,8 @@ from unsloth_ddp.model.forward.packing_obstacles import lookahead_reason
 from unsloth_ddp.model.forward.row_check import rows_mix
 from unsloth_ddp.model.forward.short_convolution import convolve_within_rows
 from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
+from unsloth_ddp.sizing.choose import planned_packing
+from unsloth_ddp.sizing.rows import RowLengths
 from unsloth_ddp.training.shown.meter import real_tokens
 
 TOLERANCE = 5e-6
@@ -122,9 +126,11 @@ def with_state_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", modeling_qwen3_5.causal_conv1d_fn)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen3_5"])
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "qwen3_5"), "gemma4 looking ahead"])
 def test_a_row_in_a_pack_is_the_row_alone_with_a_mask(kind: str, tiny: Any) -> None:
-    one = tiny(kind)
+    one = tiny(kind.split()[0])
+    if "ahead" in kind:
+        one.model.config.text_config.use_bidirectional_attention = "vision"
     flatten = attention.flatten_for(cpu_runtime(), one.model, PadRight(0, one.processing))
     assert_rows_are_as_alone(one, flatten)
     decision = PackingDecision(True, "a mask keeps rows apart")
@@ -171,6 +177,10 @@ def test_image_tokens_that_look_ahead_take_no_kernel(tiny: Any, monkeypatch: pyt
     with_images = attention.choose_packing(Settings(model="m"), runtime, larger, images=True)
     assert with_images == PackingDecision(False, reason)
     assert attention.choose_packing(Settings(model="m"), runtime, larger).packed
+    shape = dataclasses.replace(SHAPE, packing=attention.packing_obstacles(larger, unsloth_attention=False))
+    on_gpus = Settings(model="m", backend="transformers")
+    assert planned_packing(on_gpus, shape, images=True) == PackingDecision(False, reason)
+    assert planned_packing(on_gpus, shape).packed
     # A mask holds what they see: it is used where packs are asked for.
     asked = attention.choose_packing(Settings(model="m", packing="on"), runtime, tiny("gemma3").model, images=True)
     assert asked.packed and reason in asked.reason
@@ -259,3 +269,9 @@ def test_rows_leave_a_pack_with_their_images(tiny: Any) -> None:
     for found, row in zip(split_rows(join_rows(rows)), rows, strict=True):
         assert found["images"] == row["images"] and found["rendered"] == row["rendered"]
         assert found["input_ids"].tolist() == row["input_ids"].tolist()
+
+
+def test_a_plan_sums_the_pixels_of_a_packs_rows() -> None:
+    packing = best_fit(np.array([4, 3, 2]), 6)
+    rows = RowLengths(np.array([4, 3, 2]), 5, pixels=np.array([100, 10, 1])).packed(packing)
+    assert sorted(rows.pixels.tolist()) == [10, 101] and rows.most_pixels(1) == 101

@@ -138,7 +138,7 @@ def test_cuda_graphs_are_used_where_the_table_says(
     monkeypatch.setattr(varlen, "is_available", lambda: True)
     where = place(column)
     where.precision, where.ranks = "bf16", SimpleNamespace(world_size=2)
-    packed: Any = SimpleNamespace(train=SimpleNamespace(packing=object()))
+    packed: Any = SimpleNamespace(train=SimpleNamespace(packing=object(), processing=None))
     assert cell == ("yes" if obstacle(parse(""), where, packed) is None else "no")
     assert (obstacle(parse("--method full"), where, packed) is None) == (cell == "yes")
     for kind in ("auto", "none", "torch", "unsloth"):

@@ -105,7 +105,7 @@ class DDPTrainer(ResumableTrainer):
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
         padded = PadRight(tokenizer.pad_token_id, data.train.processing)
-        flatten = dataclasses.replace(flatten_for(runtime, model), prompts_once=data.packing.prompts_once)
+        flatten = dataclasses.replace(flatten_for(runtime, model, padded), prompts_once=data.packing.prompts_once)
         self.collate = Collate(padded, flatten, by_row=settings.trains_preferences)
         checkpointing = GradientCheckpointing(model, runtime, settings)
         graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import re
@@ -69,3 +70,23 @@ def stateful_layer(model: Any) -> str | None:
         if not whole and (STATEFUL_LAYERS.search(name) or hasattr(module, "A_log") or convolves):
             return name
     return None
+
+
+def lookahead_reason(model: Any) -> str | None:
+    """Return why no kernel computes packs with images, if the masks of the model's class let tokens of an image attend to later ones."""
+    base = base_model(model)
+    make = getattr(base, "create_masks_for_generate", None)
+    names = [name for name in inspect.signature(make).parameters if name.endswith("token_type_ids")] if make else []
+    if make is None or not names:
+        return None
+    config = copy.deepcopy(base.config)
+    config._attn_implementation = "sdpa"
+    # Which of the two marks an image depends on the class.
+    kinds = dict.fromkeys(names, torch.tensor([[0, 0, 1, 1]]))
+    made = make(
+        config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None, position_ids=None, **kinds
+    )  # fmt: skip
+    masks = made.values() if isinstance(made, dict) else [made]
+    if not any(mask is not None and mask.triu(1).any() for mask in masks):
+        return None
+    return "tokens of an image attend to later ones, which kernels for packed rows do not take"

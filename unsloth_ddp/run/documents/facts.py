@@ -70,7 +70,7 @@ def first_image(rows: TokenizedRows) -> str | None:
     if not len(shown):
         return None
     try:
-        return thumbnail(rows.examples[int(shown[0])]["images"][0])
+        return thumbnail(rows.rows[int(shown[0])]["images"][0])
     except UserError:
         return None
 

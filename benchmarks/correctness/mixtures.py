@@ -70,17 +70,20 @@ def main() -> None:
             results[result["name"]] = result
             write_results(given.json, processes=given.processes, runs=list(results.values()))
         good = [name for name, result in results.items() if "losses" in result]
+        for name in good:
+            one = name.replace("_several", "_one")
+            if name != one and one in good:
+                kind = next(kind for kind in KINDS if name.startswith(kind))
+                initial = given.work / kind if "_full_" in name else None
+                results[name]["update_difference"] = update_difference(given.work, name, one, initial)
+        # Kept before the results are loaded: a benchmark that is ended loses little.
+        write_results(given.json, processes=given.processes, runs=list(results.values()))
         for name, found in zip(good, pool.map(lambda n: reload(given.work / "outputs" / n), good), strict=True):
             results[name]["reload"] = found
     for name, result in results.items():
         if "losses" not in result:
             print(f"{name:36} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
             continue
-        one = name.replace("_several", "_one")
-        if name != one and "losses" in results[one]:
-            kind = next(kind for kind in KINDS if name.startswith(kind))
-            initial = given.work / kind if "_full_" in name else None
-            result["update_difference"] = update_difference(given.work, name, one, initial)
         shown = {key: result.get(key) for key in ("update_difference", "reload")}
         print(f"{name:36} {shown} run {result['summary']['eval_loss']}", flush=True)
     write_results(given.json, processes=given.processes, runs=list(results.values()))

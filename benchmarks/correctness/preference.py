@@ -1,11 +1,11 @@
-"""Compare steps of DPO and KTO between layouts and backends on GPUs, and the speed of DPO with TRL's and Unsloth's.
+"""Compare steps of DPO and KTO between layouts on GPUs, and the speed of DPO with TRL's and Unsloth's.
 
     python -m benchmarks.correctness.preference parity --json benchmarks/results/correctness/preference_parity.json
     python -m benchmarks.correctness.preference speed --json benchmarks/results/speed/preference.json
 
 parity: trains the demo's model for three steps of SGD in fp32 on the same rows, with one process and with two (DDP, ZeRO-2,
-ZeRO-3, FSDP2), with both backends. The weight update is compared with that of one process of the same backend, and the
-log-probabilities of the first step, when no weight has changed, with those of Transformers on one process.
+ZeRO-3, FSDP2). The weight update and the log-probabilities of the first step, when no weight has changed, are compared with those of
+one process.
 speed: measures tokens a second without padding and the peak memory of DPO on a random-weight model, LoRA in bf16, on the same pairs
 and with as many pairs a step: the kit, TRL and Unsloth as documented, and both without gradient checkpointing and with larger batches.
 """
@@ -57,13 +57,12 @@ def parity(work: Path, path: Path, only: list[str], *, cpu: bool) -> None:
     pairs, labelled = REPO / "demo/pairs_train.jsonl", work / "labelled.jsonl"
     labelled_rows(pairs, labelled)
     jobs = {
-        f"{backend}_{task}_{method}_{layout}": (layout, f"--model {REPO}/demo/model --dataset {rows} --task {task} --backend {backend} --method {method} {STEPS}")
-        for backend in ("transformers", *([] if cpu else ["unsloth"]))
+        f"transformers_{task}_{method}_{layout}": (layout, f"--model {REPO}/demo/model --dataset {rows} --task {task} --method {method} {STEPS}")
         for task, rows in (("dpo", pairs), ("kto", labelled))
-        for method in ("lora", "full")
-        # In fp32 Unsloth trains adapters only.
-        if (backend, method) != ("unsloth", "full")
+        for method in ("lora", "qlora", "full")
         for layout in (CPU_CONFIGS if cpu else CONFIGS)
+        # ZeRO-3 does not shard 4-bit weights, and a CPU has none.
+        if method != "qlora" or not (cpu or layout == "zero3")
     }  # fmt: skip
     jobs = {name: job for name, job in jobs.items() if not only or any(word in name for word in only)}
 
@@ -87,17 +86,16 @@ def parity(work: Path, path: Path, only: list[str], *, cpu: bool) -> None:
 
 
 def compared(work: Path, name: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the differences of a run from those on one process: the first of each kind of run."""
-    backend, task, method, _ = name.split("_")
-    found: dict[str, Any] = {}
-    own, transformers = f"{backend}_{task}_{method}_single", f"transformers_{task}_{method}_single"
-    if "losses" in results.get(own, {}):
-        initial = REPO / "demo/model" if method == "full" else None
-        found["update_difference"] = update_difference(work, name, own, initial)
-    if "losses" in results.get(transformers, {}):
-        first = [log_history(work / "outputs" / run)[0] for run in (name, transformers)]
-        found["logps_difference"] = max(abs(first[0][key] / first[1][key] - 1) for key in SHOWN)
-    return found
+    """Return the differences of a run from that on one process: the first of each kind of run."""
+    own = f"{name.rpartition('_')[0]}_single"
+    if "losses" not in results.get(own, {}):
+        return {}
+    initial = REPO / "demo/model" if "_full_" in name else None
+    first = [log_history(work / "outputs" / run)[0] for run in (name, own)]
+    return {
+        "update_difference": update_difference(work, name, own, initial),
+        "logps_difference": max(abs(first[0][key] / first[1][key] - 1) for key in SHOWN),
+    }
 
 
 def speed(work: Path, path: Path, given: argparse.Namespace) -> None:

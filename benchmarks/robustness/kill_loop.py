@@ -4,7 +4,7 @@
 
 The demo's model trains on one GPU with packed rows and CUDA graphs, under `cluster/node.sh --max_restarts 3`; `--cpu` leaves
 both out. A rank is killed with SIGKILL as soon as it has taken a step behind a new checkpoint. The weights are compared
-with those of an uninterrupted run.
+with those of an uninterrupted run, which goes beside it, on the last GPU. The results are written after each kill.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import REPO, write_results
+from benchmarks.common.runs import REPO, gpu_names, write_results
 from unsloth_ddp.utils.versions import versions
 
 SAVE_STEPS = 10
@@ -66,13 +68,21 @@ def rank_of(run: str) -> int | None:
     return None
 
 
-def train(name: str, kills: int, work: Path, *, cpu: bool, strike: bool) -> dict[str, Any]:
-    """Run to the end, and return the exit code, the weights' checksum and what each kill cost."""
+def train(
+    name: str, kills: int, work: Path, gpu: int, resumed: Callable[[list[dict[str, Any]]], None] | None, *, cpu: bool
+) -> dict[str, Any]:
+    """Run to the end, and return the exit code, the weights' checksum and what each kill cost.
+
+    Args:
+        gpu: that the run uses.
+        resumed: gets the kills so far after each; without it nothing is killed.
+    """
     log, run = work / f"{name}.txt", work / "outputs" / name
     each: list[dict[str, Any]] = []
+    environ = {**os.environ, **({} if cpu else {"CUDA_VISIBLE_DEVICES": str(gpu)})}
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command(name, kills, work, cpu=cpu), cwd=work, stdout=output, stderr=subprocess.STDOUT
+            command(name, kills, work, cpu=cpu), cwd=work, env=environ, stdout=output, stderr=subprocess.STDOUT
         )
     killed_at, wanted, moved, seen = 0.0, SAVE_STEPS, time.monotonic(), 0
     while process.poll() is None and time.monotonic() - moved < PATIENCE:
@@ -82,9 +92,11 @@ def train(name: str, kills: int, work: Path, *, cpu: bool, strike: bool) -> dict
             if killed_at and step < wanted:
                 each[-1] |= {"seconds_to_next_step": round(moved - killed_at, 1), "resumed_at": step}
                 killed_at = 0.0
+                if resumed:
+                    resumed(each)
         saved = saved_step(run)
         if (
-            strike
+            resumed
             and not killed_at
             and len(each) < kills
             and saved >= wanted
@@ -94,7 +106,8 @@ def train(name: str, kills: int, work: Path, *, cpu: bool, strike: bool) -> dict
             os.kill(pid, signal.SIGKILL)
             killed_at, wanted = time.monotonic(), saved + SAVE_STEPS
             each.append({"killed_at": step, "saved": saved})
-            seen = -1
+            # The log is empty until the run that was started again takes a step.
+            seen = 0
             _forget_steps(log)
         time.sleep(0.02)
     hung = process.poll() is None
@@ -118,21 +131,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="kill_loop_"))
-    whole = train("whole", given.kills, work, cpu=given.cpu, strike=False)
-    killed = train("killed", given.kills, work, cpu=given.cpu, strike=True)
-    seconds = [kill["seconds_to_next_step"] for kill in killed["kills"] if "seconds_to_next_step" in kill]
-    result = {
-        "kills": len(killed["kills"]),
-        "resumed": len(seconds),
-        "seconds_to_next_step": {"median": statistics.median(seconds), "most": max(seconds)} if seconds else None,
-        "exit_code": killed["exit_code"],
-        "hung": killed["hung"],
-        "bit_identical": whole["weights"] is not None and whole["weights"] == killed["weights"],
-        "each": killed["kills"],
-    }
+    result: dict[str, Any] = {}
+
+    def keep(each: list[dict[str, Any]], **ended: Any) -> None:
+        seconds = [kill["seconds_to_next_step"] for kill in each if "seconds_to_next_step" in kill]
+        shown = {"median": statistics.median(seconds), "most": max(seconds)} if seconds else None
+        result.update(kills=len(each), resumed=len(seconds), seconds_to_next_step=shown, each=each, **ended)
+        if given.json:
+            write_results(given.json, versions=versions(), save_steps=SAVE_STEPS, **result)
+
+    with ThreadPoolExecutor() as pool:
+        last = max(0, len(gpu_names()) - 1)
+        beside = pool.submit(train, "whole", given.kills, work, last, None, cpu=given.cpu)
+        killed = train("killed", given.kills, work, 0, keep, cpu=given.cpu)
+        whole = beside.result()
+    same = whole["weights"] is not None and whole["weights"] == killed["weights"]
+    keep(killed["kills"], exit_code=killed["exit_code"], hung=killed["hung"], bit_identical=same)
     print(result, flush=True)
-    if given.json:
-        write_results(given.json, versions=versions(), save_steps=SAVE_STEPS, **result)
     if result["bit_identical"]:
         shutil.rmtree(work)
     else:

@@ -41,24 +41,30 @@ def own_address() -> tuple[str, str]:
     raise SystemExit("this machine has no address but loopback's")
 
 
+def environ_of(node: int, port: int, half: int) -> dict[str, str]:
+    """Return the environment of one of two nodes with `half` processes each."""
+    interface, address = own_address()
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": ",".join(str(half * node + gpu) for gpu in range(half)),
+        "NNODES": "2",
+        "NODE_RANK": str(node),
+        "MASTER_ADDR": address,
+        # The machine's own name may lead to loopback.
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "MASTER_PORT": str(port),
+        "GPUS_PER_NODE": str(half),
+        "NCCL_HOSTID": f"node{node}",
+    }
+
+
 def two_nodes(name: str, work: Path, port: int, arguments: list[str], half: int) -> dict[str, Any]:
     """Run node.sh on both nodes, each with `half` processes; return exit codes, seconds and output."""
     began = time.perf_counter()
-    interface, address = own_address()
     processes = []
     for node in (0, 1):
-        environ = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": ",".join(str(half * node + gpu) for gpu in range(half)),
-            "NNODES": "2",
-            "NODE_RANK": str(node),
-            "MASTER_ADDR": address,
-            # The machine's own name may lead to loopback.
-            "GLOO_SOCKET_IFNAME": interface,
-            "NCCL_SOCKET_IFNAME": interface,
-            "MASTER_PORT": str(port),
-            "GPUS_PER_NODE": str(half),
-            "NCCL_HOSTID": f"node{node}",
+        environ = environ_of(node, port, half) | {
             "NCCL_DEBUG": "INFO",
             "NCCL_DEBUG_FILE": str(work / f"{name}_nccl_{node}.%p.txt"),
         }

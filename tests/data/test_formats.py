@@ -114,6 +114,8 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"instruction": "a", "input": "", "response": "b"}, f"{ACCEPTED}; rename response to output."),
         ({"question": "a", "answer": "b", "reply": "c"}, f"{ACCEPTED}."),
         ({"instruction": "a"}, "unknown columns (instruction); accepted columns: messages; "),
+        ({"completion": [{"role": "user"}], "label": 1}, "or text; with label it may be one for --task kto."),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "the row is a preference pair (chosen, rejected); give --task dpo"),
         ({"prompt": "a", "completion": None}, "completion is null; give it a value or remove the row."),
         ({"instruction": "a", "input": "b", "output": None}, "output is null; give it a value or remove the row."),
         ({"text": None}, "text is null; give it a value or remove the row."),

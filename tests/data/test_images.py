@@ -52,6 +52,11 @@ URI = "data:image/png;base64," + base64.b64encode(png()).decode()
          {"0": [None, "What is this?", None]}, ["a.png", "b.png"]),
         ({"messages": [asking({"type": "image", "index": 1}, {"type": "image", "index": 0}), ANSWER], "images": ["a.png", "b.png"]},
          {"0": [None, None]}, ["b.png", "a.png"]),
+        ({"messages": [asking({"type": "image", "index": 1.0}, {"type": "image", "index": 0.0}), ANSWER], "images": ["a.png", "b.png"]},
+         {"0": [None, None]}, ["b.png", "a.png"]),
+        ({"messages": [asking({"image": "a.png"}, {"text": "What?"}), ANSWER]}, {"0": [None, "What?"]}, ["a.png"]),
+        ({"messages": [asking({"type": "input_image", "image_url": "a.png"}, {"type": "input_text", "text": "What?"}), ANSWER]},
+         {"0": [None, "What?"]}, ["a.png"]),
         # Markers of LLaVA and LLaMA-Factory, in several turns.
         ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}], "image": "a.png"},
          {"0": [None, "\nWhat?"]}, ["a.png"]),
@@ -62,6 +67,9 @@ URI = "data:image/png;base64," + base64.b64encode(png()).decode()
          {"1": [None, None, "What is this?"]}, ["a.png", "b.png"]),
         ({"prompt": [ASK], "completion": [ANSWER], "image": "a.png"}, {"0": [None, "What is this?"]}, ["a.png"]),
         ({"messages": [{**ASK, "images": ["a.png"]}, ANSWER]}, {"0": [None, "What is this?"]}, ["a.png"]),
+        ({"messages": [ASK, ANSWER, {**ASK, "image": "a.png"}, ANSWER]}, {"2": [None, "What is this?"]}, ["a.png"]),
+        ({"conversations": [{"from": "human", "value": "See <image>.", "images": "a.png"}, {"from": "gpt", "value": "A cat."}]},
+         {"0": ["See ", None, "."]}, ["a.png"]),
         # Rows of text among them.
         ({"messages": [ASK, ANSWER], "images": []}, {}, []),
         ({"messages": [ASK, ANSWER], "images": None}, {}, []),
@@ -77,7 +85,7 @@ def test_images_stand_where_the_row_has_them(row: dict[str, Any], parts: dict, i
 @pytest.mark.parametrize(
     "image",
     [
-        png(), {"bytes": png(), "path": None}, {"bytes": png(), "path": "x.png"}, URI, {"url": URI},
+        png(), URI.upper()[:5] + URI[5:], {"bytes": URI.partition(",")[2]}, {"bytes": png(), "path": None}, {"bytes": png(), "path": "x.png"}, URI, {"url": URI},
         {"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]}, Image.open(io.BytesIO(png())),
     ],
 )  # fmt: skip
@@ -88,6 +96,11 @@ def test_bytes_in_any_form_are_the_same_image(image: Any, tmp_path: Path) -> Non
     path = stored(example.images[0], tmp_path / "images")
     assert open_image(path).tobytes() == found.tobytes()
     assert json.loads(json.dumps(example.images)) == example.images
+
+
+def test_keys_of_image_parts_that_are_not_read_are_told() -> None:
+    part = {"type": "image", "image": "a.png", "max_pixels": 9, "text": None, "index": None}
+    assert to_example({"messages": [asking(part, TEXT), ANSWER]}).unread == ["max_pixels of image parts"]
 
 
 def refusal(row: dict[str, Any], folder: Path) -> str:
@@ -129,6 +142,10 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["a\u0000b.png"]}, "there is no such file"),
         ({**SHOWN, "images": ["https://example.com/a.png"]}, "https://example.com/a.png is an address, and training does not download images; download it and give its path."),
         ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg is an address"),
+        ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address"),
+        ({**SHOWN, "images": ["/9j/" + "A" * 300 + "/AA"]}, "the image /9j/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA... of 307 characters is no path; put data:image/png;base64, before base64."),
+        ({"messages": [asking({"type": "image", "index": "0"}), ANSWER], "images": ["good.png"]}, "the index of an image part is '0'"),
+        ({"messages": [asking({"type": "image", "image": "good.png", "weight": 0}), ANSWER]}, "a content part has weight 0 or false"),
         ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, or give a path."),
         (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places."),
         ({**SHOWN, "images": ["good.png", "good.png"]}, "the row has 2 images for 1 place (image parts in its messages)"),
@@ -231,10 +248,11 @@ def test_images_of_a_hub_set_are_checked_before_they_are_decoded(
 
 def test_a_pair_with_images_is_refused(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", "red", "circle")
-    row = {"prompt": [asking({"type": "image", "image": "a.png"})], "chosen": [ANSWER], "rejected": [ANSWER]}
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(UserError, match="the pair has images, which preference training does not take"):
-        list(checked_rows(str(path), "train", task="dpo"))
+    asked = [asking({"type": "image", "image": "a.png"})]
+    for row in ({"prompt": asked, "images": None}, {"prompt": "What?", "images": ["a.png"]}):
+        path = write_jsonl(tmp_path / "rows.jsonl", [{**row, "chosen": [ANSWER], "rejected": [ANSWER]}])
+        with pytest.raises(UserError, match=r"rows.jsonl:1: the row has images, which task dpo does not take; remove"):
+            list(checked_rows(str(path), "train", task="dpo"))
 
 
 def test_a_labelled_answer_with_images_is_refused(tmp_path: Path) -> None:

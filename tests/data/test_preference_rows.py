@@ -39,6 +39,12 @@ SYSTEM = {"role": "system", "content": "S"}
         {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
         {"question": "Q", "chosen": "good", "rejected": "bad"},
         {"instruction": "Q", "chosen_response": "good", "rejected_response": "bad"},
+        {"input": "Q", "chosen": "good", "rejected": "bad"},
+        # The prompt is repeated in one answer, or its end is in both.
+        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": "bad"},
+        {"prompt": "Q", "chosen": [GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
     ],
 )  # fmt: skip
 def test_every_form_of_a_pair_is_read(row: dict[str, Any]) -> None:
@@ -55,9 +61,27 @@ def test_systems_tools_and_long_conversations_are_read_as_in_other_rows() -> Non
     found = to_pair({"chosen": [*talk, GOOD], "rejected": [*talk, BAD, ASK, BAD], "tools": [{"type": "function"}]})
     assert found.prompt_messages == 4 and found.rejected is not None and len(found.rejected.messages) == 7
     assert found.tools == found.rejected.tools == [{"type": "function"}]
+    found = to_pair({"prompt": talk, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]})
+    assert (found.messages, found.prompt_messages) == ([*talk, GOOD], 4)
+    whole = {"chosen": [SYSTEM, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}
+    for name in ("question", "instruction", "prompt"):
+        found = to_pair({name: "Q", **whole})
+        assert (found.messages, found.unread) == ([SYSTEM, ASK, GOOD], [])
+    assert to_pair({"question": "Other", **whole}).unread == ["instruction"]
+    found = to_pair({"prompt": [SYSTEM], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]})
+    assert (found.messages, found.prompt_messages) == ([SYSTEM, ASK, GOOD], 2)
     # Nothing but the last message may differ.
     same = to_pair({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]})
     assert same.prompt_messages == 1 and same.rejected == Example([ASK, GOOD], prompt_messages=1)
+
+
+def test_parts_of_a_row_that_are_not_read_are_told() -> None:
+    answers = {"chosen": "good", "rejected": "bad"}
+    assert to_pair({"prompt": "Q", "input": "I", "completion": "old", **answers}).unread == ["input", "completion"]
+    assert to_pair({"question": "Q", "prompt": "other", **answers}).unread == ["prompt"]
+    assert to_labelled({"prompt": "Q", "input": "I", "completion": "good", "label": True}).unread == ["input"]
+    repeated = {"prompt": "Q", "messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    assert to_pair(repeated).unread == []
 
 
 def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
@@ -75,13 +99,30 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
     [
         ({"messages": [ASK, GOOD]}, "the row has one answer, which --task sft learns; a pair has chosen and rejected"),
         ({"chosen": [ASK, GOOD]}, "the row has no rejected answer beside the other"),
-        ({"a": 1}, "the row is no pair of answers; it needs chosen and rejected"),
+        ({"a": 1}, "the row (a) is no pair of answers; it needs chosen and rejected"),
         ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "the rejected answer: the conversation has no assistant turn"),
         (
             {"prompt": "a", "chosen": "b", "rejected": 5},
             "rejected is a number, and an answer is text, a message or a list of messages",
         ),
         ({"chosen": 3}, "chosen is a number, and an answer is text"),
+        (
+            {"query": "Q", "chosen": "good", "rejected": "bad"},
+            "the row has no prompt, and chosen and rejected do not begin",
+        ),
+        (
+            {"prompt": "", "chosen": "good", "rejected": "bad"},
+            "the row has no prompt, and chosen and rejected do not begin",
+        ),
+        ({"prompt": "", "chosen": [GOOD], "rejected": [BAD]}, "the row has answers and no prompt"),
+        (
+            {"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "R"}, BAD]},
+            "chosen goes on with a user message where",
+        ),
+        (
+            {"messages": [ASK, GOOD], "chosen": "good", "rejected": "bad"},
+            "the prompt ends with an assistant message, and",
+        ),
         ([1], "the row is a list"),
     ],
 )
@@ -174,6 +215,8 @@ SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}]
         {"prompt": [ASK], "completion": [BAD], "label": False},
         {"prompt": "Q", "completion": [BAD], "label": "False"},
         {"prompt": [ASK], "completion": "bad", "label": 0},
+        {"prompt": [ASK], "completion": [ASK, BAD], "label": 0},
+        {"input": "Q", "output": "bad", "label": 0},
         {"completion": [ASK, BAD], "label": 0.0},
         {"messages": [ASK, BAD], "label": "undesirable"},
         {"conversations": SHAREGPT, "kto_tag": False},
@@ -209,9 +252,12 @@ def test_the_label_is_about_the_last_answer() -> None:
         ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the row is a preference pair (chosen, rejected); give --task dpo"),
         ({"messages": [ASK, GOOD]}, "the row has no label, which --task kto learns from"),
         ({"messages": [ASK, GOOD], "label": None}, "the row has no label"),
+        ({"messages": [ASK, GOOD], "label": True, "kto_tag": 0}, "the row has label and kto_tag, which disagree"),
         ({"messages": [ASK, GOOD], "label": 3}, "label is '3', and a label is true (desirable) or false (undesirable)"),
         ({"messages": [ASK], "label": True}, "the conversation has no assistant turn that the label could be about"),
         ({"completion": "good", "label": True}, "the row has an answer and no prompt"),
+        ({"prompt": "", "completion": "good", "label": True}, "the row has an answer and no prompt"),
+        ({"messages": [GOOD], "label": True}, "the conversation begins with the answer, without a prompt"),
         ({"prompt": [ASK], "label": True}, "the row has a label and no answer"),
         ({"prompt": [ASK], "completion": 3, "label": True}, "completion is a number, and an answer is text, a message or a list"),
         ({"prompt": "Q", "response": "one", "completion": "two", "label": True}, "the row has an answer in completion and in response, and its label is about one"),

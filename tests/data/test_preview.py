@@ -55,3 +55,8 @@ def test_a_long_row_is_shortened_in_the_middle_and_nothing_moves_the_cursor() ->
     assert shown.startswith("a" * 700) and shown.endswith("b" * 500)
     assert len(shown) < MOST_CHARACTERS + 50
     assert "\n... 507 characters ...\n" in shown and "\x1b" not in shown
+
+
+def test_image_tokens_in_a_row_are_counted() -> None:
+    _, shown = preview("u <boi>" + "<img>" * 300 + "<eoi> hi</s></s></s> " + "[i]" * 4 + " OK")
+    assert shown == "u <boi><img> x 300 <eoi> hi</s></s></s> [i] x 4  [[OK]]"

@@ -130,9 +130,7 @@ def test_rows_with_an_empty_answer_are_counted(
 ) -> None:
     found, _ = tokenize(tmp_path, tokenizer, [SHORT, row, SHORT, row], END_AND_NEWLINE)
     printed = capsys.readouterr().out
-    sentence = (
-        "2 of 4 training rows: an answer to learn is empty or only white space, so training teaches the model to "
-    )
+    sentence = "2 of 4 training rows: an answer is empty or only white space, so training teaches the model when to "
     assert (sentence in printed) == told
     # They are trained, as TRL trains them.
     assert found.counts.rows == 4 and found.counts.supervised > 0

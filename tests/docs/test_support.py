@@ -18,7 +18,7 @@ from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
-from unsloth_ddp.model.files.source_check import check_quantization
+from unsloth_ddp.model.files.check import check_quantization
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here
@@ -138,7 +138,7 @@ def test_cuda_graphs_are_used_where_the_table_says(
     monkeypatch.setattr(varlen, "is_available", lambda: True)
     where = place(column)
     where.precision, where.ranks = "bf16", SimpleNamespace(world_size=2)
-    packed: Any = SimpleNamespace(train=SimpleNamespace(packing=object()))
+    packed: Any = SimpleNamespace(train=SimpleNamespace(packing=object(), processing=None))
     assert cell == ("yes" if obstacle(parse(""), where, packed) is None else "no")
     assert (obstacle(parse("--method full"), where, packed) is None) == (cell == "yes")
     for kind in ("auto", "none", "torch", "unsloth"):

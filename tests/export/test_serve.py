@@ -28,8 +28,11 @@ def test_the_rank_is_rounded_up_to_one_that_vllm_takes(adapter: dict[str, Any], 
     ("adapter", "sentence"),
     [
         ({"r": 1024}, "rank 512 at most, and this one has 1024"),
-        ({"r": 8, "target_parameters": ["mlp.experts.down_proj"]}, r"adapters on experts .* \(mlp.experts.down_proj\)"),
-        ({"r": 8, "modules_to_save": ["lm_head"]}, r"modules trained whole \(lora_modules_to_save lm_head\)"),
+        (
+            {"r": 8, "target_parameters": ["mlp.experts.down_proj"]},
+            r"adapters with experts, .* \(mlp.experts.down_proj\)",
+        ),
+        ({"r": 8, "modules_to_save": ["lm_head"]}, r"modules trained whole \(lm_head\)"),
     ],
 )
 def test_an_adapter_that_vllm_does_not_load_is_merged_instead(adapter: dict[str, Any], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""An adapter is read whole or refused by the name of the weight, and adapters of earlier versions are read too."""
+"""An adapter is read whole or refused by the name of the weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
-from unsloth_ddp.model.adapter.weights import PREFIX, load_weights
+from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.utils.errors import UserError
 
 FILE = "adapter_model.safetensors"
@@ -51,27 +51,9 @@ def test_a_whole_adapter_is_read(folder: Path) -> None:
     assert saved and all(torch.equal(value, saved[name]) for name, value in adapter_of(model).items())
 
 
-def test_names_of_the_text_class_are_read(folder: Path, tmp_path: Path) -> None:
-    """Earlier versions trained the text of some models in a class of its own."""
-    older = changed(
-        folder,
-        tmp_path,
-        lambda saved: {
-            name.replace(f"{PREFIX}model.language_model.", f"{PREFIX}model."): value for name, value in saved.items()
-        },
-    )
-    assert load_file(older / FILE).keys() != load_file(folder / FILE).keys()
-    model = adapted()
-    load_weights(model, older, "base")
-    saved = load_file(folder / FILE)
-    assert all(torch.equal(value, saved[name]) for name, value in adapter_of(model).items())
-
-
-def test_an_adapter_that_never_changed_a_tower_is_read(folder: Path, tmp_path: Path) -> None:
-    tower = f"{PREFIX}model.vision_tower.transformer.layers.0.attention.q_proj"
-    unused = {f"{tower}.lora_A.weight": torch.ones(4, 64), f"{tower}.lora_B.weight": torch.zeros(64, 4)}
-    load_weights(adapted(), changed(folder, tmp_path, lambda saved: saved | unused), "base")
-    used = {**unused, f"{tower}.lora_B.weight": torch.ones(64, 4)}
+def test_a_weight_that_the_model_does_not_have_is_named(folder: Path, tmp_path: Path) -> None:
+    tower = "base_model.model.model.vision_tower.transformer.layers.0.attention.q_proj"
+    used = {f"{tower}.lora_A.weight": torch.ones(4, 64), f"{tower}.lora_B.weight": torch.ones(64, 4)}
     with pytest.raises(UserError, match=r"holds .*vision_tower.*, which its base model base does not have"):
         load_weights(adapted(), changed(folder, tmp_path, lambda saved: saved | used), "base")
 

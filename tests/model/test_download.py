@@ -6,12 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    filter_repo_objects,
+)
 
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.download import download_model, needed_files
+from unsloth_ddp.model.files.find import download_model
 
 CPU = cpu_runtime()
 FILES = {
@@ -22,39 +28,53 @@ FILES = {
 }  # fmt: skip
 
 
-def test_one_format_and_no_subfolder_is_needed() -> None:
-    found = needed_files(list(FILES), safetensors_only=False)
-    assert set(FILES) - set(found) == {
-        "README.md", "pytorch_model.bin", "original/consolidated.safetensors", "onnx/model.safetensors",
-    }  # fmt: skip
-    pickled = [file for file in FILES if not file.endswith("safetensors")]
-    assert "pytorch_model.bin" in needed_files(pickled, safetensors_only=False)
-    assert "pytorch_model.bin" not in needed_files(pickled, safetensors_only=True)
+class Hub:
+    """Stand in for the Hub: with FILES, of which a cache holds some, and a record of what is downloaded."""
+
+    def __init__(self) -> None:
+        self.cached = {"config.json"}
+        self.downloaded: list[str] = []
+        self.bars: list[bool] = []
+
+    def snapshot_download(
+        self, name: str, *, dry_run: bool = False, revision: str | None = None, **patterns: Any
+    ) -> Any:
+        found = [file for file in filter_repo_objects(FILES, **patterns) if file not in self.cached or dry_run]
+        if dry_run:
+            return [
+                SimpleNamespace(filename=file, file_size=FILES[file], will_download=file not in self.cached)
+                for file in found
+            ]
+        self.downloaded += found
+        self.bars.append(not are_progress_bars_disabled())
+        return None
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A Hub with FILES, of which a cache holds some, and a record of what is downloaded."""
-    found = SimpleNamespace(cached={"config.json"}, downloaded=[], bars=[])
-    siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in FILES.items()]
-
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> None:
-        from huggingface_hub.utils import are_progress_bars_disabled
-
-        found.downloaded += allow_patterns
-        found.bars.append(not are_progress_bars_disabled())
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr(
-        "huggingface_hub.try_to_load_from_cache", lambda name, file, revision: "/c" if file in found.cached else None
-    )
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    found = Hub()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", found.snapshot_download)
     return found
 
 
-def test_missing_files_are_downloaded_with_a_bar_and_their_size(hub: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+NEEDED = {
+    "tokenizer.json", "chat_template.jinja", "merges.txt", "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+}  # fmt: skip
 
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_one_format_and_no_subfolder_is_downloaded(hub: Hub, safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    download_model(Settings(model="owner/name", use_safetensors=safe), CPU)
+    assert set(hub.downloaded) == NEEDED
+    hub.downloaded.clear()
+    for file in [file for file in FILES if file.endswith(".safetensors")]:
+        monkeypatch.delitem(FILES, file)
+    download_model(Settings(model="owner/name", use_safetensors=safe), CPU)
+    assert ("pytorch_model.bin" in hub.downloaded) is not safe
+
+
+def test_missing_files_are_downloaded_with_a_bar_and_their_size(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     disable_progress_bars()
     try:
         download_model(Settings(model="owner/name"), CPU)
@@ -62,12 +82,11 @@ def test_missing_files_are_downloaded_with_a_bar_and_their_size(hub: Any, capsys
     finally:
         enable_progress_bars()
     assert capsys.readouterr().out == "Downloading 6 files of owner/name (9.0 GiB) ...\n"
-    assert set(hub.downloaded) == set(needed_files(list(FILES), safetensors_only=True)) - {"config.json"}
     assert hub.bars == [True]
 
 
 def test_nothing_is_said_of_a_cached_a_local_or_an_unreachable_model(
-    hub: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.cached = set(FILES)
     download_model(Settings(model="owner/name"), CPU)
@@ -78,6 +97,6 @@ def test_nothing_is_said_of_a_cached_a_local_or_an_unreachable_model(
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     download_model(Settings(model="owner/name"), CPU)
     assert hub.downloaded == [] and capsys.readouterr().out == ""

@@ -231,14 +231,10 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
 
     for name in ("read_config", "_load_transformers"):
         monkeypatch.setattr(f"unsloth_ddp.model.loading.load.{name}", absent)
-    with pytest.raises(
-        UserError, match="model outputs/RUM is not in the folder outputs here, and as a Hub id it cannot be"
-    ):
+    with pytest.raises(UserError, match="model outputs/RUM is not a folder here, and as a Hub id it cannot be loaded"):
         load_model(Settings(model="outputs/RUM", dataset=["d"]), CPU)
     with pytest.raises(UserError, match="model RUM is not a folder here, and as a Hub id it cannot be loaded"):
         load_model(Settings(model="RUM", dataset=["d"]), CPU)
-    with pytest.raises(UserError, match="model nobody/RUM cannot be loaded"):
-        load_model(Settings(model="nobody/RUM", dataset=["d"]), CPU)
 
 
 def test_one_weight_that_no_file_holds_is_told_in_the_singular() -> None:

@@ -45,7 +45,7 @@ def test_towers_are_adapted_and_trained_if_asked_for() -> None:
     text, everything = adaptable_layers(model), adaptable_layers(model, trained_beside(model, True))
     assert text.keys() < everything.keys()
     assert {path.split(".")[1] for path in everything.keys() - text.keys()} <= {part.split(".")[1] for part in parts}
-    assert str(describe_beside_text(model)).endswith("parameters): trained")
+    assert str(describe_beside_text(model)).endswith(" of them are trained")
     freeze_beside_text(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(name.startswith(("model.language_model.", "lm_head")) for name in trained)

@@ -78,11 +78,12 @@ def write_with_a_failure(folder: str) -> None:
     shard(model)
     failures: list[Exception] = []
 
-    def attempt(work: Callable[[], Any]) -> None:
+    def attempt(work: Callable[[], Any]) -> bool:
         try:
             work()
         except OSError as error:
             failures.append(error)
+        return not failures
 
     tensors = named_tensors(model)
     missing = Path(folder) / "missing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -150,3 +151,17 @@ def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPa
     cpu.device_type = "cpu"
     gpus_of(monkeypatch, 0, 0)
     check_memory(settings, cpu)
+
+
+def test_another_reference_model_counts_while_both_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(**SETTINGS, task="dpo", reference_model=str(DEMO_MODEL), full_weights="bf16")
+    gpus_of(monkeypatch, 2 * 966_144 * 4 - 2, None)
+    with pytest.raises(UserError, match=rf"model {DEMO_MODEL} beside reference_model {DEMO_MODEL} does not fit: "):
+        check_memory(settings, runtime())
+    gpus_of(monkeypatch, 2 * 966_144 * 4, None)
+    check_memory(settings, runtime())
+    # The trained model alone needs more later, with gradients and two states.
+    full = dataclasses.replace(settings, method="full")
+    gpus_of(monkeypatch, 2 * 966_144 * 8 - 2, None)
+    with pytest.raises(UserError, match=rf"model {DEMO_MODEL} does not fit: method full"):
+        check_memory(full, runtime())

@@ -103,6 +103,22 @@ def test_rows_with_the_most_pixels_are_tried_beside_the_longest():
     ]  # fmt: skip
 
 
+def test_packs_with_the_most_tokens_and_pixels_are_tried():
+    columns = {"input_ids": [[1], [2, 2], [3] * 9, [4] * 5, [0]], "pixels": [900, 10, 0, 700, 0]}
+    columns |= {"images": [["a"], ["b"], [], ["c"], []], "rendered": [""] * 5, "labels": columns["input_ids"]}
+    processing: Any = SimpleNamespace(work=lambda pixels: pixels // 100)
+    packing = best_fit(np.array([1, 2, 9, 5]), 9)
+    rows = TokenizedRows(
+        datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=4), packing, processing=processing
+    )
+    assert rows.work_of_images().tolist() == [0, 7 + 0 + 9, 0]
+    assert [unit["images"] for unit in largest(rows, 2, 12)] == [[["a"], ["b"], ["c"]], [[]]]
+    streamed = largest(dataclasses.replace(rows, streamed=True), 2, 12)
+    assert [unit["images"] for unit in streamed] == [[["a"], ["b"], ["c"]]] * 2
+    assert [unit["lengths"].tolist() for unit in streamed] == [[1, 2, 9]] * 2
+    assert [len(unit["labels"]) for unit in streamed] == [12, 12]
+
+
 def test_another_micro_batch_keeps_the_global_batch():
     plan = BatchPlan(2, 12, 4)
     for number in (1, 2, 24, 36, 97):

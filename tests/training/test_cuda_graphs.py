@@ -122,6 +122,12 @@ def test_sharded_steps_are_not_captured_and_the_reason_is_that_of_the_sharding(
     assert obstacle_on_gpus(Settings(), packed=True, precision="bf16", sharding=sharding, processes=2) == reason
 
 
+def test_packs_with_images_are_not_captured() -> None:
+    given = {"packed": True, "precision": "bf16", "sharding": "none", "processes": 1}
+    assert "images differ" in str(obstacle_on_gpus(Settings(), **given, images=True))
+    assert obstacle_on_gpus(Settings(), **given) is None
+
+
 def test_padding_to_several_sizes_counts() -> None:
     settings = Settings(model="m", dataset=["d"], max_length=2048)
     train, plan = packs_of([1000] * 60 + [2048] * 4), BatchPlan(16, 1, 1)

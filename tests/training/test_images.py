@@ -22,6 +22,10 @@ from unsloth_ddp.data.sources.checked_rows import checked_rows
 RATE, FULL_RATE = 0.5, 0.2
 # 13 rows: the second step of an epoch holds 5, and one rank of two has micro-batches without an image.
 NUMBERS = (1, 0, 3, 2, 1, 0, 1, 3, 0, 0, 1, 0, 0)
+# Tokens of a pack, with which the rows make six, and the rate of runs with packs, where larger steps make more of the rounding
+# of fp32.
+CAPACITY, PACKED_RATE = {"gemma4": 250}, {"gemma4": 0.1}
+PACKED = "--packing on --max_length"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def job(tmp_path_factory, model_of, rows):
 
     def run(kind: str, processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
         name = name or f"{kind}{processes}x{per_device}{extra.replace(' ', '')}".replace("/", "_")
-        rate = FULL_RATE if "--method full" in extra else RATE
+        rate = FULL_RATE if "--method full" in extra else PACKED_RATE.get(kind, RATE) if PACKED in extra else RATE
         options = f"--model {model_of(kind)} --dataset {rows} --learning_rate {rate} --max_length 512 {extra}"
         return run_once(cwd, name, processes, per_device, options, environ)
 
@@ -69,7 +73,7 @@ def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
 class ImageLoop(PlainLoop):
     absolute = 0.0
 
-    def __init__(self, folder: Path, rows: Path, targets: list[str] | None) -> None:
+    def __init__(self, folder: Path, rows: Path, targets: list[str] | None, capacity: int | None, rate: float) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(folder)
@@ -77,7 +81,12 @@ class ImageLoop(PlainLoop):
             self.read(json.loads(line)["messages"], rows.parent) for line in rows.read_text().splitlines()
         ]
         base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-        super().__init__(base, units_of(range(len(self.read_rows)), None), RATE if targets else FULL_RATE, targets)
+        super().__init__(
+            base,
+            units_of([len(labels) for _, labels in self.read_rows], capacity),
+            rate,
+            targets,
+        )
 
     def read(self, messages: list[dict], folder: Path) -> tuple[dict, torch.Tensor]:
         """Return the inputs and the labels of a row: from behind the assistant's token up to the end of the turn."""
@@ -120,13 +129,14 @@ def loops(model_of, rows):
     made: dict[tuple, ImageLoop] = {}
     torch.set_num_threads(1)
 
-    def loop(kind: str, run: Path) -> ImageLoop:
+    def loop(kind: str, run: Path, capacity: int | None = None) -> ImageLoop:
         """Return the loop that trains the modules of a run; they are in the text decoder, or are all."""
         adapter = run / "adapter_config.json"
         targets = json.loads(adapter.read_text())["target_modules"] if adapter.exists() else None
-        key = (kind, tuple(sorted(targets or ())))
+        key = (kind, tuple(sorted(targets or ())), capacity)
         if key not in made:
-            made[key] = ImageLoop(model_of(kind), rows, targets)
+            rate = PACKED_RATE.get(kind, RATE) if capacity else RATE
+            made[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
         return made[key]
 
     return loop
@@ -183,6 +193,27 @@ def test_a_run_on_images_takes_the_step_of_a_plain_loop(kind, processes, per_dev
     loops(kind, folder).assert_equal(folder)
 
 
+@pytest.mark.parametrize(
+    ("kind", "processes", "per_device", "extra"),
+    [
+        ("qwen3_vl", 2, 1, ""), ("qwen3_vl", 2, 2, "--method full --train_towers"),
+        *(pytest.param("qwen3_vl", *layout, "", marks=pytest.mark.slow) for layout in ((1, 1), (1, 4), (4, 1))),
+        *(pytest.param(kind, *layout, "", marks=pytest.mark.slow) for kind in ("gemma3", "gemma4", "mistral3", "internvl") for layout in ((1, 4), (2, 1))),
+    ],
+)  # fmt: skip
+def test_packs_with_images_take_the_step_of_a_plain_loop(kind, processes, per_device, extra, job, loops, rows):
+    capacity = CAPACITY.get(kind, 90)
+    folder = job(kind, processes, per_device, f"--eval_dataset {rows} {extra} {PACKED} {capacity}")
+    loops(kind, folder, capacity).assert_equal(folder)
+
+
+def test_rows_of_a_model_that_mixes_them_are_padded_or_refused(job):
+    with pytest.raises(
+        AssertionError, match="packing on would mix rows, because the model's Qwen3_5GatedDeltaNet layers carry"
+    ):
+        job("qwen3_5", 1, 1, f"{PACKED} 90")
+
+
 def updates(one: Path, other: Path) -> float:
     """Return the largest difference between the weights of two runs."""
     name = next(path.name for path in one.glob("*model.safetensors"))
@@ -220,23 +251,27 @@ def test_fsdp2_takes_the_step_of_one_process_with_ranks_without_an_image(extra, 
     assert updates(sharded, job("qwen3_vl", 1, 8, extra)) < 1e-6
 
 
-def test_a_killed_run_ends_like_a_whole_one(job):
-    options = "--lora_dropout 0.1 --save_strategy steps --save_steps 1"
-    whole = job("gemma3", 2, 2, options, "whole")
-    resumed = job("gemma3", 2, 2, f"{options} --resume {whole}/checkpoint-2", "resumed")
+@pytest.mark.parametrize(("kind", "packed"), [("gemma3", ""), ("qwen3_vl", f"{PACKED} 90")])
+def test_a_killed_run_ends_like_a_whole_one(kind, packed, job):
+    options = f"--lora_dropout 0.1 --save_strategy steps --save_steps 1 {packed}"
+    whole = job(kind, 2, 2, options, f"whole{bool(packed)}")
+    resumed = job(kind, 2, 2, f"{options} --resume {whole}/checkpoint-2", f"resumed{bool(packed)}")
     assert updates(whole, resumed) == 0
     assert history(whole)[-1]["loss"] == history(resumed)[-1]["loss"]
 
 
-def test_streamed_rows_have_their_images(job):
-    streamed = "--streaming --shuffle_buffer 0"
-    whole = job("qwen3_vl", 1, 8, streamed)
+@pytest.mark.parametrize("packed", ["", f"{PACKED} 90"])
+def test_streamed_rows_have_their_images(packed, job):
+    streamed = f"--streaming --shuffle_buffer 0 {packed}"
+    whole = job("qwen3_vl", 1, 4 if packed else 8, streamed)
     assert updates(job("qwen3_vl", 2, 2, streamed), whole) < 1e-6
     losses = [line["loss"] for line in history(whole)]
     # Another order than that of prepared rows.
     assert losses != pytest.approx([line["loss"] for line in history(job("qwen3_vl", 1, 8))], rel=1e-5)
 
 
-def test_images_that_worker_processes_read_are_the_same(job):
-    workers = job("qwen3_vl", 1, 8, '--trainer_args {"dataloader_num_workers":2}', "workers")
-    assert updates(workers, job("qwen3_vl", 1, 8)) == 0
+@pytest.mark.parametrize("packed", ["", f"{PACKED} 90"])
+def test_images_that_worker_processes_read_are_the_same(packed, job):
+    size = 4 if packed else 8
+    workers = job("qwen3_vl", 1, size, f'--trainer_args {{"dataloader_num_workers":2}} {packed}', f"workers{size}")
+    assert updates(workers, job("qwen3_vl", 1, size, packed)) == 0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +17,10 @@ from torch.nn.functional import logsigmoid
 from tests.conftest import demo_rows, save_llama, write_jsonl
 from tests.plain_loop import PlainLoop, assert_same_end, history, run_once, units_of
 from tests.ranks import run_ranks, train
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.training.tasks.reference import Precomputed
 
 RATE, BETA, MOST = 0.5, 0.3, 64
 
@@ -196,6 +203,33 @@ def reference_values(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoint-3" / "reference_log_probabilities.safetensors")
 
 
+def test_a_reference_pass_takes_no_more_pairs_at_once_than_a_micro_batch():
+    sizes = []
+
+    class Pairs(list):
+        def members(self, index: int) -> list[int]:
+            return [index]
+
+    rows = SimpleNamespace(
+        counts=SimpleNamespace(rows=5),
+        units=5,
+        packing=None,
+        added={},
+        examples=Pairs(range(6)),
+        lengths=lambda: np.arange(6),
+    )
+    data = TrainingData(rows, None, BatchPlan(2, 4, 1), None)
+    reference = Precomputed(lambda *_: None, lambda of_rows, model, batch: torch.ones(len(batch), 2), data)
+    runner = SimpleNamespace(
+        batch_of=lambda taken: sizes.append(len(taken)) or taken,
+        device="cpu",
+        model=torch.nn.Linear(1, 1),
+        autocast=nullcontext,
+    )
+    reference.prepare(runner, SimpleNamespace(ranks=Ranks(0, 0, 1, 1)), data, None)
+    assert sizes == [2, 2, 2] and rows.added["reference"].tolist() == [[1, 1]] * 5 + [[0, 0]]
+
+
 def test_packed_pairs_with_another_reference_take_the_step_of_a_plain_loop(job, loops, other_model):
     loop = loops("dpo", 0.5, False, True, other_model)
     # Rewards begin elsewhere than at 0.
@@ -215,6 +249,14 @@ def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loops, o
     argv = f"--config {whole}/settings.yaml --run_name another --reference_model {tiny_model} --resume {whole}/checkpoint-2"
     result = run_ranks(1, train, argv.split(), str(tmp_path), folder=tmp_path / "out")
     assert result.codes == [2] and f"reference_model {other_model} -> {tiny_model}" in result.output, result.output
+    # Its values are not those that the checkpoint keeps, so they are computed anew.
+    anew = job(2, 2, f"{SAVED} --reference_model {tiny_model} --resume_anyway --resume {whole}/checkpoint-2", "anew")
+    expected = reference_values(job(2, 2, f"{SAVED} --reference_model {tiny_model}", "own"))
+    assert all(torch.equal(found, expected[name]) for name, found in reference_values(anew).items())
+    argv = f"--config {whole}/settings.yaml --run_name none --resume {whole}/checkpoint-2 --resume_anyway --reference precomputed"
+    argv = [*argv.split(), "--reference_model", "none"]
+    result = run_ranks(1, train, argv, str(tmp_path), folder=tmp_path / "out_none")
+    assert result.codes == [2] and "holds the values of another reference model" in result.output, result.output
 
 
 def test_the_model_as_its_own_reference_gives_the_values_of_the_other_routes(job, tiny_model):

@@ -61,10 +61,9 @@ def check(given: argparse.Namespace) -> None:
         raise UserError(f"--max_new_tokens is {given.max_new_tokens}, but it has to be above 0.")
     if given.temperature is not None and not (0 <= given.temperature < math.inf):
         raise UserError(f"--temperature is {given.temperature:g}, but it has to be 0 or more.")
-    if given.plain and given.system is not None:
-        raise UserError("--system has no place in --plain, which renders no chat; write it into the text.")
-    if given.plain and given.image:
-        raise UserError("--image has no place in --plain, which renders no chat; leave one of them out.")
+    for option in ("system", "image"):
+        if given.plain and getattr(given, option):
+            raise UserError(f"--{option} has no place in --plain, which renders no chat; leave one of them out.")
     if given.ask is not None and not given.ask.strip():
         raise UserError("--ask is empty; give the question.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ from unsloth_ddp.data.images.processing import ImageProcessing, load_processing
 from unsloth_ddp.data.images.values import JoinedText
 from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.loading.trained import load_base, load_trained, load_trained_tokenizer, set_stop_tokens
+from unsloth_ddp.model.loading.load import stop_at
+from unsloth_ddp.model.loading.trained import load_base, load_trained, load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.generation import GenerationOptions, generate
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError
@@ -108,7 +109,7 @@ class Speaker:
     tokenizer: Any
     options: GenerationOptions
     beginning: list[Message] = field(default_factory=list)
-    using: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    using: Callable[[], AbstractContextManager[Any]] = nullcontext
     history: list[Message] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
     processing: ImageProcessing | None = None
@@ -149,9 +150,6 @@ def load_speakers(
 ) -> list[Speaker]:
     """Return the trained model, and before it the base model if `compare` is set; both read the run's chat template.
 
-    Args:
-        images: paths of images to ask about.
-
     With an adapter, one model is both: the base model answers with the adapter switched off.
 
     Raises:
@@ -161,15 +159,18 @@ def load_speakers(
     processing = load_processing(settings) if images else None
     tokenizer = load_trained_tokenizer(settings, result.folder)
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    stops = stop_tokens(settings, tokenizer)
+
+    def speaker(label: str, model: Any, using: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Speaker:
+        stop_at(model, stops)
+        return Speaker(label, model, tokenizer, options, beginning, using, images=list(images), processing=processing)
+
     model = load_trained(settings, result.folder, runtime)
-    set_stop_tokens(settings, model, tokenizer)
-    speakers = [Speaker(result.run.name if compare else "", model, tokenizer, options, beginning)]
-    if compare and result.is_adapter:
-        speakers.insert(0, Speaker("base", model, tokenizer, options, beginning, model.disable_adapter))
-    elif compare:
-        base = load_base(settings, runtime)
-        set_stop_tokens(settings, base, tokenizer)
-        speakers.insert(0, Speaker("base", base, tokenizer, options, beginning))
-    for speaker in speakers:
-        speaker.images, speaker.processing = list(images), processing
-    return speakers
+    if not compare:
+        return [speaker("", model)]
+    base = (
+        speaker("base", model, model.disable_adapter)
+        if result.is_adapter
+        else speaker("base", load_base(settings, runtime))
+    )
+    return [base, speaker(result.run.name, model)]

@@ -95,7 +95,7 @@ def load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
 
 def save_optimizer(
     checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, parts: int,
-    attempt: Callable[[Callable[[], Any]], None],
+    attempt: Callable[[Callable[[], Any]], Any],
 ) -> list[Path]:  # fmt: skip
     """Write this rank's part of the optimizer's state, and return its files.
 

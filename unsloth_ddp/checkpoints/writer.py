@@ -310,16 +310,17 @@ class Checkpoints:
         import torch
 
         save = torch.save
-        torch.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))
+        torch.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))  # type: ignore[assignment]
         try:
             yield
         finally:
             torch.save = save
 
-    def attempt(self, work: Callable[[], Any]) -> None:
-        """Run `work`; record a failed write and continue, because the other ranks wait for this one."""
+    def attempt(self, work: Callable[[], Any]) -> bool:
+        """Run `work`, and return whether it worked; a failed write is recorded, because the other ranks wait for this one."""
         problem = self._try(work)
         self._failure = self._failure or problem
+        return problem is None
 
     def _write_together(self, parts: Sequence[Part]) -> str | None:
         """Run the parts of a save one after the other up to the first that fails on a rank; return why it failed."""

@@ -101,22 +101,24 @@ class PackedRows:
 def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Concatenate examples into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,), further values (examples, ...).
 
-    An example is one row, or `parts` says how many tokens each of its two rows has. The label of each row's first token is
+    What says which images the rows have is a list with a value for each row. An example is one row, or `parts` says how many tokens each of its two rows has. The label of each row's first token is
     ignored, as in an unpacked row, because no token of the row predicts it.
     """
     lengths = np.concatenate([one.get("parts", [len(one["input_ids"])]) for one in examples]).astype(np.int64)
     labels = np.concatenate([one["labels"] for one in examples])
     labels[np.cumsum(lengths) - lengths] = IGNORED
-    further = {name: np.stack([one[name] for one in examples]) for name in examples[0] if name not in OF_TOKENS}
+    further: dict[str, Any] = {n: [one[n] for one in examples] for n in examples[0] if n not in OF_TOKENS}
+    further = {name: values if name in IMAGE_KEYS else np.stack(values) for name, values in further.items()}
     ids = np.concatenate([one["input_ids"] for one in examples])
     return {"input_ids": ids, "labels": labels, "lengths": lengths, **further}
 
 
 def split_rows(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Return the rows of an example or a pack: `input_ids` and `labels` of each; an example of one row as it is."""
+    """Return the rows of an example or a pack: `input_ids`, `labels`, and what each has of images; an example of one row as it is."""
     lengths = example.get("lengths", example.get("parts"))
     if lengths is None:
         return [example]
     borders = np.cumsum(lengths)[:-1]
-    ids, labels = (np.split(example[name], borders) for name in ("input_ids", "labels"))
-    return [{"input_ids": of_row, "labels": kept} for of_row, kept in zip(ids, labels, strict=True)]
+    values = {name: np.split(example[name], borders) for name in ("input_ids", "labels")}
+    values |= {name: list(example[name]) for name in IMAGE_KEYS if name in example}
+    return [dict(zip(values, of_row, strict=True)) for of_row in zip(*values.values(), strict=True)]

@@ -115,8 +115,11 @@ class TokenizedRows:
         return np.asarray(_column(self.dataset, "pixels").to_numpy())
 
     def work_of_images(self) -> np.ndarray | None:
-        """Return the work of each row's images in the towers, in tokens; None for a run without images."""
-        return self.processing.work(self.pixels()) if self.processing else None
+        """Return the work of each unit's images in the towers, in tokens, and of the filler's; None for a run without images."""
+        if self.processing is None:
+            return None
+        work = self.processing.work(self.pixels())
+        return work if self.packing is None else np.append(self.packing.sums(work), work[-1])
 
     @property
     def units(self) -> int:

@@ -91,7 +91,10 @@ def export(argv: list[str]) -> None:
     elif tools is not None:
         _convert(result, tools, given)
     else:
-        _serve_with_vllm(result, given)
+        from unsloth_ddp.export.serve import vllm_command
+
+        # A folder is only written where vLLM has to be told more than its command line holds.
+        print(vllm_command(result, lambda: export_folder(result, "vllm", given.output)), flush=True)
 
 
 def _merge(result: RunResult, target: Path, given: argparse.Namespace) -> None:
@@ -116,13 +119,6 @@ def _convert(result: RunResult, tools: LlamaCpp, given: argparse.Namespace) -> N
     if ollama:
         command = shlex.join(["ollama", "create", result.run.name, "-f", str(target / "Modelfile")])
         print(f"Import it into Ollama with:\n  {command}", flush=True)
-
-
-def _serve_with_vllm(result: RunResult, given: argparse.Namespace) -> None:
-    from unsloth_ddp.export.serve import vllm_command
-
-    # A folder is only written where vLLM has to be told more than its command line holds.
-    print(vllm_command(result, lambda: export_folder(result, "vllm", given.output)), flush=True)
 
 
 def _report(target: Path, question: str, answer: str | None) -> None:

@@ -20,9 +20,6 @@ def export_gguf(
 ) -> tuple[str | None, str | None]:
     """Write a folder with the GGUF file, and a Modelfile if asked, whole or not at all.
 
-    Args:
-        kind: data type of the weights, one of CONVERTED or QUANTIZED.
-
     Returns:
         The answer to the question, None if no program here can ask it; and what is missing in the Modelfile, if anything.
 
@@ -78,13 +75,7 @@ SYSTEM, QUESTION, ANSWER, FURTHER = "@system@", "@question@", "@answer@", "@furt
 
 
 def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain: bool) -> tuple[str, str | None]:
-    """Return the Modelfile, and a sentence if it lacks the chat template.
-
-    Args:
-        file: name of the GGUF file beside it.
-        stop_tokens: at which generation stops.
-        plain: the run trained on text without a chat template.
-    """
+    """Return the Modelfile for the GGUF file of that name beside it, and a sentence if it lacks the chat template."""
 
     def render(messages: list[Message], prompt: bool) -> str:
         text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False))

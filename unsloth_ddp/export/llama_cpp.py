@@ -75,21 +75,12 @@ def run_converter(tools: LlamaCpp, model: Path, target: Path, kind: str) -> None
     Raises:
         UserError: the converter refuses the model; with its reason.
     """
-    done = _run([sys.executable, str(tools.converter), str(model), "--outfile", str(target), "--outtype", kind])
-    if done.returncode == 0 and target.is_file():
-        return
-    said = _last_line(done.stderr) or _last_line(done.stdout)
-    if "pre-tokenizer was not recognized" in done.stderr:
-        raise UserError(
-            "llama.cpp does not know this model's tokenizer, so it cannot convert the model to GGUF; serve the merged model "
-            "(--to merged) with vLLM or Transformers, or ask llama.cpp's project to add the tokenizer."
-        )
-    if "ModuleNotFoundError" in said or "ImportError" in said:
-        raise UserError(
-            f"llama.cpp's converter lacks a package ({said}); install what requirements/requirements-convert_hf_to_gguf.txt "
-            "in its folder lists."
-        )
-    raise UserError(f"llama.cpp's converter refuses the model: {said or f'exit code {done.returncode}'}.")
+    _run(
+        [sys.executable, str(tools.converter), str(model), "--outfile", str(target), "--outtype", kind],
+        "llama.cpp's converter refuses the model",
+        "if it lacks a package, install requirements/requirements-convert_hf_to_gguf.txt of its folder; otherwise serve the merged "
+        "model (--to merged) with vLLM or Transformers",
+    )
 
 
 def run_quantizer(tools: LlamaCpp, source: Path, target: Path, kind: str) -> None:
@@ -98,10 +89,8 @@ def run_quantizer(tools: LlamaCpp, source: Path, target: Path, kind: str) -> Non
     Raises:
         UserError: the quantizer fails; with its reason.
     """
-    done = _run([str(tools.quantizer), str(source), str(target), kind.upper()])
-    if done.returncode != 0 or not target.is_file():
-        said = _last_line(done.stderr) or _last_line(done.stdout) or f"exit code {done.returncode}"
-        raise UserError(f"{QUANTIZER} {kind} failed: {said}.")
+    command = [str(tools.quantizer), str(source), str(target), kind.upper()]
+    _run(command, f"{QUANTIZER} {kind} failed", "try another --quantize")
 
 
 def ask_gguf(tools: LlamaCpp, model: Path, question: str, length: int, *, plain: bool) -> str | None:
@@ -114,21 +103,18 @@ def ask_gguf(tools: LlamaCpp, model: Path, question: str, length: int, *, plain:
         return None
     command = [str(tools.answerer), "-m", str(model), "-p", question, "-n", str(length), "-c", "2048", "--temp", "0"]
     command += ["--no-display-prompt", "--simple-io", *(["-no-cnv"] if plain else ["--jinja", "-st"])]
+    failed = f"{tools.answerer.name} does not answer with the GGUF file that was made, so it is not kept"
     # Repacking the weights for speed takes longer than one answer, and crashes on matrices that are very small.
-    done = _run(command, {**os.environ, "LLAMA_ARG_REPACK": "0"})
-    if done.returncode != 0:
-        ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        raise UserError(
-            f"{tools.answerer.name} does not answer with the GGUF file that was made, so it is not kept ({ended}: "
-            f"{_last_line(done.stderr)}); try another --quantize, or a newer llama.cpp."
-        )
+    environ = {**os.environ, "LLAMA_ARG_REPACK": "0"}
+    said = _run(command, failed, "try another --quantize, or a newer llama.cpp", environ)
     # It marks the end of an answer by words of its own.
-    return done.stdout.strip().removesuffix("[end of text]").removesuffix("> EOF by user").strip()
+    return said.strip().removesuffix("[end of text]").removesuffix("> EOF by user").strip()
 
 
-def _run(command: list[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], failed: str, fix: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return what a program prints; if it fails, raise a UserError with the last line of its errors."""
     try:
-        return subprocess.run(
+        done = subprocess.run(
             command,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -139,8 +125,7 @@ def _run(command: list[str], environ: Mapping[str, str] | None = None) -> subpro
         )
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run: {os_reason(error)}.") from None
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return one_line(lines[-1]).rstrip(".") if lines else ""
+    if done.returncode != 0:
+        lines = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()
+        raise UserError(f"{failed} (exit code {done.returncode}: {one_line(lines[-1]).rstrip('.')}); {fix}.")
+    return done.stdout

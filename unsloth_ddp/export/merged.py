@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.shards import WEIGHTS, MissingTensor, Shards
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.export.folder import whole_or_absent
 from unsloth_ddp.model.adapter.merge import save_merged
 from unsloth_ddp.model.adapter.merge_check import check_merged
-from unsloth_ddp.model.files import stored_weights
+from unsloth_ddp.model.files.find import in_folder
+from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled, load_on_cpu
+from unsloth_ddp.model.files.whole_weights import saved_tensors, write_model
 from unsloth_ddp.model.loading.load import describe_load_error, is_model_file_error
 from unsloth_ddp.model.loading.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
@@ -40,7 +42,10 @@ def write_merged(result: RunResult, target: Path) -> None:
     tokenizer = load_trained_tokenizer(result.settings, result.folder)
     try:
         save_merged(result.settings, result.folder, target, stop_tokens(result.settings, tokenizer))
-        rows = [tokenizer(text)["input_ids"] for text in (QUESTION, *_turns(tokenizer))]
+        texts = [QUESTION]
+        if tokenizer.chat_template is not None:
+            texts.append(tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tokenize=False))
+        rows = [tokenizer(text)["input_ids"] for text in texts]
         check_merged(result.settings, result.folder, target, rows)
     except Exception as error:
         # What the system refuses, as a disk that is full, is told by the folder's own handler; errors of a missing file
@@ -51,26 +56,14 @@ def write_merged(result: RunResult, target: Path) -> None:
         raise UserError(f"The adapter in {result.folder} cannot be merged: {describe_load_error(error)}") from None
 
 
-def _turns(tokenizer: Any) -> list[str]:
-    """Return a chat as the template renders it; nothing without a template."""
-    if tokenizer.chat_template is None:
-        return []
-    return [tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tokenize=False)]
-
-
 def ask_whole_model(result: RunResult, folder: Path, question: str, *, plain: bool) -> str:
     """Load a whole model with Transformers, on the CPU, and return its answer to the question, without sampling."""
     from unsloth_ddp.run.generation import GenerationOptions, generate
 
     tokenizer = load_trained_tokenizer(result.settings, folder)
     options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain)
-    return generate(
-        stored_weights.whole_model(folder, result.settings),
-        tokenizer,
-        [{"role": "user", "content": question}],
-        options,
-        lambda piece: None,
-    )
+    asked: list[Message] = [{"role": "user", "content": question}]
+    return generate(load_on_cpu(in_folder(result.settings, folder)), tokenizer, asked, options, lambda piece: None)
 
 
 def export_merged(result: RunResult, target: Path, question: str, *, plain: bool) -> str:
@@ -95,8 +88,6 @@ def assemble(settings: Settings, checkpoint: Path, target: Path) -> None:
         UserError: the shards do not hold every weight of the model.
     """
     from unsloth_ddp.checkpoints.sharded_state import named_tensors
-    from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled
-    from unsloth_ddp.model.files.whole_weights import saved_tensors, write_model
 
     model = empty_model(checkpoint, settings)
     tensors = named_tensors(model)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.export.folder import whole_or_absent
-from unsloth_ddp.model.files.source_check import ADAPTER_FILE, read_model_file
+from unsloth_ddp.model.files.check import ADAPTER_FILE, read_model_file
+from unsloth_ddp.model.loading.load import eos_tokens
 from unsloth_ddp.model.loading.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError
@@ -29,8 +30,9 @@ def vllm_command(result: RunResult, make_folder: Callable[[], Path]) -> str:
         UserError: vLLM does not load such an adapter.
     """
     settings = result.settings
+    trust = ["--trust-remote-code"] if settings.trust_remote_code else []
     if not result.is_adapter:
-        return shlex.join(["vllm", "serve", str(result.folder), *_trust(result)])
+        return shlex.join(["vllm", "serve", str(result.folder), *trust])
     adapter = read_model_file(str(result.folder), ADAPTER_FILE) or {}
     rank = _rank_for_vllm(adapter)
     words = ["vllm", "serve", str(settings.model)]
@@ -46,7 +48,7 @@ def vllm_command(result: RunResult, make_folder: Callable[[], Path]) -> str:
         with whole_or_absent(folder) as aside:
             (aside / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         words += ["--generation-config", str(folder)]
-    return shlex.join([*words, *_trust(result)])
+    return shlex.join([*words, *trust])
 
 
 def _rank_for_vllm(adapter: dict[str, Any]) -> int:
@@ -56,15 +58,13 @@ def _rank_for_vllm(adapter: dict[str, Any]) -> int:
         UserError: vLLM does not load the adapter.
     """
     merge = "export it with --to merged and serve that folder"
-    if adapter.get("modules_to_save"):
-        names = ", ".join(map(str, adapter["modules_to_save"]))
-        raise UserError(
-            f"vLLM does not load adapters with modules trained whole (lora_modules_to_save {names}); {merge}."
-        )
-    if adapter.get("target_parameters"):
-        # It ignores them or fails, by release and model (pull requests 41384 and 52194 of vllm-project/vllm).
-        names = ", ".join(map(str, adapter["target_parameters"]))
-        raise UserError(f"vLLM does not read adapters on experts as PEFT writes them ({names}); {merge}.")
+    # Adapters on experts it ignores or fails at, by release and model (pull requests 41384 and 52194 of vllm-project/vllm).
+    for key, what in (
+        ("modules_to_save", "modules trained whole"),
+        ("target_parameters", "experts, as PEFT writes them"),
+    ):
+        if names := adapter.get(key):
+            raise UserError(f"vLLM does not load adapters with {what} ({', '.join(map(str, names))}); {merge}.")
     ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
     rank = max((value for value in ranks if isinstance(value, int)), default=0)
     fitting = next((value for value in VLLM_RANKS if value >= rank), None)
@@ -87,15 +87,10 @@ def _generation_config(result: RunResult) -> dict[str, Any] | None:
             transformers.AutoConfig.from_pretrained(str(settings.model), **source)
         )
     tokenizer = load_trained_tokenizer(settings, result.folder)
-    known = config.eos_token_id
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    known = eos_tokens(config)
     # vLLM stops at the tokenizer's EOS by itself.
     added = [token for token in stop_tokens(settings, tokenizer) if token not in (*known, tokenizer.eos_token_id)]
     if not added:
         return None
     config.eos_token_id = [*known, *added]
     return dict(config.to_diff_dict())
-
-
-def _trust(result: RunResult) -> list[str]:
-    return ["--trust-remote-code"] if result.settings.trust_remote_code else []

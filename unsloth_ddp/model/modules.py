@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -58,18 +57,14 @@ def embedding_ids(model: torch.nn.Module) -> set[int]:
 
 def evaluation_mode(model: Any) -> AbstractContextManager[None]:
     """Turn dropout off inside the block, and restore the mode the model was in."""
-    return _mode(model, training=False)
-
-
-def training_mode(model: Any) -> AbstractContextManager[None]:
-    """Turn dropout on inside the block, and restore the mode the model was in."""
-    return _mode(model, training=True)
+    return training_mode(model, False)
 
 
 @contextmanager
-def _mode(model: Any, *, training: bool) -> Iterator[None]:
+def training_mode(model: Any, dropout: bool = True) -> Iterator[None]:
+    """Turn dropout on inside the block, or off, and restore the mode the model was in."""
     was_training = model.training
-    model.train(training)
+    model.train(dropout)
     try:
         yield
     finally:
@@ -108,17 +103,3 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-@contextmanager
-def environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable of this process inside the block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,6 @@ def _towers_within(base: Any, decoder: Any) -> dict[str, Module]:
     return found
 
 
-def path_in_class(path: str, model: Any) -> str:
-    """Return the path of a module in this class, given its path in the text class of the same model.
-
-    Earlier versions of the kit trained the text decoder of some image-text models (Qwen3.5) in a class of its own, where it is
-    `model` and not, as here, `model.language_model`.
-    """
-    start = _path_of(base_model(model), text_decoder(model))
-    inner = path.removeprefix("model.")
-    return f"{start}.{inner}" if inner != path and start and not path.startswith(f"{start}.") else path
-
-
 def _path_of(base: Any, wanted: Any) -> str:
     return next(path for path, module in base.named_modules() if module is wanted)
 
@@ -105,7 +94,7 @@ def adaptable_layers(model: Any, beside: Callable[[str], bool] | None = None) ->
         and module is not head
         and is_taken(path)
         and not _chooses(path, modules, experts)
-        and not _is_bypassed(path, modules)
+        and path.rpartition(".")[2] not in _weights_read(modules[path.rpartition(".")[0]].__class__)
         and _is_plain(module)
     }
 
@@ -147,20 +136,14 @@ def _numbers_of_experts(config: Any) -> set[int]:
     return {1, experts, experts + (getattr(text, "zero_expert_num", None) or 0)} if experts else set()
 
 
-def _ancestors(path: str, modules: dict[str, Module]) -> Iterator[Module]:
-    """Yield a module and what it is in, from the inside out."""
-    while path:
-        yield modules[path]
-        path = path.rpartition(".")[0]
-
-
 def _chooses(path: str, modules: dict[str, Module], experts: set[int]) -> bool:
-    around = list(_ancestors(path, modules))
+    names = path.split(".")
+    # The layer and what it is in, from the inside out.
+    around: list[Any] = [modules[".".join(names[:count])] for count in range(len(names), 0, -1)]
     kinds = [type(one).__name__ for one in around]
     if any(named.search(one) for named in (CHOOSING, CROSS_ATTENTION) for one in (path, *kinds)):
         return True
-    layer: Any = around[0]
-    return getattr(layer, "out_features", 0) in experts and any(_holds_experts(one) for one in around[1:3])
+    return getattr(around[0], "out_features", 0) in experts and any(_holds_experts(one) for one in around[1:3])
 
 
 def _holds_experts(module: Module) -> bool:
@@ -175,16 +158,9 @@ def _holds_experts(module: Module) -> bool:
     )
 
 
-def _is_bypassed(path: str, modules: dict[str, Module]) -> bool:
-    """Return whether the code around a layer reads its weight instead of calling it, so an adapter would not be used."""
-    parent, _, name = path.rpartition(".")
-    kind: Any = type(modules[parent])
-    return name in _weights_read(kind)
-
-
 @functools.cache
 def _weights_read(kind: Any) -> frozenset[str]:
-    """Return the layers whose weights the methods of a class read as self.NAME.weight."""
+    """Return the layers whose weights the methods of a class read as self.NAME.weight, so that an adapter would not be used."""
     return frozenset(READ_WEIGHT.findall(_source_of(kind)))
 
 

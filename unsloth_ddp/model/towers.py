@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Linear, Module, ModuleList, Parameter
 from torch.nn.modules.conv import _ConvNd
 
@@ -16,6 +17,8 @@ from unsloth_ddp.model.parts import parts_beside_text
 from unsloth_ddp.utils.errors import UserError
 
 COLORS = 3
+# What a batch of packs says of its rows (data/order/collate.py).
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "packed_seq_lengths")
 
 
 @dataclass(frozen=True)
@@ -133,15 +136,41 @@ def describe_beside_text(model: Any) -> str | None:
     parts = parts_beside_text(model)
     if not parts:
         return None
-    weights = [p for module in parts.values() for p in module.parameters()]
-    of_projectors = {id(p) for module in projectors(model).values() for p in module.parameters()}
-    trained = {id(p) in of_projectors for p in weights if p.requires_grad}
-    count = sum(math.prod(full_shape(p)) for p in weights)
-    how = "frozen; --train_towers trains them"
-    if trained:
-        both = len(trained) == 2 or not of_projectors
-        how = "trained" if both else f"only the {'projector' if True in trained else 'tower'} is trained"
+    count = trained = 0
+    for parameter in (p for module in parts.values() for p in module.parameters()):
+        numbers = math.prod(full_shape(parameter))
+        count += numbers
+        trained += numbers if parameter.requires_grad else 0
+    how = f"{trained:,} of them are trained" if trained else "frozen; --train_towers trains them"
     return f"{', '.join(parts)} ({count:,} parameters): {how}"
+
+
+def own_positions(model: Any) -> Callable[..., tuple[Tensor, Any]] | None:
+    """Return the model's function for the positions of tokens and patches in padded rows (M-RoPE); None if it has none.
+
+    It is bound to a module without weights, since processes that read rows get a copy of it.
+    """
+    found = next((one for one in base_model(model).modules() if hasattr(one, "get_rope_index")), None)
+    if found is None:
+        return None
+    kind: Any = type(found)
+    empty = kind.__new__(kind)
+    Module.__init__(empty)
+    empty.config = found.config
+    positions: Callable[..., tuple[Tensor, Any]] = empty.get_rope_index
+    return positions
+
+
+def keep_boundaries_from_towers(model: Any) -> None:
+    """Leave the boundaries of rows out of the calls of towers, to which some classes pass them on; towers have their own."""
+    for part in parts_beside_text(model).values():
+        part.register_forward_pre_hook(_without_boundaries, with_kwargs=True)
+
+
+def _without_boundaries(
+    _: Any, inputs: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return inputs, {name: value for name, value in given.items() if name not in BOUNDARIES}
 
 
 def tokens_a_pixel(model: Any) -> float:

@@ -167,7 +167,7 @@ def notes(plan: Plan) -> list[str]:
         )
     if plan.rows.pixels is not None and (numbers := plan.shape.numbers_a_patch):
         said.append(
-            f"Images: a row has {plan.rows.pixels.mean() / numbers:,.0f} patches on average, each of the work of "
+            f"Images: a {plan.rows.unit.removesuffix('s')} has {plan.rows.pixels.mean() / numbers:,.0f} patches on average, each of the work of "
             f"{plan.shape.tokens_a_pixel * numbers:.2g} tokens in the tower."
             + (" What a trained tower keeps was not held against a run on a GPU." if plan.shape.tower_trained else "")
         )
@@ -198,7 +198,7 @@ def notes(plan: Plan) -> list[str]:
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}"
-            if not (plan.rows.images or plan.shape.packing.wrong):
+            if not plan.shape.packing.wrong:
                 planned += "; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
     return said

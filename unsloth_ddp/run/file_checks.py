@@ -12,9 +12,8 @@ from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources.checked_rows import check_first_rows
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import checked_files
-from unsloth_ddp.model.files.check import check_local_model
+from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model
 from unsloth_ddp.model.files.find import model_folder
-from unsloth_ddp.model.files.source_check import ADAPTER_FILE
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.missing import similar_path
 

@@ -132,7 +132,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     with runtime.progress.timing("check_of_packs"):
         choice = choose_packing(settings, runtime, model, images=train.processing is not None)
-        choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice)
+        choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice, train.processing)
         choice = prove_prompts_shared(settings, runtime, model, train.first_tokens(), choice)
     plan, train, packing = dataset.fill_steps(_request(run), train, choice)
     if nodes := node_range():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import is_file
-from unsloth_ddp.model.files.source_check import ADAPTER_FILE
+from unsloth_ddp.model.files.check import ADAPTER_FILE
 from unsloth_ddp.run.documents.files import RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, one_line
 

@@ -9,7 +9,6 @@ from typing import Literal, cast
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import (
-    IMAGES_ARE_PADDED,
     PackingDecision,
     decide_packing,
     describe_backend,
@@ -113,6 +112,7 @@ def choose_step(
         precision=precision_of(settings),
         sharding=sharding,
         processes=batch.processes,
+        images=rows.images,
     )
     reason = reason_before(settings, against, rows, batch, launched)
     sizes = sizes_to_replay(settings, rows, batch) if reason is None else sizes_of(settings, batch)
@@ -181,16 +181,15 @@ def planned_packing(
     settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE, *, images: bool = False
 ) -> PackingDecision:
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
-    if images:
-        return PackingDecision(False, IMAGES_ARE_PADDED)
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE
     found = shape.packing
-    takes = replaceable and precision != "fp32" and not older and found.no_kernel is None
+    none = found.no_kernel or (found.no_kernel_with_images if images else None)
+    takes = replaceable and precision != "fp32" and not older and none is None
     place = describe_backend(backend, precision, settings)
     if older:
         place += describe_older_gpu("a GPU", capability)
-    missing = found.no_kernel or f"{place} has no attention kernel for packed rows"
+    missing = none or f"{place} has no attention kernel for packed rows"
     kernel = "torch's varlen_attn" if takes else None
     return decide_packing(settings.packing, missing, kernel, found.wrong)

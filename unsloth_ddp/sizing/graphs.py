@@ -38,8 +38,12 @@ class StepChoice:
     reason: str
 
 
-def obstacle_on_gpus(settings: Settings, *, packed: bool, precision: str, sharding: str, processes: int) -> str | None:
+def obstacle_on_gpus(
+    settings: Settings, *, packed: bool, precision: str, sharding: str, processes: int, images: bool = False
+) -> str | None:
     """Return what `obstacle` would on GPUs and with a torch that has the attention kernel."""
+    if images:
+        return "images differ in number and size, and so micro-batches in shape"
     if not packed:
         return "rows are padded, so micro-batches differ in shape"
     if settings.trains_preferences:

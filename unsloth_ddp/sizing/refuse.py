@@ -13,7 +13,7 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
-from unsloth_ddp.model.files.source_check import read_model_file
+from unsloth_ddp.model.files.check import read_model_file
 from unsloth_ddp.model.loading.whole_model import gpu_bytes, read_tensors, whole_bytes
 from unsloth_ddp.sizing.optimizer_states import OF_BITSANDBYTES, OF_THE_WEIGHTS_TYPE, optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
@@ -40,13 +40,13 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
     if runtime.device_type != "cuda":
         return
     rooms = runtime.gather((gpu_bytes(), available_bytes()))
-    gpu, host = runtime.broadcast_from_main(lambda: least_bytes(_read_certain(settings), settings, runtime))
+    gpu, host, what = runtime.broadcast_from_main(lambda: _needed(settings, runtime))
     layout = describe_sharding(runtime.sharding, runtime.offload, runtime.copies, runtime.ranks.world_size)
     way = f"method {settings.method} {'without sharding' if runtime.sharding == 'none' else f'with {layout}'}"
     for (total, available), location in zip(rooms, runtime.locations, strict=True):
         if gpu > total:
             raise UserError(
-                f"model {settings.model} does not fit: {way} needs at least {shown_bytes(gpu)} on every GPU, and {location} "
+                f"{what} does not fit: {way} needs at least {shown_bytes(gpu)} on every GPU, and {location} "
                 f"has {shown_bytes(total)}; python -m unsloth_ddp.plan with --gpu_memory lists what fits."
             )
         if available is not None and host > available:
@@ -55,6 +55,17 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
                 f"and {shown_bytes(available)} are available to {location}; use more nodes, or "
                 f"accelerate_configs/{runtime.sharding}.yaml with more GPUs."
             )
+
+
+def _needed(settings: Settings, runtime: Runtime) -> tuple[int, int, str]:
+    """Return the least bytes of GPU and host memory, and the model that needs them; see reference_model.py for the second one."""
+    tensors, model, reference = _read_certain(settings), f"model {settings.model}", settings.of_reference
+    gpu, host = least_bytes(tensors, settings, runtime)
+    # Another reference model is there before gradients and optimizer states are; it goes with DDP only.
+    both = int(sum(_weights(one, settings, runtime) for one in (tensors, _read_certain(reference)))) if reference else 0
+    if both > gpu:
+        return both, host, f"{model} beside reference_model {settings.reference_model}"
+    return gpu, host, model
 
 
 def _read_certain(settings: Settings) -> list[StoredTensor]:
@@ -93,12 +104,8 @@ def least_bytes(tensors: Sequence[StoredTensor], settings: Settings, runtime: Ru
     """
     sharding, offload, full = runtime.sharding, runtime.offload, settings.method == "full"
     zero = sharding in ("zero2", "zero3")
-    precision = NUMBER_BYTES[runtime.precision]
-    each = 1 if settings.fp8 else NUMBER_BYTES[settings.full_weights] if full and not zero else precision
-    packs = settings.method == "qlora"
-    # Weights in FP8 may stay so, as packed ones do; QLoRA may pack them.
-    stored = [(name, "U8" if dtype.startswith("F8") and not packs else dtype, shape) for name, dtype, shape in tensors]
-    weights = whole_bytes(stored, each, packs=packs)
+    precision, each = NUMBER_BYTES[runtime.precision], _each(settings, runtime)
+    weights = _weights(tensors, settings, runtime)
     states = 0.0
     if full:
         # Gradients and optimizer states, and DeepSpeed's fp32 copies of 16-bit weights.
@@ -121,3 +128,18 @@ def least_bytes(tensors: Sequence[StoredTensor], settings: Settings, runtime: Ru
         gpu = held if sharding == "fsdp2" else 0.0
         host += held
     return int(gpu), int(host * runtime.ranks.local_world_size)
+
+
+def _each(settings: Settings, runtime: Runtime) -> int:
+    """Return the bytes of a value of the loaded weights."""
+    zero = runtime.sharding in ("zero2", "zero3")
+    whole = settings.method == "full" and not zero
+    return 1 if settings.fp8 else NUMBER_BYTES[settings.full_weights if whole else runtime.precision]
+
+
+def _weights(tensors: Sequence[StoredTensor], settings: Settings, runtime: Runtime) -> float:
+    """Return the bytes of a model's weights after loading."""
+    packs = settings.method == "qlora"
+    # Weights in FP8 may stay so, as packed ones do; QLoRA may pack them.
+    stored = [(name, "U8" if dtype.startswith("F8") and not packs else dtype, shape) for name, dtype, shape in tensors]
+    return whole_bytes(stored, _each(settings, runtime), packs=packs)

@@ -17,8 +17,8 @@ from unsloth_ddp.data.order.packing import Packing
 class RowLengths:
     """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
 
-    For `streamed` data these are its first rows, which stand for all. `pixels` are the numbers of each row's images
-    (images/processing.py), if rows have some. `held` and `trained`: tokens without padding, all and the trained ones, where a
+    For `streamed` data these are its first rows, which stand for all. `pixels` are the numbers of the images of
+    each (images/processing.py), if rows have some. `held` and `trained`: tokens without padding, all and the trained ones, where a
     training row is two rows.
     """
 
@@ -41,16 +41,16 @@ class RowLengths:
         return self.each if self.held is None else self.held
 
     def most_pixels(self, size: int) -> int:
-        """Return the most numbers of images in a micro-batch of `size` rows."""
+        """Return the most numbers of images in a micro-batch of `size` rows (packs)."""
         return int(np.sort(self.pixels)[-size:].sum()) if self.pixels is not None else 0
 
     def packed(self, packing: Packing | None) -> RowLengths:
         """Return the same rows in packs; the rows themselves without packing."""
         if packing is None:
             return self
-        return dataclasses.replace(
-            self, each=packing.sums(self.each if self.trained is None else self.trained), packing=packing
-        )
+        each = packing.sums(self.each if self.trained is None else self.trained)
+        pixels = None if self.pixels is None else packing.sums(self.pixels)
+        return dataclasses.replace(self, each=each, pixels=pixels, packing=packing)
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""

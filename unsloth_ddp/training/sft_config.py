@@ -19,7 +19,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.forward.gradient_checkpointing import loaded_with, reentrant
+from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here, reentrant
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
 
@@ -76,7 +76,7 @@ def _chosen(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: P
     strategy = settings.eval_strategy
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"
-    checkpointing = loaded_with(runtime, settings) != "none"
+    checkpointing = kinds_here(runtime, settings)[0] != "none"
     return {
         "output_dir": str(run_folder),
         "run_name": run_folder.name,

@@ -105,7 +105,7 @@ class DDPTrainer(ResumableTrainer):
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
         padded = PadRight(tokenizer.pad_token_id, data.train.processing)
-        flatten = dataclasses.replace(flatten_for(runtime, model), prompts_once=data.packing.prompts_once)
+        flatten = dataclasses.replace(flatten_for(runtime, model, padded), prompts_once=data.packing.prompts_once)
         self.collate = Collate(padded, flatten, by_row=settings.trains_preferences)
         checkpointing = GradientCheckpointing(model, runtime, settings)
         graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
@@ -375,9 +375,9 @@ class DDPTrainer(ResumableTrainer):
             self.step.exchange.broadcast()
         if self.runtime.sharding == "zero3" and self.step.checkpointing.recomputes_reentrantly:
             release_after_each_block(self.model_wrapped)
-        self.step.task.begin(
-            self._trained_runner(), self.runtime, self.data, self.resume_point.folder if self.resume_point else None
-        )
+        data = dataclasses.replace(self.data, plan=self.plan)
+        checkpoint = self.resume_point.folder if self.resume_point else None
+        self.step.task.begin(self._trained_runner(), self.runtime, data, checkpoint)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,8 @@ from unsloth_ddp.utils.units import counted
 
 SUPERVISED_START, SUPERVISED_END = "[[", "]]"
 MOST_CHARACTERS = 1500
+# A special token, such as that of images, more than three times in a row.
+REPEATED = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\1{3,}")
 
 
 def preview_first_row(rows: TokenizedRows, tokenizer: Any, max_length: int) -> str:
@@ -45,7 +48,7 @@ def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at:
         before = so_far
         text = "\n".join(printable(line) for line in text.split("\n"))
         parts.append(f"{SUPERVISED_START}{text}{SUPERVISED_END}" if supervised else text)
-    shown = "".join(parts)
+    shown = REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])} ", "".join(parts))
     if (left_out := len(shown) - MOST_CHARACTERS) > 0:
         half = MOST_CHARACTERS // 2
         shown = f"{shown[:half]}\n... {left_out:,} characters ...\n{shown[-half:]}"

@@ -101,6 +101,15 @@ def open_image(value: str, most_pixels: int | None = None) -> Any:
     return image
 
 
+def plain_image(width: int, height: int, grey: int = 127) -> str:
+    """Return an image in one grey as a data URI."""
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.new("RGB", (width, height), (grey,) * 3).save(written, "PNG")
+    return f"{DATA}image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
 def _scaled(width: int, height: int, most_pixels: int) -> tuple[int, int]:
     factor = (most_pixels / (width * height)) ** 0.5
     return max(1, int(width * factor)), max(1, int(height * factor))

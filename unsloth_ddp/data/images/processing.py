@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.template import Span
-from unsloth_ddp.data.images.files import open_image
+from unsloth_ddp.data.images.files import open_image, plain_image
 from unsloth_ddp.utils.errors import UserError, one_line
 
-# What the collator makes itself of every row.
-OF_TEXT = ("input_ids", "attention_mask", "labels")
 # Pixels on a side of the image of a row that is added for the towers alone.
 SMALL = 32
+# What the collator makes itself of every row.
+OF_TEXT = ("input_ids", "attention_mask", "labels")
 
 
 @dataclass(frozen=True)
@@ -62,31 +63,42 @@ class ImageProcessing:
     Args:
         processor: of Transformers.
         most_pixels: larger images are scaled down before.
-        for_towers: a row with one small image and no label, rendered; it is added to micro-batches without an image if
-            `always` is set, so that the towers run, and get gradients, in every micro-batch.
+        always: add a row with one small image and no label to micro-batches without an image, so that the towers run, and
+            get gradients, in every micro-batch.
         tokens_a_pixel: work of the towers for each number of an image, in tokens (model/towers.py).
+        of_tokens: names and dtypes of the processor's tensors with a value for each token.
+        small_row: with one small image and no label.
     """
 
     processor: Any
     most_pixels: int | None = None
     always: bool = False
     tokens_a_pixel: float = 0.0
-    for_towers: dict[str, Tensor] = field(default_factory=dict)
+    of_tokens: dict[str, torch.dtype] = field(init=False)
+    small_row: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.for_towers = self._process(self.image_token, [self._small_image()])
-        longer = self._process(f"{self.image_token} a b c d e f g h", [self._small_image()])
-        self.of_tokens = [
-            name
-            for name in self.for_towers
-            if name not in OF_TEXT
-            and all(one[name].shape == one["input_ids"].shape for one in (self.for_towers, longer))
-        ]
-        text = self.processor(text=["Hi"], return_tensors="pt")
-        if any(bool(text[name].any()) for name in self.of_tokens if name in text):
+        image = plain_image(SMALL, SMALL)
+        found, longer = (
+            self._process(f"{self.image_token}{text}", [self._open(image)]) for text in ("", " a b c d e f g h")
+        )
+        self.of_tokens = {
+            name: value.dtype
+            for name, value in found.items()
+            if name not in OF_TEXT and all(one[name].shape == one["input_ids"].shape for one in (found, longer))
+        }
+        self.small_row = self.row_of(image)
+        plain = self.processor(text=["Hi"], return_tensors="pt")
+        if any(bool(plain[name].any()) for name in self.of_tokens if name in plain):
             raise UserError(
                 f"{type(self.processor).__name__} marks text in {', '.join(self.of_tokens)}, which is not supported."
             )
+
+    def row_of(self, image: str) -> dict[str, Any]:
+        """Return a row with an image and nothing else, and without a label."""
+        ids = self._process(self.image_token, [self._open(image)])["input_ids"][0].numpy()
+        of_images = {"images": [image], "rendered": self.image_token, "pixels": 0}
+        return {"input_ids": ids, "labels": np.full(len(ids), IGNORED), **of_images}
 
     def work(self, pixels: np.ndarray) -> np.ndarray:
         """Return the work of rows' images in the towers, in tokens, int64; `pixels` are Expanded.pixels of the rows."""
@@ -165,25 +177,15 @@ class ImageProcessing:
     def _open(self, image: str) -> Any:
         return open_image(image, self.most_pixels)
 
-    @staticmethod
-    def _small_image() -> Any:
-        from PIL import Image
-
-        return Image.new("RGB", (SMALL, SMALL), (127, 127, 127))
-
-    def row_for_towers(self) -> dict[str, Any] | None:
-        """Return the tokens of the row that is added to micro-batches without an image, if one is."""
-        return {"input_ids": self.for_towers["input_ids"][0].numpy()} if self.always else None
-
     def collate(self, rows: Sequence[dict[str, Any]], length: int, *, left: bool = False) -> dict[str, Tensor]:
         """Return what a micro-batch takes beside tokens; for rows that are padded to `length` tokens.
 
         Args:
-            rows: see tensors; the row for the towers has only tokens.
+            rows: see tensors.
             left: whether the padding stands before the rows.
         """
-        of_rows = [self.tensors(row) if "images" in row else self.for_towers for row in rows]
-        batch = {name: torch.zeros(len(rows), length, dtype=self.for_towers[name].dtype) for name in self.of_tokens}
+        of_rows = [self.tensors(row) for row in rows]
+        batch = {name: torch.zeros(len(rows), length, dtype=kind) for name, kind in self.of_tokens.items()}
         for number, (row, found) in enumerate(zip(rows, of_rows, strict=True)):
             tokens = len(row["input_ids"])
             for name in self.of_tokens if found else ():

@@ -20,8 +20,10 @@ DATA = "data:"
 COLUMNS = ("images", "image")
 # Types of content parts, and the keys that may hold their image.
 PART_TYPES = ("image", "image_url", "input_image")
-PART_KEYS = ("image", "image_url", "url", "path", "bytes", "base64", "source")
-ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf)://", re.IGNORECASE)
+PART_KEYS = ("image", "image_url", "url", "path", "bytes", "base64", "data", "source")
+ADDRESS = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+# More characters cannot name a file.
+LONGEST_NAME, LONGEST_PATH = 255, 4095
 
 
 class JoinedText(str):
@@ -44,7 +46,7 @@ class JoinedText(str):
 
 def is_image_part(part: Any) -> bool:
     """Return whether a content part is an image."""
-    return isinstance(part, dict) and part.get("type") in PART_TYPES
+    return isinstance(part, dict) and (part.get("type") in PART_TYPES or ("type" not in part and "image" in part))
 
 
 def image_of_part(part: dict[str, Any]) -> str | int | None:
@@ -57,11 +59,15 @@ def image_of_part(part: dict[str, Any]) -> str | int | None:
     if len(given) > 1 and "bytes" not in given:
         raise UserError(f"an image part has {' and '.join(given)}; keep one of them.")
     if not given:
-        return part["index"] if isinstance(part.get("index"), int) else None
+        # Tables of pandas hold whole numbers as floating point.
+        index = part.get("index")
+        if is_missing(index):
+            return None
+        if isinstance(index, int | float) and float(index).is_integer():
+            return int(index)
+        raise UserError(f"the index of an image part is {quoted(index)}, not a number; number the parts from 0.")
     key = "bytes" if "bytes" in given else next(iter(given))
-    if key == "base64":
-        return _from_base64(given[key])
-    return image_value(given[key])
+    return _of_key(key, given[key])
 
 
 def image_value(value: Any) -> str:
@@ -85,9 +91,19 @@ def image_value(value: Any) -> str:
         raise UserError(
             f"the image {value[:100]} is an address, and training does not download images; download it and give its path."
         )
-    if value.startswith(DATA):
+    if value[: len(DATA)].lower() == DATA:
         return _from_base64(value.partition(",")[2])
+    # A slash is a digit of base64 too.
+    if len(value) > LONGEST_PATH or max(map(len, value.split("/"))) > LONGEST_NAME:
+        raise UserError(
+            f"the image {value[:40]}... of {len(value):,} characters is no path; put {DATA}image/png;base64, before base64."
+        )
     return value.removeprefix("file://")
+
+
+def _of_key(key: str, value: Any) -> str:
+    """Return the image under a key of a part or an object; bytes are base64 in JSON."""
+    return _from_base64(value) if key in ("bytes", "base64", "data") and isinstance(value, str) else image_value(value)
 
 
 def _of_object(value: dict[str, Any]) -> str:
@@ -95,7 +111,7 @@ def _of_object(value: dict[str, Any]) -> str:
         return _from_base64(value["data"])
     for key in ("bytes", "url", "path"):
         if not is_missing(value.get(key)) and not is_empty(value[key]):
-            return image_value(value[key])
+            return _of_key(key, value[key])
     raise UserError(f"an image is an object with {', '.join(map(str, value))[:100]}; it needs bytes, or a path.")
 
 
@@ -131,13 +147,31 @@ def images_of_row(row: dict[str, Any]) -> list[str] | None:
         raise UserError("the row has images and image; keep one of these columns.")
     if not given:
         return []
-    value = row[given[0]]
+    return _images(row[given[0]], given[0])
+
+
+def take_images(message: dict[str, Any]) -> None:
+    """Move the images beside the content of a message (Ollama's form) into it, at its markers or before its text.
+
+    Raises:
+        UserError: see images_of_row and place_images.
+    """
+    images = images_of_row(message)
+    for name in COLUMNS:
+        message.pop(name, None)
+    if images:
+        alone = {**message, "role": "user"}
+        shown = iter(place_images([alone], images))
+        message["content"] = JoinedText(alone["content"].parts, list(shown))
+
+
+def _images(value: Any, name: str) -> list[str]:
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = as_list(value, given[0])
+        value = as_list(value, name)
     if isinstance(value, (str, bytes, dict)) or hasattr(value, "convert"):
         value = [value]
     if not isinstance(value, list):
-        raise UserError(f"{given[0]} is {kind_of(value)}, not an image or a list of images.")
+        raise UserError(f"{name} is {kind_of(value)}, not an image or a list of images.")
     return [image_value(one) for one in value]
 
 

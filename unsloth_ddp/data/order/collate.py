@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,12 +34,8 @@ class PadRight:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [row for example in examples for row in split_rows(example)]
-        if (
-            self.processing
-            and (row := self.processing.row_for_towers())
-            and not any(len(one["images"]) for one in rows)
-        ):
-            rows.append({**row, "labels": np.full(len(row["input_ids"]), IGNORED)})
+        if self.processing and self.processing.always and not any(len(row["images"]) for row in rows):
+            rows.append(self.processing.small_row)
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -57,7 +55,9 @@ class Flatten:
     """Collate packs into one sequence, with the row boundaries that attention needs.
 
     Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, and
-    Transformers finds the rows by them. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
+    Transformers finds the rows by them. With `padded`, rows may have images: their values are those of padded rows, and
+    `position_ids` is (1 + dimensions, 1, tokens) for a model whose `positions` returns positions of several dimensions
+    (M-RoPE), (dimensions, rows, longest row), for padded rows. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
     int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
     which would otherwise compute them in every layer and wait for the device each time. With `row_of_token` add `seq_idx`,
     (1, tokens), int32, for convolutions. With `prompts_once` the packs hold pairs, of which the second row leaves out the prompt;
@@ -67,8 +67,12 @@ class Flatten:
     keys: Literal["unsloth", "flash", "positions"]
     row_of_token: bool = False
     prompts_once: bool = False
+    padded: PadRight | None = None
+    positions: Callable[..., tuple[torch.Tensor, Any]] | None = None
 
     def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        if self.padded is not None and self.padded.processing is not None:
+            return self._with_images(self.padded(packs), list(self.padded.processing.of_tokens))
         ids, labels, lengths = (
             np.concatenate([pack[name] for pack in packs]) for name in ("input_ids", "labels", "lengths")
         )
@@ -83,6 +87,26 @@ class Flatten:
         batch: dict[str, Any] = {
             name: torch.as_tensor(values, dtype=torch.int64).unsqueeze(0) for name, values in of_tokens.items()
         }
+        if keys is not None:
+            batch["shared_keys"] = torch.as_tensor(keys, dtype=torch.int64)
+        return batch | self._borders(lengths, whole)
+
+    def _with_images(self, batch: dict[str, torch.Tensor], of_tokens: list[str]) -> dict[str, Any]:
+        """Return padded rows without their padding, in one sequence."""
+        mask = batch["attention_mask"]
+        kept, lengths = mask == 1, mask.sum(dim=1).numpy()
+        positions = (mask.cumsum(dim=1) - 1)[kept][None]
+        if self.positions is not None:
+            taken = inspect.signature(self.positions).parameters
+            places, _ = self.positions(**{name: batch[name] for name in taken if name in batch})
+            positions = torch.cat([positions[None], places[:, None, kept]])
+        batch |= {name: batch[name][kept][None] for name in ("input_ids", "labels", *of_tokens)}
+        del batch["attention_mask"]
+        return batch | {"position_ids": positions} | self._borders(lengths, lengths)
+
+    def _borders(self, lengths: np.ndarray, whole: np.ndarray) -> dict[str, Any]:
+        """Return the keys beside positions for rows of these lengths; `whole` counts the prompts that they leave out too."""
+        batch: dict[str, Any] = {}
         if self.keys == "unsloth":
             batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
         elif self.keys == "flash":
@@ -90,8 +114,6 @@ class Flatten:
                 borders = np.append(0, np.cumsum(of_rows))
                 batch[f"cu_seq_lens_{name}"] = torch.as_tensor(borders, dtype=torch.int32)
                 batch[f"max_length_{name}"] = int(of_rows.max())
-        if keys is not None:
-            batch["shared_keys"] = torch.as_tensor(keys, dtype=torch.int64)
         if self.row_of_token:
             batch["seq_idx"] = torch.as_tensor(np.repeat(np.arange(len(lengths)), lengths), dtype=torch.int32)[None]
         return batch

@@ -168,14 +168,12 @@ class PackingObstacles:
     Args:
         wrong: the reason why packed rows would influence each other, if there is one.
         no_kernel: the reason why a GPU has no attention kernel for it, if there is one.
+        no_kernel_with_images: the reason why it has none for rows with images.
     """
 
     wrong: str | None = None
     no_kernel: str | None = None
-
-
-# Why the packs of a kernel that keeps rows apart are not used.
-IMAGES_ARE_PADDED = "rows with images are padded"
+    no_kernel_with_images: str | None = None
 
 
 def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | None) -> PackingDecision:

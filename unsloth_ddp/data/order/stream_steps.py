@@ -87,7 +87,7 @@ class StepFiller:
 
     def _dealt(self, step: list[Unit]) -> Shares:
         plan, lengths = self.plan, np.array([len(unit["input_ids"]) for unit in step])
-        beside = self.processing.work(np.array([unit["pixels"] for unit in step])) if self.processing else None
+        beside = self.processing.work(np.array([np.sum(unit["pixels"]) for unit in step])) if self.processing else None
         order = arrange(np.arange(len(step)), lengths, plan, padded=self.capacity is None, beside=beside)
         slots = order.reshape(plan.accumulation, plan.processes, plan.per_device)
         return [[[step[i] for i in batch] for batch in slots[:, process]] for process in range(plan.processes)]

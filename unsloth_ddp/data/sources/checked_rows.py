@@ -9,9 +9,11 @@ from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images.files import ImageFiles
+from unsloth_ddp.data.images.values import COLUMNS
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
+from unsloth_ddp.data.sources.values import is_empty
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -39,10 +41,13 @@ def checked_rows(
     location, convert, files = "", converter(task), ImageFiles.of(image_folder, [source] if is_file(source) else [])
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
-            example = convert(columns)
-            if example.images and task != "sft":
+            # Before a text, which has no place for them, is refused as such.
+            named = isinstance(columns, dict) and any(not is_empty(columns.get(name)) for name in COLUMNS)
+            example = None if task != "sft" and named else convert(columns)
+            if example is None or (task != "sft" and example.images):
                 raise UserError(
-                    f"the row has images, which task {task} does not take; give --task sft, or remove them."
+                    f"the row has images, which task {task} does not take; remove them, or give --task sft and rows with the good answers "
+                    "as messages."
                 )
             example.images = [files.checked(image) for image in example.images]
         except UserError as error:

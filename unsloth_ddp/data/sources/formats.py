@@ -40,6 +40,8 @@ FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("prompt", "completion"): ("system", "system_prompt", "tools", "functions"),
     ("text",): (),
 }
+# Columns with the label of an answer, which --task kto reads.
+LABELS = ("label", "kto_tag")
 MEDIA = ("video", "videos", "audio", "audios")
 SHOWN_COLUMNS = 20
 # Names that other data sets have for the columns instruction and output.
@@ -123,7 +125,7 @@ def to_example(row: Any) -> Example:
 
 def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
     """Refuse an answer that preference data marks as not to learn, as KTO's label and LLaMA-Factory's kto_tag do."""
-    for name in ("label", "kto_tag"):
+    for name in LABELS:
         # A CSV file holds text. Beside plain text, 0 is the number of a class.
         undesired = ("false",) if columns == ("text",) else ("false", "0", "0.0", "undesirable")
         if str(row.get(name)).strip().lower() in undesired:
@@ -135,7 +137,7 @@ def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
 
 def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
     """Return why a row has none of the formats; `row` is `given` without nulls."""
-    if "chosen" in row and "rejected" in row:
+    if "chosen" in given and "rejected" in given:
         return (
             "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, rename chosen to "
             "messages (a list) or completion (text), and drop rejected."
@@ -144,7 +146,8 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
         return f"{null} is null; give it a value or remove the row."
     names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
     more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
-    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{_renaming(row)}."
+    labelled = next((f"; with {name} it may be one for --task kto" for name in LABELS if name in row), "")
+    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{_renaming(row)}{labelled}."
 
 
 def _renaming(row: dict[str, Any]) -> str:

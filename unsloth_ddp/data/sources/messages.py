@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
-from unsloth_ddp.data.images.values import JoinedText, image_of_part, image_value, is_image_part
+from unsloth_ddp.data.images.values import PART_KEYS, JoinedText, image_of_part, is_image_part, take_images
 from unsloth_ddp.data.sources.values import (
     as_list,
     as_text,
@@ -60,6 +60,8 @@ ARGUMENT_KEYS = ("arguments", "parameters", "input", "args", "kwargs")
 # Keys of a call beside its function; those that templates print are kept.
 KEPT_CALL_KEYS = ("id", "index")
 CALL_KEYS = (*KEPT_CALL_KEYS, "type", "function")
+# Types of content parts with text, of OpenAI's two interfaces.
+TEXT_TYPES = ("text", "input_text", "output_text")
 THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 Message = dict[str, Any]
@@ -109,7 +111,6 @@ def read_message(message: Any, unread: list[str]) -> Message:
     _read_calls(message, unread)
     _read_reasoning(message)
     content = message.get("content")
-    images = message.pop("images", None)
     if isinstance(content, list):
         message["content"] = _joined_parts(content, unread)
     elif content is None and message.get("tool_calls"):
@@ -118,12 +119,7 @@ def read_message(message: Any, unread: list[str]) -> Message:
         raise UserError(f"a message of role {role} has no content; give it text or remove the row.")
     elif not isinstance(content, str):
         raise UserError(f"a message of role {role} has {kind_of(content)} as content, not text; write it as text.")
-    if not is_empty(images):
-        # Ollama's form: images beside the content.
-        shown = [image_value(one) for one in as_list(images, "images of a message")]
-        before = message["content"]
-        parts = before.parts if isinstance(before, JoinedText) else [before]
-        message["content"] = JoinedText([*[None] * len(shown), *parts], [*shown, *getattr(before, "images", [])])
+    take_images(message)
     check_plain(message, "a message")
     return message
 
@@ -310,15 +306,22 @@ def _joined_parts(parts: list[Any], unread: list[str]) -> str:
         if is_image_part(part):
             images.append(image_of_part(part))
             joined.append(None)
+            _read_others(part, (*PART_KEYS, "index", "type", "text"), "image parts", unread)
             continue
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+        text = isinstance(part, dict) and part.get("type", "text") in TEXT_TYPES
+        if not text or not isinstance(part.get("text"), str):
             shown = f"of type {quoted(part['type'])}" if isinstance(part, dict) and "type" in part else kind_of(part)
             raise UserError(
                 f"a message has a content part ({shown}) that is neither {{'type': 'text', 'text': ...}} nor {{'type': 'image', 'image': "
                 "...}; this kit trains on text and images only, so write it in one of these forms, or remove the row."
             )
-        others = {str(key): value for key, value in part.items() if key not in ("type", "text") and not is_empty(value)}
-        _check_all_learned(others, "a content part")
-        unread += [f"{key[:100]} of content parts" for key in others if not is_loss_flag(key)]
+        _read_others(part, ("type", "text"), "content parts", unread)
         joined.append(part["text"])
     return JoinedText(joined, images)
+
+
+def _read_others(part: dict[str, Any], read: tuple[str, ...], what: str, unread: list[str]) -> None:
+    """Note the keys of a content part that are not read."""
+    others = {str(key): value for key, value in part.items() if key not in read and not is_empty(value)}
+    _check_all_learned(others, "a content part")
+    unread += [f"{key[:100]} of {what}" for key in others if not is_loss_flag(key)]

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
-from unsloth_ddp.data.sources.formats import Example, alpaca_turns, messages_or_text, to_example
+from unsloth_ddp.data.sources.formats import LABELS, Example, alpaca_turns, messages_or_text, to_example
 from unsloth_ddp.data.sources.messages import read_sharegpt_turn
 from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
@@ -34,13 +34,13 @@ ANSWERS = ("chosen", "rejected")
 # Other names of the columns.
 RENAMED = {"chosen_response": "chosen", "rejected_response": "rejected", "question": "instruction"}
 # Columns of the prompt; the others are passed on.
-PROMPTS = ("prompt", "conversations", "messages", "instruction", "input", "history")
+CHATS = ("conversations", "messages")
+PROMPTS = ("prompt", *CHATS, "instruction", "input", "history")
 ACCEPTED = (
     "chosen and rejected, with prompt, messages, conversations or instruction beside them, or as whole conversations"
 )
 
-# Columns of the label, its values, and names of the labelled answer.
-LABELS = ("label", "kto_tag")
+# Values of the label, and names of the labelled answer.
 DESIRABLE = {"true": True, "1": True, "1.0": True, "desirable": True,
              "false": False, "0": False, "0.0": False, "undesirable": False}  # fmt: skip
 LABELLED = ("completion", "output", "response")
@@ -65,9 +65,12 @@ def to_pair(row: Any) -> Example:
         _check_answer(row, name)
     if missing := [name for name in ANSWERS if name not in row]:
         raise UserError(_refusal(row, missing))
-    halves = [_read(name, {**_rest(row), **half}) for name, half in zip(ANSWERS, _halves(row), strict=True)]
-    chosen, rejected = halves
+    read, halves = _halves(row)
+    chosen, rejected = (
+        _read(name, {**_rest(row, ANSWERS), **half}) for name, half in zip(ANSWERS, halves, strict=True)
+    )
     rejected.unread = []
+    chosen.unread += _not_shown(row, (*PROMPTS, "completion"), read, chosen)
     return dataclasses.replace(chosen, rejected=rejected)
 
 
@@ -80,50 +83,53 @@ def to_labelled(row: Any) -> Example:
     row = _renamed(row, f"a labelled answer has {ACCEPTED_LABELLED}")
     if "chosen" in row and "rejected" in row:
         raise UserError("the row is a preference pair (chosen, rejected); give --task dpo.")
-    column = next((name for name in LABELS if name in row), None)
-    if column is None:
+    labels = {name: DESIRABLE.get(str(row[name]).strip().lower()) for name in LABELS if name in row}
+    if not labels:
         raise UserError(
             "the row has no label, which --task kto learns from; add a column label (true or false), or learn all answers with --task sft."
         )
-    desirable = DESIRABLE.get(str(row[column]).strip().lower())
-    if desirable is None:
-        raise UserError(
-            f"{column} is {str(row[column])[:50]!r}, and a label is true (desirable) or false (undesirable); correct it or remove "
-            "the row."
-        )
-    rest = {name: value for name, value in _rest(row).items() if name not in (*LABELS, *LABELLED)}
-    return dataclasses.replace(to_example({**rest, **_labelled_answer(row)}), desirable=desirable)
+    for column, desirable in labels.items():
+        if desirable is None:
+            raise UserError(
+                f"{column} is {str(row[column])[:50]!r}, and a label is true (desirable) or false (undesirable); correct it or "
+                "remove the row."
+            )
+    if len(set(labels.values())) > 1:
+        raise UserError("the row has label and kto_tag, which disagree; keep one of them.")
+    read, answer = _labelled_answer(row)
+    found = to_example({**_rest(row, (*LABELS, *LABELLED)), **answer})
+    found.unread += _not_shown(row, PROMPTS, read, found)
+    return dataclasses.replace(found, desirable=desirable)
 
 
-def _labelled_answer(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the prompt and the completion of a labelled row."""
+def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the column of the prompt, and the prompt and the completion of a labelled row."""
     given = [name for name in LABELLED if name in row]
     given = [name for name in given if not is_empty(row[name])] or given
     for name in given:
         _check_answer(row, name)
     answer = messages_or_text(row[given[0]], given[0]) if given else None
     _refuse_several([name for name in given if row[name] != row[given[0]]], given)
-    for column in ("conversations", "messages"):
-        if not is_empty(row.get(column)):
-            turns = _turns(as_list(row[column], column))
-            if answer is None:
-                return _last_answer(turns)
-            if turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
-                _refuse_several([column], [given[0], column])
-            return {"prompt": turns, "completion": _turns(_one_or_more(answer))}
+    column, prompt = _prompt(row)
+    if column in CHATS:
+        if answer is None:
+            return column, _last_answer(prompt)
+        if prompt and _role(prompt[-1]) == "assistant":
+            _refuse_several([column], [given[0], column])
     if answer is None:
         raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}.")
-    if "instruction" in row:
-        return {"prompt": alpaca_turns({**row, "output": ""})[:-1], "completion": _turns(_one_or_more(answer))}
-    if "prompt" not in row:
+    if prompt is None:
         if isinstance(answer, list):
-            return _last_answer(_turns(answer))
+            return column, _last_answer(_turns(answer))
         raise UserError(f"the row has an answer and no prompt; it needs {ACCEPTED_LABELLED}.")
-    prompt = messages_or_text(row["prompt"], "prompt")
     if isinstance(prompt, str) and isinstance(answer, str):
-        return {"prompt": prompt, "completion": answer}
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _turns(_one_or_more(prompt))
-    return {"prompt": asked, "completion": _turns(_one_or_more(answer))}
+        return column, {"prompt": prompt, "completion": answer}
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    rest = _without(asked, _turns(_one_or_more(answer)))
+    begin = next((i for i, turn in enumerate(rest) if _role(turn) == "assistant"), 0)
+    asked, rest = asked + rest[:begin], rest[begin:]
+    _check_one_question(asked, {given[0]: rest})
+    return column, {"prompt": asked, "completion": rest}
 
 
 def _check_answer(row: dict[str, Any], name: str) -> None:
@@ -143,11 +149,13 @@ def _refuse_several(others: list[str], given: list[str]) -> None:
 
 def _last_answer(turns: list[Any]) -> dict[str, Any]:
     """Return a conversation as the prompt and its last assistant turn, which the label is about."""
-    answers = [i for i, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "assistant"]
+    answers = [i for i, turn in enumerate(turns) if _role(turn) == "assistant"]
     if not answers:
         raise UserError(
             "the conversation has no assistant turn that the label could be about; add one or remove the row."
         )
+    if not answers[-1]:
+        raise UserError("the conversation begins with the answer, without a prompt; add one or remove the row.")
     return {"prompt": turns[: answers[-1]], "completion": turns[answers[-1] :]}
 
 
@@ -159,6 +167,8 @@ def _renamed(row: Any, needed: str) -> dict[str, Any]:
     for other, name in RENAMED.items():
         if other in row and name not in row:
             row[name] = row.pop(other)
+    if "input" in row and not any(name in row for name in ("instruction", "prompt", *CHATS)):
+        row["instruction"] = row.pop("input")
     return row
 
 
@@ -170,56 +180,99 @@ def _refusal(row: dict[str, Any], missing: list[str]) -> str:
     try:
         to_example(row)
     except UserError:
-        return f"the row is no pair of answers; it needs {ACCEPTED}."
+        return f"the row ({', '.join(map(str, row))[:200]}) is no pair of answers; it needs {ACCEPTED}."
     return f"the row has one answer, which --task sft learns; a pair has {ACCEPTED}."
 
 
 def _read(name: str, half: dict[str, Any]) -> Example:
     try:
-        example = to_example(half)
+        return to_example(half)
     except UserError as error:
         raise UserError(f"the {name} answer: {error}") from None
-    if example.images:
-        raise UserError(
-            "the pair has images, which preference training does not take; give --task sft, or remove them."
-        )
-    return example
 
 
-def _rest(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in (*ANSWERS, *PROMPTS)}
+def _rest(row: dict[str, Any], others: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in (*others, *PROMPTS)}
 
 
-def _halves(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the columns of the chosen and of the rejected row, as prompt and completion."""
-    answers = [messages_or_text(row[name], name) for name in ANSWERS]
-    for name in ("conversations", "messages"):
+def _prompt(row: dict[str, Any]) -> tuple[str, Any]:
+    """Return the column of the prompt, and its turns or its text; None without one."""
+    for name in CHATS:
         if not is_empty(row.get(name)):
-            return _with_prompt(_turns(as_list(row[name], name)), [_turns(_one_or_more(a)) for a in answers])
+            return name, _turns(as_list(row[name], name))
     if "instruction" in row:
-        question = alpaca_turns({**row, "output": ""})[:-1]
-        return _with_prompt(question, [_turns(_one_or_more(answer)) for answer in answers])
-    prompt = messages_or_text(row["prompt"], "prompt") if "prompt" in row else None
-    if all(isinstance(answer, str) for answer in answers):
-        if isinstance(prompt, list):
-            return _with_prompt(_turns(prompt), [_turns(_one_or_more(answer)) for answer in answers])
-        return _texts(prompt, answers)
+        return "instruction", alpaca_turns({**row, "output": ""})[:-1]
+    if is_empty(row.get("prompt")):
+        return "", None
+    prompt = messages_or_text(row["prompt"], "prompt")
+    return "prompt", _turns(_one_or_more(prompt)) if isinstance(prompt, list | dict) else as_text(prompt, "prompt")
+
+
+def _not_shown(row: dict[str, Any], columns: tuple[str, ...], read: str, example: Example) -> list[str]:
+    """Return those of the columns that were not read, and have texts that the example does not have."""
+    shown = example.text or "\n".join(message["content"] for message in example.messages)
+    read_too = ("instruction", "input", "history") if read == "instruction" else (read,)
+    others = [name for name in columns if name in row and name not in read_too]
+    return [name for name in others if not all(text.strip() in shown for text in _texts_in(row[name]))]
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Return the texts of a column: its own, or those of its messages."""
+    if isinstance(value, dict):
+        value = [value.get("content") or value.get("value") or value.get("text")]
+    return [text for item in value for text in _texts_in(item)] if isinstance(value, list) else [str(value or "")]
+
+
+def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the column of the prompt, and those of the chosen and of the rejected row, as prompt and completion."""
+    answers = [messages_or_text(row[name], name) for name in ANSWERS]
+    column, prompt = _prompt(row)
+    if not isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
+        return column, _texts(prompt, answers)
     whole = [_turns(_one_or_more(answer)) for answer in answers]
-    if isinstance(prompt, list):
-        return _with_prompt(_turns(prompt), whole)
     common = _common_messages(whole)
-    if common or prompt is None:
-        # A text beside whole conversations repeats the question that they hold.
-        return _with_prompt(common, [turns[len(common) :] for turns in whole])
-    return _with_prompt([{"role": "user", "content": as_text(prompt, "prompt")}], whole)
+    # Some sets repeat the conversation in both answers; a text or a question beside them repeats what they hold.
+    said = isinstance(prompt, str) or column == "instruction"
+    if common and (said or not prompt or common[:1] == prompt[:1]):
+        prompt, column = common, "" if said else column
+    elif isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    prompt = prompt or []
+    rest = [_without(prompt, turns) for turns in whole]
+    if all(turns and _role(turns[0]) != "assistant" for turns in rest):
+        common = _common_messages(rest)
+        prompt, rest = prompt + common, [turns[len(common) :] for turns in rest]
+    _check_one_question(prompt, dict(zip(ANSWERS, rest, strict=True)))
+    return column, [{"prompt": prompt, "completion": turns} for turns in rest]
 
 
-def _with_prompt(prompt: list[Any], answers: list[list[Any]]) -> list[dict[str, Any]]:
-    # Some sets repeat the conversation in both answers.
-    if prompt and all(answer[:1] == prompt[:1] for answer in answers):
-        prompt = _common_messages(answers)
-        answers = [answer[len(prompt) :] for answer in answers]
-    return [{"prompt": prompt, "completion": answer} for answer in answers]
+def _without(prompt: list[Any], turns: list[Any]) -> list[Any]:
+    """Return an answer without messages at its begin that repeat the end of the prompt."""
+    longest = min(len(prompt), len(turns) - 1)
+    return turns[next((n for n in range(longest, 0, -1) if prompt[-n:] == turns[:n]), 0) :]
+
+
+def _check_one_question(prompt: list[Any], answers: dict[str, list[Any]]) -> None:
+    """Refuse answers to different prompts, and a prompt that is answered already."""
+    if not all("assistant" in map(_role, turns) for turns in answers.values()):
+        return  # refused where the row is read
+    if not prompt and all(_role(turns[0]) == "assistant" for turns in answers.values()):
+        raise UserError("the row has answers and no prompt; add a column prompt, or remove the row.")
+    for name, turns in answers.items():
+        begins = _role(turns[0])
+        if begins == "assistant" and prompt and _role(prompt[-1]) == "assistant":
+            raise UserError(
+                f"the prompt ends with an assistant message, and {name} begins with another one; end the prompt with the question."
+            )
+        if begins in ("system", "user"):
+            raise UserError(
+                f"{name} goes on with a {begins} message where its answer should begin, so it is no answer to the same prompt as the "
+                "other; give both the same prompt, or remove the row."
+            )
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, dict) else None
 
 
 def _one_or_more(answer: Any) -> list[Any]:
@@ -251,4 +304,8 @@ def _texts(prompt: Any, answers: list[Any]) -> list[dict[str, Any]]:
         common = common[: len(common) - len(common.split()[-1])] if common.split() else ""
     # The space before a word belongs to its token.
     common = common.rstrip(" ")
+    if not common:
+        raise UserError(
+            "the row has no prompt, and chosen and rejected do not begin with the same words; add a column prompt, or remove the row."
+        )
     return [{"prompt": common, "completion": answer[len(common) :]} for answer in answers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.experts import full_shape, names_in_layers, stacked_experts
 from unsloth_ddp.model.modules import base_model
-from unsloth_ddp.model.parts import adaptable_layers, is_linear, parts_beside_text, path_in_class
+from unsloth_ddp.model.parts import adaptable_layers, is_linear, parts_beside_text
 from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError
 
@@ -26,46 +26,43 @@ ROUTER = "gate"
 ALL_LINEAR = "all-linear"
 
 
-def lora_config(settings: Settings, model: torch.nn.Module, also: Sequence[str] = ()) -> Any:
+def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
     """Return PEFT's LoraConfig for this model.
-
-    Args:
-        also: see target_modules.
 
     Raises:
         UserError: see target_modules and target_parameters.
     """
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=settings.lora_r,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules=target_modules(settings, model, also),
-        target_parameters=target_parameters(settings, model) or None,
-        modules_to_save=settings.lora_modules_to_save or None,
-        use_rslora=settings.use_rslora,
-        task_type="CAUSAL_LM",
-    )
+    return LoraConfig(**adapter_options(settings, model), task_type="CAUSAL_LM")
 
 
-def target_modules(settings: Settings, model: torch.nn.Module, also: Sequence[str] = ()) -> list[str]:
+def adapter_options(settings: Settings, model: torch.nn.Module) -> dict[str, Any]:
+    """Return the arguments that PEFT's LoraConfig and Unsloth's get_peft_model have in common."""
+    return {
+        "r": settings.lora_r,
+        "lora_alpha": settings.lora_alpha,
+        "lora_dropout": settings.lora_dropout,
+        "target_modules": target_modules(settings, model),
+        "target_parameters": target_parameters(settings, model) or None,
+        "modules_to_save": settings.lora_modules_to_save or None,
+        "use_rslora": settings.use_rslora,
+    }
+
+
+def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
     """Return the modules to adapt, as PEFT and Unsloth take them: leaf names where these match nothing else, else paths.
-
-    Args:
-        also: paths of further modules; those that the model lacks do not matter.
 
     Raises:
         UserError: there is no module that all-linear could adapt.
     """
-    paths = dict(base_model(model).named_modules()).keys()
-    chosen = adapted_paths(settings, model) | (paths & {path_in_class(path, model) for path in also})
+    chosen = adapted_paths(settings, model)
     if not chosen and not target_parameters(settings, model):
         raise UserError(
             f"lora_target_modules {ALL_LINEAR}: {settings.model} has no linear layer in its text decoder; name the modules."
         )
     of_leaf: dict[str, set[str]] = {}
-    for path in paths:
+    for path, _ in base_model(model).named_modules():
         of_leaf.setdefault(path.rpartition(".")[2], set()).add(path)
     leaves = {path.rpartition(".")[2] for path in chosen}
     exact = {leaf for leaf in leaves if of_leaf[leaf] <= chosen}
@@ -89,15 +86,10 @@ def adapted_paths(settings: Settings, model: torch.nn.Module) -> set[str]:
 
 
 def _paths_named(name: str, model: torch.nn.Module, layers: Mapping[str, Any]) -> list[str]:
-    """Return the paths that a name in lora_target_modules stands for.
-
-    Args:
-        layers: that all-linear stands for, by their paths.
-    """
+    """Return the paths that a name in lora_target_modules stands for; `layers` are those of all-linear."""
     modules = dict(base_model(model).named_modules())
-    for exact in (name, path_in_class(name, model)):
-        if exact in modules:
-            return [exact]
+    if name in modules:
+        return [name]
     ending = [path for path in modules if path.endswith(f".{name}")]
     if "." in name:
         return ending
@@ -153,7 +145,8 @@ def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
 
 def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None:
     """Refuse the output head, and a leaf name that stands for no layer which rows of text train."""
-    if _is_head(name, model):
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules()):
         raise UserError(
             f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss multiplies "
             f"directly, so an adapter on it would not be trained; leave it out, or give --lora_modules_to_save {name[:100]}."
@@ -169,44 +162,22 @@ def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None
     )
 
 
-def _is_head(name: str, model: torch.nn.Module) -> bool:
-    """Return whether a name matches the path of the output head."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules())
-
-
 def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
     given, stacked = settings.lora_target_parameters, names_in_layers(model)
-    if given == ["all-experts"]:
-        if not stacked:
-            raise UserError(
-                f"lora_target_parameters all-experts: {settings.model} has no experts in stacked tensors; leave it out."
-            )
+    if given == ["all-experts"] and stacked:
         return
-    known = {
-        f".{path}.{name}": module
+    known = [
+        f".{path}.{name}"
         for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
-    parameters = dict(model.named_parameters())
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(module, torch.nn.Linear) and len(full_shape(parameter)) in (2, 3)
+    ]
     for name in given:
-        matching = [path for path in known if path.endswith(f".{name}")]
-        if not matching:
+        if not any(path.endswith(f".{name}") for path in known):
             has = f"its experts are in {', '.join(stacked)}" if stacked else "it has no experts in stacked tensors"
             raise UserError(
-                f"lora_target_parameters {name[:100]} is not a parameter of {settings.model}; {has}, and all-experts is given alone."
-            )
-        path = matching[0]
-        if isinstance(known[path], torch.nn.Linear):
-            raise UserError(
-                f"lora_target_parameters {name[:100]} belongs to a linear layer of {settings.model}; name the layer in "
-                f"lora_target_modules ({path.split('.')[-2]})."
-            )
-        shape = full_shape(parameters[path[1:]])
-        if len(shape) not in (2, 3):
-            raise UserError(
-                f"lora_target_parameters {name[:100]} has {len(shape)} dimension(s) in {settings.model}, and an adapter "
-                "needs 2 or 3; leave it out."
+                f"lora_target_parameters {name[:100]} is not a parameter of {settings.model} of 2 or 3 dimensions outside linear layers; "
+                f"{has}, all-experts is given alone, and lora_target_modules names linear layers."
             )
 
 

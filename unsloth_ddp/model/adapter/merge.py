@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,16 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.adapter.weights import PREFIX, A, B, changed_modules, load_weights, read_weights
-from unsloth_ddp.model.files.find import model_folder, safetensors_files
-from unsloth_ddp.model.files.stored_weights import (
-    copy_processor,
-    empty_model,
-    keep_what_is_not_modelled,
-    names_in_model,
-    tell_kept,
-)
+from unsloth_ddp.model.adapter.weights import load_weights
+from unsloth_ddp.model.files.find import StoredTensor, model_folder, safetensors_files, stored_tensors
+from unsloth_ddp.model.files.stored_weights import empty_model, keep_what_is_not_modelled, load_on_cpu, names_in_model
 from unsloth_ddp.model.files.whole_weights import ADAPTER, describe_without_weights
-from unsloth_ddp.model.loading.classes import model_class, read_config
-from unsloth_ddp.model.loading.load import safetensors_only, stop_at
+from unsloth_ddp.model.loading.load import stop_at
+from unsloth_ddp.model.parts import is_linear
 from unsloth_ddp.utils.files.tensors import ModelFiles
 
+# PEFT's names of the two matrices: PREFIX, the path of the module, and A or B.
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 WEIGHT = ".weight"
 # bitsandbytes stores the constants of q_proj.weight as q_proj.weight.absmax and so on.
 PART = f"{WEIGHT}."
@@ -59,13 +55,10 @@ def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Se
     merge = plan_merge(settings, adapter)
     if merge is None:
         model = _save_merged_by_peft(settings, adapter, target, stop_tokens)
-        keep_what_is_not_modelled(settings, model, target)
     else:
         model = merge.model
         _save_merged_by_weight(merge, target, stop_tokens)
-        if (base := model_folder(settings)) is not None:
-            copy_processor(base, target)
-        tell_kept(settings, model, merge.not_modelled)
+    keep_what_is_not_modelled(settings, model, target)
     transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
     del model, merge
     gc.collect()
@@ -79,12 +72,12 @@ class Merge:
     """A merge that can be done weight by weight.
 
     Args:
-        files: weight files of the base model, in order, each with the names of its weights.
+        files: weight files of the base model, in order, each with the names of the weights that the model's class has.
         constants: of each 4-bit weight, the names and files of its quantization constants.
         changes: of each weight that the adapter changes, the matrices A and B.
         scale: factor of B @ A.
         model: the base model on the meta device.
-        not_modelled: names of weights that its class does not have, which are copied too.
+        sixteen_bit: whether most of the stored weights are of 16 bits, or packed.
     """
 
     files: dict[Path, list[str]]
@@ -92,7 +85,7 @@ class Merge:
     changes: dict[str, tuple[torch.Tensor, torch.Tensor]]
     scale: float
     model: Any
-    not_modelled: list[str]
+    sixteen_bit: bool
 
 
 def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
@@ -108,20 +101,15 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
     model = _without_memory(base, settings) if (paths := safetensors_files(base)) else None
     if model is None:
         return None
-    shapes: dict[str, list[int]] = {}
-    stored: dict[str, Path] = {}
-    for path in paths:
-        with safe_open(path, "pt") as weights:
-            found = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        shapes |= found
-        stored |= dict.fromkeys(found, path)
+    stored = stored_tensors(paths)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     known = names_in_model(model, stored)
     constants: dict[str, dict[str, Path]] = {}
-    for name, path in stored.items():
+    for name, tensor in stored.items():
         weight = name.partition(PART)[0] + WEIGHT
         if PART in name and (packed := known.get(weight)) in own:
-            constants.setdefault(weight, {})[name] = path
+            constants.setdefault(weight, {})[name] = tensor.path
             # Its file holds packed bytes.
             shapes[weight] = own[str(packed)]
     changes = _changes(adapter, model, shapes, known)
@@ -131,9 +119,10 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
     if any(QUANTIZED in name for name in stored) and not {known[name] for name in stored.keys() - inside} <= own.keys():
         # Packed weights under other names than the model's, such as each expert of a stack.
         return None
-    files = {path: [name for name, at in stored.items() if at == path and name not in inside] for path in paths}
+    wanted = [name for name in stored if name not in inside and known[name] is not None]
+    files = {path: [name for name in wanted if stored[name].path == path] for path in paths}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    return Merge(files, constants, changes, scale, model, sorted(name for name in stored if known[name] is None))
+    return Merge(files, constants, changes, scale, model, _is_sixteen_bit(stored.values()))
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
@@ -166,8 +155,12 @@ def _changes(
         shapes: of the stored weights.
         known: the model's name of each.
     """
-    weights = read_weights(adapter, model)
-    modules = changed_modules(adapter, model)
+    from peft import PeftConfig, load_peft_weights
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    weights, config = load_peft_weights(str(adapter), device="cpu"), PeftConfig.from_pretrained(str(adapter))
+    linear = (path for path, module in model.named_modules() if is_linear(module))
+    modules = [path for path in linear if check_target_module_exists(config, path)]
     if weights.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
         return None
     by_name: dict[str | None, list[str]] = {}
@@ -188,7 +181,6 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
     stop_at(merge.model, stop_tokens)
     describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)
     out = ModelFiles(target, [name for names in merge.files.values() for name in names])
-    sixteen_bit = _is_sixteen_bit(merge.files)
     try:
         for path, names in merge.files.items():
             # Opened again for each file, so that the pages read for the last one are released.
@@ -201,21 +193,18 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
                         first, second = merge.changes[name]
                         weight = weight.float().add_(second.float() @ first.float(), alpha=merge.scale)
                     # A 16-bit model keeps a few weights in fp32 on purpose.
-                    kept = sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
+                    kept = merge.sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
                     out.add(name, weight if kept or not weight.is_floating_point() else weight.to(torch.bfloat16))
         out.close()
     finally:
         out.remove_unfinished()
 
 
-def _is_sixteen_bit(files: dict[Path, list[str]]) -> bool:
+def _is_sixteen_bit(stored: Iterable[StoredTensor]) -> bool:
     """Return whether most of the stored weights are of 16 bits, or packed."""
     count = {True: 0, False: 0}
-    for path, names in files.items():
-        with safe_open(path, "pt") as weights:
-            for name in names:
-                part = weights.get_slice(name)
-                count[part.get_dtype() not in ("F32", "F64")] += math.prod(part.get_shape())
+    for tensor in stored:
+        count[tensor.dtype not in ("F32", "F64")] += math.prod(tensor.shape)
     return count[True] > count[False]
 
 
@@ -257,22 +246,12 @@ def load_adapted(settings: Settings, adapter: Path, dtype: torch.dtype = torch.b
     """
     from peft import PeftConfig, get_peft_model
 
-    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
-    base: Any = auto.from_pretrained(
-        str(settings.model),
-        revision=settings.model_revision,
-        trust_remote_code=settings.trust_remote_code,
-        use_safetensors=safetensors_only(settings),
-        dtype=dtype,
-        device_map={"": "cpu"},
-    )
+    base = load_on_cpu(settings, dtype)
     if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
         base = base.dequantize()
     # Without a GPU, Transformers unpacks some weights by itself.
     _forget_packing(base)
     config: Any = PeftConfig.from_pretrained(str(adapter))
-    if config.target_modules and not config.target_parameters and not config.trainable_token_indices:
-        config.target_modules = changed_modules(adapter, base) or config.target_modules
     config.inference_mode = False
     adapted = get_peft_model(base, config)
     load_weights(adapted, adapter, str(settings.model))

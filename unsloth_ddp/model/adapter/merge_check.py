@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.merge import load_adapted
-from unsloth_ddp.model.files.find import weight_bytes
-from unsloth_ddp.model.files.stored_weights import whole_model
+from unsloth_ddp.model.files.find import in_folder, weight_bytes
+from unsloth_ddp.model.files.stored_weights import load_on_cpu
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.units import shown_bytes
 
@@ -85,7 +85,7 @@ def _compare(
         before = _logits(model, rows)
     del model
     gc.collect()
-    found = _logits(whole_model(merged, settings, dtype), rows)
+    found = _logits(load_on_cpu(in_folder(settings, merged), dtype), rows)
     return _distance(found, expected), _distance(before, expected)
 
 

@@ -1,4 +1,4 @@
-"""Check a model folder before it is loaded: its JSON files, its index, and the header of every weight file.
+"""Check a model before it is loaded: a folder's JSON files, index and headers of weight files, and whether it can be trained.
 
 The libraries below fail on a damaged folder with unclear errors, or train weights that were never loaded. Nothing in
 the folder is executed, and of the weights only the headers are read.
@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import HUB_ID
-from unsloth_ddp.model.files.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
+from unsloth_ddp.distributed.sharding import Sharding
+from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.safe import stays_inside
 from unsloth_ddp.utils.units import counted
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
+ADAPTER_FILE = "adapter_config.json"
+# Quantizations of a base model on which adapters can be trained, by Transformers' names.
+TRAINABLE = {"unsloth": ("bitsandbytes", "mxfp4", "fp8"), "transformers": ("bitsandbytes",)}
 LARGEST_JSON = 1 << 28
 # A config with more is compared with the weight files.
 MOST_LAYERS, MOST_WORDS = 1000, 1_000_000
@@ -64,17 +68,15 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
             f"`python -m unsloth_ddp.export {shlex.quote(str(folder))} --to merged` and give that as --model, or go on with the run "
             "by its --run_name."
         )
-    if weights is None and safetensors_only:
-        if _holds(folder, PICKLED):
+    if weights is None:
+        pickled = _weight_files(folder, PICKLED)
+        if pickled is None:
+            raise UserError(f"model {folder} holds no weights ({SAFE} or {SAFE}.index.json); download it again.")
+        if safetensors_only:
             raise UserError(
                 f"model {folder} has its weights in pickle files, which are not read by default because a pickle can carry "
                 "code; save it with safetensors, or give --no_use_safetensors if you trust its source."
             )
-        raise UserError(f"model {folder} holds no weights ({SAFE} or {SAFE}.index.json); download it again.")
-    if weights is None:
-        pickled = _weight_files(folder, PICKLED)
-        if pickled is None:
-            raise UserError(f"model {folder} holds no weights ({SAFE} or {PICKLED}); download it again.")
         for name in pickled:
             _refuse_pointer(folder, name)
             _refuse_truncated(folder, name)
@@ -133,10 +135,6 @@ def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> No
         )
 
 
-def _holds(folder: Path, single: str) -> bool:
-    return (folder / single).is_file() or (folder / f"{single}.index.json").is_file()
-
-
 def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
     """Return the weight files of one format with the weights that the index lists for each; None if there are none."""
     if (folder / single).is_file():
@@ -166,7 +164,7 @@ def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):
+    except OSError:  # a name that is too long
         return False
 
 
@@ -211,15 +209,86 @@ def _refuse_truncated(folder: Path, name: str) -> None:
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     _refuse_pointer(folder, name)
     path = folder / name
+    if path.stat().st_size > LARGEST_JSON:
+        raise UserError(f"model {folder}: {name} has over {LARGEST_JSON:,} bytes; download the model again.")
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise UserError(f"model {folder}: {name} has over {LARGEST_JSON:,} bytes, far more than such a file needs.")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except UserError:
-        raise
     except (OSError, ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-        raise UserError(f"model {folder}: {name} is not JSON ({reason}); download the model again.") from None
+        raise UserError(f"model {folder}: {name} is not JSON ({one_line(error)}); download the model again.") from None
     if not isinstance(content, dict):
         raise UserError(f"model {folder}: {name} is not a JSON object; download the model again.")
     return content
+
+
+# ---- adapters and quantized models, in a folder or on the Hub ----
+
+
+def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
+    """Refuse an adapter as --model, and say how to train on from it.
+
+    Args:
+        adapter: content of its adapter_config.json; None for a model that is not an adapter.
+    """
+    if adapter is None:
+        return
+    base = str(adapter.get("base_model_name_or_path") or "").strip()
+    named = f"the base model {base}" if base else "a base model that its adapter_config.json does not name"
+    option = f"--model {shlex.quote(base)}" if base else "that base as --model"
+    raise UserError(
+        f"model {model} is an adapter for {named}; give {option} to train a new adapter, with --resume to go on with its run, or the "
+        "merged model (`python -m unsloth_ddp.export RUN --to merged`, or PEFT's merge_and_unload) to train on from it."
+    )
+
+
+def check_quantization(
+    settings: Settings, backend: str, config: dict[str, Any] | None, sharding: Sharding = "none"
+) -> None:
+    """Refuse a quantization that the backend or the sharding cannot train, or that contradicts --method.
+
+    Args:
+        config: content of the model's config.json; None if it cannot be read yet.
+    """
+    quantization = (config or {}).get("quantization_config")
+    if not isinstance(quantization, dict):
+        return
+    method = str(quantization.get("quant_method") or "bitsandbytes").lower()
+    if method not in TRAINABLE[backend]:
+        raise UserError(
+            f"model {settings.model} is quantized already ({method}), which this kit does not train with backend {backend}; "
+            "give the 16-bit model that it was made from (its model card names it), with --method qlora to load that in "
+            "4 bits."
+        )
+    # Unsloth loads the 16-bit repository instead of the 4-bit one if it knows both.
+    replaceable = backend == "unsloth" and not is_folder(settings)
+    if method == "bitsandbytes" and settings.method != "qlora" and not replaceable:
+        raise UserError(
+            f"model {settings.model} is quantized already (bitsandbytes), and method {settings.method} is for 16-bit "
+            "weights; give --method qlora, or the 16-bit model that it was made from."
+        )
+    if sharding == "fsdp2" and quantization.get("load_in_8bit"):
+        # bitsandbytes keeps scales beside 8-bit weights, which would be sharded away from them.
+        raise UserError(
+            f"model {settings.model} is quantized to 8 bits (bitsandbytes), which FSDP2 cannot shard; give the 16-bit model "
+            "that it was made from, which --method qlora loads in 4 bits, or a 4-bit one."
+        )
+
+
+def check_source(settings: Settings, backend: str, sharding: Sharding = "none") -> None:
+    """Refuse an adapter or a model quantized in a way that cannot be trained, in a folder or on the Hub."""
+    model, revision = str(settings.model), settings.model_revision
+    check_no_adapter(model, read_model_file(model, ADAPTER_FILE, revision))
+    check_quantization(settings, backend, read_model_file(model, "config.json", revision), sharding)
+
+
+def read_model_file(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Return a JSON object of a model; None if the file is missing, unreachable or no object. Loading raises the error."""
+    path = Path(model).expanduser() / name
+    try:
+        if not path.parent.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model, name, revision=revision))
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except Exception:  # the Hub's errors and those of its HTTP client have no common class
+        return None
+    return content if isinstance(content, dict) else None

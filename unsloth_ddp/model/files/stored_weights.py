@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files.find import SAFETENSORS, model_folder, safetensors_files
-from unsloth_ddp.model.loading.classes import model_class
+from unsloth_ddp.model.files.find import SAFETENSORS, in_folder, model_folder, safetensors_files, stored_tensors
+from unsloth_ddp.model.loading.classes import model_class, read_config
+from unsloth_ddp.model.loading.load import safetensors_only
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.utils.files.tensors import ModelFiles
 from unsloth_ddp.utils.units import counted
@@ -28,15 +29,13 @@ INDEX = f"{SAFETENSORS}.index.json"
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|position_ids$")
 # Files beside weights, config and tokenizer that belong to a model.
 BESIDE = ("*preprocessor_config.json", "processor_config.json", "audio_tokenizer_config.json", "LICENSE*", "NOTICE*")
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+PLAIN = ("BF16", "F16", "F32")
 
 
 def empty_model(folder: Path, settings: Settings) -> Any:
     """Return the model of a folder on the meta device, in the class that its config.json names, without quantization."""
-    import transformers
-
     trust = settings.trust_remote_code
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    config = read_config(in_folder(settings, folder))
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"):
@@ -45,14 +44,17 @@ def empty_model(folder: Path, settings: Settings) -> Any:
         )
 
 
-def whole_model(folder: Path, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return the model of a folder, which holds all of its weights in 16 bits, on the CPU and ready to evaluate."""
-    import transformers
-
-    trust = settings.trust_remote_code
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    auto = model_class(config, str(folder), trust_remote_code=trust)
-    model: Any = auto.from_pretrained(folder, dtype=dtype, device_map={"": "cpu"}, trust_remote_code=trust)
+def load_on_cpu(settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the model of the settings on the CPU, without an adapter and ready to evaluate."""
+    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    model: Any = auto.from_pretrained(
+        str(settings.model),
+        revision=settings.model_revision,
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=safetensors_only(settings),
+        dtype=dtype,
+        device_map={"": "cpu"},
+    )
     return model.eval()
 
 
@@ -100,32 +102,20 @@ def keep_what_is_not_modelled(settings: Settings, model: Any, folder: Path) -> N
     if base is None:
         return
     copy_processor(base, folder)
-    where = _stored_in(safetensors_files(base))
-    own = names_in_model(model, where)
-    written = _stored_in(safetensors_files(folder))
+    stored, written = (stored_tensors(safetensors_files(place)) for place in (base, folder))
+    own = names_in_model(model, stored)
     lost = sorted(name for name, known in own.items() if known is None and name not in written)
     if not lost:
         return
-    quantized = {name for name in lost if _dtype_of(where[name], name) not in (*SIXTEEN_BIT, torch.float32)}
-    if quantized:
+    which = f"{counted(len(lost), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: {lost[0]})"
+    if any(stored[name].dtype not in PLAIN for name in lost):
         print(
-            f"The {counted(len(lost), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: "
-            f"{lost[0]}) are quantized and not in {folder.name}; copy them from the base model if you need them.",
+            f"The {which} are quantized and not in {folder.name}; copy them from the base model if you need them.",
             flush=True,
         )
         return
-    _add_tensors(folder, {name: where[name] for name in lost})
-    tell_kept(settings, model, lost)
-
-
-def tell_kept(settings: Settings, model: Any, names: list[str]) -> None:
-    """Print which of the base model's weights are kept although its class does not model them."""
-    if names:
-        print(
-            f"Kept {counted(len(names), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: "
-            f"{names[0]}); they are the base model's, unchanged.",
-            flush=True,
-        )
+    _add_tensors(folder, {name: stored[name].path for name in lost})
+    print(f"Kept {which}; they are the base model's, unchanged.", flush=True)
 
 
 def copy_processor(base: Path, folder: Path) -> None:
@@ -135,24 +125,9 @@ def copy_processor(base: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _stored_in(files: Iterable[Path]) -> dict[str, Path]:
-    """Return the file of each weight."""
-    found: dict[str, Path] = {}
-    for path in files:
-        with safe_open(path, "pt") as weights:
-            found |= dict.fromkeys(weights.keys(), path)
-    return found
-
-
-def _dtype_of(path: Path, name: str) -> torch.dtype:
-    with safe_open(path, "pt") as weights:
-        dtype: torch.dtype = weights.get_tensor(name).dtype
-        return dtype
-
-
 def _add_tensors(folder: Path, tensors: dict[str, Path]) -> None:
-    """Add tensors to a model's weight files, in files of their own that the index lists."""
-    files = ModelFiles(folder, list(tensors), stem="base")
+    """Add tensors to a model's weight files, in a file of their own that the index lists."""
+    files = ModelFiles(folder, list(tensors), stem="base", file_bytes=None)
     try:
         for name, path in tensors.items():
             with safe_open(path, "pt") as weights:
@@ -160,17 +135,11 @@ def _add_tensors(folder: Path, tensors: dict[str, Path]) -> None:
         files.close()
     finally:
         files.remove_unfinished()
-    added = sorted(path for path in folder.glob("base*.safetensors"))
-    (folder / "base.safetensors.index.json").unlink(missing_ok=True)
-    before = safetensors_files(folder)
-    everything = [*before, *added]
-    (folder / INDEX).unlink(missing_ok=True)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, path in enumerate(everything, start=1):
-        final = folder / f"model-{number:05d}-of-{len(everything):05d}.safetensors"
-        path.rename(final)
-        weight_map |= dict.fromkeys(_stored_in([final]), final.name)
-        total += final.stat().st_size
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    everything = [*safetensors_files(folder), folder / "base.safetensors"]
+    final = [
+        path.rename(folder / f"model-{number:05d}-of-{len(everything):05d}.safetensors")
+        for number, path in enumerate(everything, start=1)
+    ]
+    weight_map = {name: tensor.path.name for name, tensor in sorted(stored_tensors(final).items())}
+    index = {"metadata": {"total_size": sum(path.stat().st_size for path in final)}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

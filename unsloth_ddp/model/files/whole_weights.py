@@ -20,7 +20,8 @@ from unsloth_ddp.utils.files.tensors import FILE_BYTES, ModelFiles
 ADAPTER = "adapter_model"
 # Weight files that save_pretrained writes even for an empty state dict.
 WITHOUT_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-Attempt = Callable[[Callable[[], Any]], None]
+# Runs a write; returns False if it failed.
+Attempt = Callable[[Callable[[], Any]], Any]
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def write_model(
         names: of the tensors to write, as the model names them.
         fetch: returns a whole tensor; called on every rank, in the same order.
         folder: where this rank writes; None if another one does.
-        attempt: runs a write, and records its failure while the ranks continue.
+        attempt: runs a write; returns False if it failed, which it records while the ranks continue.
         file_bytes: the largest size of a file.
     """
     # Unsloth has to be imported before Transformers.
@@ -99,14 +100,7 @@ def write_model(
 def write_adapter(
     names: Mapping[str, str], fetch: Callable[[str], Tensor], folder: Path | None, attempt: Attempt
 ) -> None:
-    """Write an adapter as PEFT does, to one file.
-
-    Args:
-        names: the model's name of each weight, and PEFT's.
-        fetch: returns a whole tensor by the model's name; called on every rank, in the same order.
-        folder: where this rank writes; None if another one does.
-        attempt: runs a write, and records its failure while the ranks continue.
-    """
+    """Write an adapter as PEFT does, to one file; `names` are the model's name of each weight, and PEFT's (see write_model)."""
     files = ModelFiles(folder, list(names.values()), stem=ADAPTER, file_bytes=None) if folder else None
     _write(
         files,
@@ -124,20 +118,8 @@ def _write(
     rename: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     attempt: Attempt,
 ) -> None:
+    # A rank whose write failed continues to gather with the others.
     failed = False
-
-    def run(write: Callable[[], Any]) -> None:
-        """Run a write, unless an earlier one failed; the rank continues to gather with the others."""
-        nonlocal failed
-
-        def run_it() -> None:
-            nonlocal failed
-            failed = True
-            write()
-            failed = False
-
-        if not failed:
-            attempt(run_it)
 
     def add(layer: dict[str, Tensor]) -> None:
         assert files is not None
@@ -152,10 +134,10 @@ def _write(
                 if files is not None and not failed:
                     whole[name] = tensor.detach().to("cpu")
                 del tensor
-            if files is not None:
-                run(functools.partial(add, whole))
-        if files is not None:
-            run(files.close)
+            if files is not None and not failed:
+                failed = attempt(functools.partial(add, whole)) is False
+        if files is not None and not failed:
+            attempt(files.close)
     finally:
         if files is not None:
             files.remove_unfinished()

@@ -16,9 +16,9 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.task_options import PAIR_TASKS
-from unsloth_ddp.data.order.collate import Flatten
+from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.order.collate import Flatten, PadRight
 from unsloth_ddp.data.order.packing import (
-    IMAGES_ARE_PADDED,
     PackingDecision,
     PackingObstacles,
     decide_packing,
@@ -30,11 +30,11 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
-from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
+from unsloth_ddp.model.forward.packing_obstacles import lookahead_reason, mixing_reason, state_reason
 from unsloth_ddp.model.forward.row_check import prompts_differ, rows_mix
 from unsloth_ddp.model.forward.short_convolution import convolve_within_rows, convolving_layers
 from unsloth_ddp.model.modules import base_model
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
 
 logger = logging.getLogger("unsloth_ddp")
 # Of the kernels that varlen.py takes.
@@ -49,7 +49,6 @@ class AttentionSetup:
     """Hold the properties that decide which attention kernel computes packed rows.
 
     Args:
-        device_type: cuda or cpu.
         sixteen_bit: whether attention is computed in bf16 or fp16.
         head_dim: size of the largest attention head.
         implementation: attention of Transformers (sdpa, flash_attention_2, ...), used where Unsloth has none.
@@ -57,9 +56,8 @@ class AttentionSetup:
         replaceable: whether varlen.py may replace that attention.
         chosen_by_unsloth: whether Unsloth has chosen the implementation, without attention layers of its own.
         obstacle: the reason why varlen.py cannot replace it, as far as it was looked for.
-        capability: major compute capability of the GPU.
-        flash_attn: whether Unsloth would use flash-attn.
-        xformers: whether Unsloth would use xformers.
+        capability: major compute capability of the GPU, 0 on a CPU.
+        flash_attn, xformers: whether Unsloth would use them.
         torch_varlen: whether torch has a varlen_attn that takes grouped heads and windows.
     """
 
@@ -103,27 +101,23 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
 
     If torch's kernel is selected for Transformers' attention, the model is switched to it.
 
-    Args:
-        images: whether rows have images.
-
     Raises:
         UserError: --packing is on, but this model would mix rows.
     """
-    if images and settings.packing == "on":
-        raise UserError(f"packing on does not work with rows of images: {IMAGES_ARE_PADDED}; give --packing auto.")
-    if images and settings.packing == "auto":
-        return PackingDecision(False, IMAGES_ARE_PADDED)
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
-    kernel = select_varlen_kernel(setup) if setup else None
+    ahead = lookahead_reason(model) if setup and images else None
+    kernel = select_varlen_kernel(setup) if setup and not ahead else None
     everywhere = kernel if None not in runtime.gather(kernel) else None
     choice = decide_packing(
         settings.packing,
-        _why_no_kernel(setup) or f"{_place(settings, runtime)} has no attention kernel for packed rows",
+        _why_no_kernel(setup) or ahead or f"{_place(settings, runtime)} has no attention kernel for packed rows",
         everywhere,
         mixing_reason(model) or _kept_state(runtime, model),
     )
     if choice.packed and setup and not setup.unsloth_attention and kernel == TORCH_KERNEL:
         varlen.use(base_model(model))
+    if choice.packed and images:
+        keep_boundaries_from_towers(model)
     if choice.packed and _convolves_here(runtime, model):
         convolve_within_rows(model)
     return choice
@@ -142,15 +136,21 @@ def _kept_state(runtime: Runtime, model: Any) -> str | None:
 
 
 def prove_rows_apart(
-    settings: Settings, runtime: Runtime, model: Any, token_ids: np.ndarray, choice: PackingDecision
+    settings: Settings,
+    runtime: Runtime,
+    model: Any,
+    token_ids: np.ndarray,
+    choice: PackingDecision,
+    processing: ImageProcessing | None = None,
 ) -> PackingDecision:
     """Return the decision to pack rows if a trial shows that they stay apart; every rank gets the same decision.
 
     Weights that are sharded cannot be used before training begins. There a kernel that gets the boundaries of rows is
-    trusted, and a mask is not.
+    trusted, and a mask is not; nor is either with images.
 
     Args:
         token_ids: int (n,), tokens of rows.
+        processing: of images, if rows have some.
 
     Raises:
         UserError: --packing is on, but this model mixes rows.
@@ -160,7 +160,10 @@ def prove_rows_apart(
     mixed = None
     if all(runtime.gather(_can_compute(runtime, model))):
         prepare_for_packs(runtime, model)
-        mixed = rows_mix(model, flatten_for(runtime, model), token_ids, runtime.precision)
+        flatten = flatten_for(runtime, model, PadRight(0, processing))
+        mixed = rows_mix(model, flatten, token_ids, runtime.precision, processing)
+    elif processing is not None:
+        mixed = "packs with images cannot be tried before training while its weights are sharded"
     elif runtime.backend != "unsloth" and not _gets_boundaries(_implementation(model)):
         mixed = "its masks cannot be tried before training while its weights are sharded"
     mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
@@ -233,7 +236,7 @@ def packing_obstacles(model: Any, *, unsloth_attention: bool) -> PackingObstacle
         obstacle=None if unsloth_attention else varlen.obstacle(base),
     )
     wrong = mixing_reason(model) or state_reason(model)
-    return PackingObstacles(wrong, _why_no_kernel(setup))
+    return PackingObstacles(wrong, _why_no_kernel(setup), lookahead_reason(model))
 
 
 def _place(settings: Settings, runtime: Runtime) -> str:
@@ -253,9 +256,10 @@ def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", 
     return "unsloth" if runtime.backend == "unsloth" else "positions"
 
 
-def flatten_for(runtime: Runtime, model: Any) -> Flatten:
-    """Return what collates packs for this model."""
-    return Flatten(keys_for_packs(runtime, model), row_of_token=_convolves_here(runtime, model))
+def flatten_for(runtime: Runtime, model: Any, padded: PadRight | None = None) -> Flatten:
+    """Return what collates packs for this model; `padded` knows the images of rows, if they have some."""
+    keys, convolves = keys_for_packs(runtime, model), _convolves_here(runtime, model)
+    return Flatten(keys, row_of_token=convolves, padded=padded, positions=own_positions(model))
 
 
 def _convolves_here(runtime: Runtime, model: Any) -> bool:
@@ -320,4 +324,4 @@ def _is_unsloth_attention(module: torch.nn.Module) -> bool:
 
 
 def _implementation(model: Any) -> str:
-    return str(getattr(base_model(model).config, "_attn_implementation", None) or "")
+    return str(getattr(base_model(model).config.get_text_config(), "_attn_implementation", None) or "")

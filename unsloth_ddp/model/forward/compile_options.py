@@ -7,7 +7,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from unsloth_ddp.model.modules import environment_variable
+from accelerate.utils import patch_environment
 
 # torch.compile times variants of a kernel and takes the fastest. Variants of a sum add in different orders, so that
 # weights differ in their last bits between two runs that compile. With the first option it takes one variant of each sum
@@ -34,7 +34,7 @@ def uncompiled_layers() -> AbstractContextManager[None]:
 
     It would compile them for each micro-batch that is tried, and drops all of that when training begins.
     """
-    return environment_variable(BLOCK_COMPILE, "0")
+    return patch_environment(**{BLOCK_COMPILE: "0"})
 
 
 def leave_layers_uncompiled() -> None:

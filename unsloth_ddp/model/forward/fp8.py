@@ -33,32 +33,20 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
     """
     if not settings.fp8:
         return
-    if settings.method != "lora":
-        raise UserError(
-            f"fp8 needs frozen weights in 16 bit, which method {settings.method} does not have; use --method lora, or leave "
-            "--fp8 out."
-        )
-    if runtime.device_type != "cuda":
-        raise UserError("fp8 needs a GPU with FP8 support, and this run uses no GPU; leave --fp8 out.")
-    capability = torch.cuda.get_device_capability()
-    if capability < ADA:
-        raise UserError(
-            f"fp8 needs compute capability 8.9 or later, and {runtime.device_name} has {'.'.join(map(str, capability))}; "
-            "leave --fp8 out."
-        )
-    if runtime.precision != "bf16":
-        raise UserError(
-            f"fp8 needs precision bf16, and this run computes in {runtime.precision}; use --precision bf16."
-        )
-    if runtime.backend == "unsloth":
-        raise UserError(
-            "fp8 needs backend transformers, because Unsloth's LoRA kernels read the 16-bit weights; leave --backend out."
-        )
-    if runtime.sharding != "none":
-        raise UserError(
-            f"fp8 cannot be combined with sharding {runtime.sharding}, which splits and gathers 16-bit weights; use "
-            "accelerate_configs/ddp.yaml, or leave --fp8 out."
-        )
+    capable = runtime.device_type == "cuda" and torch.cuda.get_device_capability() >= ADA
+    needs = {
+        "method lora, whose base weights are frozen and in 16 bit": settings.method == "lora",
+        "a GPU of compute capability 8.9 or later": capable,
+        "precision bf16": runtime.precision == "bf16",
+        "backend transformers, because Unsloth's kernels read 16-bit weights": runtime.backend == "transformers",
+        "whole weights (accelerate_configs/ddp.yaml)": runtime.sharding == "none",
+    }
+    for need, is_met in needs.items():
+        if not is_met:
+            raise UserError(
+                f"fp8 needs {need}, and this run has method {settings.method}, precision {runtime.precision}, backend "
+                f"{runtime.backend} and sharding {runtime.sharding} on {runtime.device_type}; change that, or leave --fp8 out."
+            )
 
 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,10 +122,6 @@ class FrozenFP8Linear(nn.Module):
         if self.bias is not None:
             product = product + self.bias.to(dtype)
         return product.view(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        """Return the sizes, as nn.Linear shows them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def use_fp8(model: Any) -> int:

@@ -78,7 +78,7 @@ class GradientCheckpointing:
 
 
 def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
-    """Return the kinds that this run may use, the initial one first; only one unless gradient_checkpointing is auto.
+    """Return the kinds that this run may use, that of loading first; only one unless gradient_checkpointing is auto.
 
     With sharding the kind unsloth is not used: what it moves to host memory is recomputed when weights are sharded again.
     On a CPU nothing is estimated, so sharding, which is chosen where memory is short, uses torch.
@@ -88,11 +88,6 @@ def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
     if runtime.sharding != "none":
         return ("torch",) if runtime.device_type == "cpu" else KINDS[:2]
     return KINDS if runtime.backend == "unsloth" else KINDS[:2]
-
-
-def loaded_with(runtime: Runtime, settings: Settings) -> str:
-    """Return the kind that the model is loaded with."""
-    return kinds_here(runtime, settings)[0]
 
 
 def reentrant(runtime: Runtime, settings: Settings) -> bool:

@@ -22,8 +22,8 @@ from unsloth_ddp.model.forward.compile_options import repeatable_options
 CHUNK = 2048
 
 
-# Fields of a config for a factor of the logits, and for a divisor.
-FACTORS, DIVISORS = ("logit_scale", "output_multiplier", "lm_head_multiplier"), ("logits_scaling",)
+# Fields of a config for a factor of the logits; logits_scaling is a divisor.
+FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Logits:
     def of(cls, config: Any) -> Logits:
         """Return what the text config of a model says; a wrong reading shows in `check_capture`."""
         factor = math.prod(float(getattr(config, name, None) or 1) for name in FACTORS)
-        divisor = math.prod(float(getattr(config, name, None) or 1) for name in DIVISORS)
+        divisor = float(getattr(config, "logits_scaling", None) or 1)
         return cls(factor / divisor, float(getattr(config, "final_logit_softcapping", None) or 0))
 
 

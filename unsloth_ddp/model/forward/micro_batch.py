@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 
@@ -33,7 +34,8 @@ class MicroBatchRunner:
 
     def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with its tensors on the device."""
-        return {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+        moved: dict[str, Any] = send_to_device(batch, self.device)
+        return moved
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Return the summed token losses of a batch on the device."""

@@ -28,8 +28,8 @@ from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced,
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
-# Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3: the module, the switch in it,
-# and the variable that sets it.
+# Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3, and is off by default in
+# Unsloth: the module, the switch in it, and the variable that sets it.
 FUSED_NORM = ("unsloth.kernels.qk_norm_rope", "QK_NORM_ROPE_ENABLED", "UNSLOTH_FUSED_QKNORM_ROPE")
 # varlen.py passes the module on where a mask is given, which is not so here.
 NO_MODULE = torch.nn.Identity()
@@ -81,11 +81,7 @@ class PackedForward:
         self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest)
 
     def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
-        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`.
-
-        Args:
-            dtype: of the head's matrix products.
-        """
+        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`."""
         hidden = self._hidden(step)
         selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, step.head_positions)
         return head_loss(selected, self.head.weight, step.head_labels, dtype, self.logits)
@@ -127,17 +123,18 @@ class PackedForward:
         with ExitStack() as changes:
             for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing()):
                 changes.enter_context(replaced(owner, name, value))
-            if self.unsloth_modules:
-                changes.enter_context(_fused_norm())
             yield
 
     def _unsloth_attention(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what to replace so that the attention of Unsloth's layers is computed within the rows of `_rows`."""
+        """Yield what to replace so that Unsloth's layers compute attention within `_rows`, and norms by its fused kernel."""
         for module in self.unsloth_modules:
             yield module, UNSLOTH_ATTENTION, self._attend
         if self.unsloth_modules:
             # Unsloth would cut a micro-batch of several packs at the longest row.
             yield self.decoder, "_unsloth_allow_packed_overlength", True
+            name, switch, variable = FUSED_NORM
+            if name in sys.modules and variable not in os.environ:
+                yield sys.modules[name], switch, True
 
     def _own_checkpointing(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what to replace to turn the library's gradient checkpointing off, and to recompute layers if `recompute` says so.
@@ -175,21 +172,6 @@ def _own_forward(module: Any) -> Callable[..., Any]:
     wrapped = type(module).forward
     original = inspect.unwrap(wrapped)
     return module._call_impl if original is wrapped else types.MethodType(original, module)
-
-
-@contextmanager
-def _fused_norm() -> Iterator[None]:
-    """Switch FUSED_NORM on inside the block, unless the user has set its variable or this Unsloth does not have it.
-
-    It is off by default in Unsloth. A captured pass is compared to the backend's, which does not use it.
-    """
-    name, switch, variable = FUSED_NORM
-    module = sys.modules.get(name)
-    if variable in os.environ or not hasattr(module, switch):
-        yield
-        return
-    with replaced(module, switch, True):
-        yield
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

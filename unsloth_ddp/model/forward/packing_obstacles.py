@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import re
@@ -18,12 +19,10 @@ STATEFUL_LAYERS = re.compile(
     r"mamba|deltanet|rwkv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor",
     re.IGNORECASE,
 )
-# Packages with kernels that begin a new state with each row: the layers, the module, and the package.
-KERNELS = (
-    (re.compile("deltanet|linear_?attention", re.IGNORECASE), "fla", "flash-linear-attention (uv sync --extra hybrid)"),
-)
+# Of these, the package flash-linear-attention has kernels that begin a new state with each row.
+WITH_KERNELS = re.compile("deltanet|linear_?attention", re.IGNORECASE)
 # Attention within fixed chunks of the sequence, regardless of row boundaries.
-CHUNKED_ATTENTION = ("chunked_attention",)
+CHUNKED_ATTENTION = "chunked_attention"
 
 
 def mixing_reason(model: Any) -> str | None:
@@ -39,10 +38,12 @@ def mixing_reason(model: Any) -> str | None:
     hidden = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
     if "position_ids" not in parameters and not hidden:
         return "the model takes no position_ids, which mark where rows begin"
-    chunked = [kind for kind in getattr(config, "layer_types", None) or [] if kind in CHUNKED_ATTENTION]
-    if chunked:
-        return f"the model's {chunked[0].replace('_', ' ')} depends on the place in the sequence"
-    return _unsloth_reason(config.model_type)
+    if CHUNKED_ATTENTION in (getattr(config, "layer_types", None) or ()):
+        return "the model's chunked attention depends on the place in the sequence"
+    trainer = sys.modules.get("unsloth.trainer")
+    if trainer is not None and any(name in config.model_type for name in trainer.PADDING_FREE_BLOCKLIST):
+        return f"Unsloth does not pack {config.model_type} models"
+    return None
 
 
 def state_reason(model: Any) -> str | None:
@@ -50,12 +51,8 @@ def state_reason(model: Any) -> str | None:
     stateful = stateful_layer(model)
     if stateful is None:
         return None
-    missing = [
-        package
-        for layers, module, package in KERNELS
-        if layers.search(stateful) and importlib.util.find_spec(module) is None
-    ]
-    without = f" without {missing[0]}" if missing else ""
+    lacks_kernel = WITH_KERNELS.search(stateful) and importlib.util.find_spec("fla") is None
+    without = " without flash-linear-attention (uv sync --extra hybrid)" if lacks_kernel else ""
     return f"the model's {stateful} layers carry a state from one row into the next{without}"
 
 
@@ -75,8 +72,21 @@ def stateful_layer(model: Any) -> str | None:
     return None
 
 
-def _unsloth_reason(model_type: str) -> str | None:
-    trainer = sys.modules.get("unsloth.trainer")
-    if trainer is not None and any(name in model_type for name in trainer.PADDING_FREE_BLOCKLIST):
-        return f"Unsloth does not pack {model_type} models"
-    return None
+def lookahead_reason(model: Any) -> str | None:
+    """Return why no kernel computes packs with images, if the masks of the model's class let tokens of an image attend to later ones."""
+    base = base_model(model)
+    make = getattr(base, "create_masks_for_generate", None)
+    names = [name for name in inspect.signature(make).parameters if name.endswith("token_type_ids")] if make else []
+    if make is None or not names:
+        return None
+    config = copy.deepcopy(base.config)
+    config._attn_implementation = "sdpa"
+    # Which of the two marks an image depends on the class.
+    kinds = dict.fromkeys(names, torch.tensor([[0, 0, 1, 1]]))
+    made = make(
+        config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None, position_ids=None, **kinds
+    )  # fmt: skip
+    masks = made.values() if isinstance(made, dict) else [made]
+    if not any(mask is not None and mask.triu(1).any() for mask in masks):
+        return None
+    return "tokens of an image attend to later ones, which kernels for packed rows do not take"

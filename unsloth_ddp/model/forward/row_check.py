@@ -7,16 +7,20 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
+from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.chat.labels import IGNORED
-from unsloth_ddp.data.order.collate import Flatten
+from unsloth_ddp.data.images.files import plain_image
+from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.order.collate import Flatten, PadRight
 from unsloth_ddp.model.forward.compile_options import uncompiled_layers
 from unsloth_ddp.model.modules import (
     DTYPES,
@@ -34,11 +38,13 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Tokens of the two rows: a state or a convolution that crosses the border changes much of a short second row.
 BEFORE, ROW = 24, 16
+# Width, height and grey of the images of two rows; their patches have positions of their own, in more than one line.
+IMAGES = ((64, 96, 60), (128, 64, 200))
 # The loss of a row has no gradient at all with respect to another row, in any precision; a share of this size is none.
 NO_GRADIENT = 1e-6
 # Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are rounded
 # in other places.
-ALONE = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-2, 0.15), torch.float16: (2e-2, 0.15)}
+ALONE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 0.15), "fp16": (2e-2, 0.15)}
 # Field of configs that adds a loss of the routers.
 ROUTER_LOSS = "output_router_logits"
 # Tensors whose gradients are compared: those of the first layers, behind which lies the longest backward pass.
@@ -47,48 +53,95 @@ COMPARED = 8
 
 @dataclass
 class Pass:
-    """The mean loss of a row, its gradients with respect to embedded tokens (tokens, hidden size) and to weights; float32."""
+    """The mean loss of a row, its gradients with respect to embedded tokens (tokens, hidden size) and to weights; float32.
+
+    `places` are the positions that the text decoder was called with, if any.
+    """
 
     loss: Tensor
     to_tokens: Tensor
     to_weights: list[Tensor]
+    places: Tensor | None
 
 
 def rows_mix(
-    model: Any, flatten: Callable[[list[Any]], dict[str, Any]], token_ids: np.ndarray, precision: str
+    model: Any,
+    flatten: Callable[[list[Any]], dict[str, Any]],
+    token_ids: np.ndarray,
+    precision: str,
+    processing: ImageProcessing | None = None,
 ) -> str | None:
-    """Return in a few words how a row changes with the row before it in a pack; None if it does not.
+    """Return in a few words how a row changes with the rows before it in a pack; None if it does not.
 
-    Computes loss and gradients of a short row behind another row in a pack, and alone as a padded row.
+    Computes loss and gradients of a short row behind other rows in a pack, and alone as a padded row. With images: of a row
+    without one, and of a row with one, behind rows with and without.
 
     Args:
         model: on its device, with whole weights; it is left as it was.
         flatten: packs -> batch, with the keys of this run (see Flatten).
         token_ids: int (n,), tokens of rows, from which the short rows are drawn.
         precision: bf16, fp16 or fp32.
+        processing: of images, if rows have some.
     """
-    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
     random = np.random.default_rng(0)
-    before, row = (random.choice(token_ids, size) for size in (BEFORE, ROW))
-    try:
-        with _prepared(model, device):
-            packed = _compute(model, _on(flatten([_pack(before, row)]), device), dtype)
-            alone = _compute(model, _on(_padded(row), device), dtype)
-    except Exception as error:
-        logger.warning("the check of packed rows failed", exc_info=True)
-        return f"a trial of packed rows failed ({one_line(error, 120)})"
-    share = float(packed.to_tokens[:BEFORE].norm() / packed.to_tokens[BEFORE:].norm())
+    if processing is None:
+        packs = [[{"input_ids": random.choice(token_ids, size)} for size in (BEFORE, ROW)]]
+    else:
+        first, last = (processing.row_of(plain_image(*size)) for size in IMAGES)
+        # Tokens of images have no place elsewhere.
+        token_ids = token_ids[~np.isin(token_ids, last["input_ids"])]
+        texts = [random.choice(token_ids, size) for size in (BEFORE, ROW, ROW)]
+        text = last | {"input_ids": texts[1], "images": [], "rendered": ""}
+        first, last = (
+            one | {"input_ids": np.append(one["input_ids"], more)}
+            for one, more in ((first, texts[0]), (last, texts[2]))
+        )
+        packs = [[first, text], [first, text, last]]
+    reasons = (_last_row_mixes(model, flatten, rows, precision, processing) for rows in packs)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _last_row_mixes(
+    model: Any,
+    flatten: Callable[[list[Any]], dict[str, Any]],
+    rows: list[dict[str, Any]],
+    precision: str,
+    processing: ImageProcessing | None,
+) -> str | None:
+    """Return how the last row of a pack changes with the others; None if it does not."""
+    # Only the text of the last row is supervised, but for its first token.
+    rows = [one | {"labels": np.full(len(one["input_ids"]), IGNORED)} for one in rows]
+    rows[-1]["labels"][1 - ROW :] = rows[-1]["input_ids"][1 - ROW :]
+    before = sum(len(one["input_ids"]) for one in rows[:-1])
+    tried = _try(model, (flatten([join_rows(rows)]), _padded(rows[-1], processing)), precision)
+    if isinstance(tried, str):
+        return tried
+    packed, alone = tried
+    share = float(packed.to_tokens[:before].norm() / packed.to_tokens[before:].norm())
     losses = float((packed.loss - alone.loss).abs() / alone.loss.abs().clamp(min=1e-6))
     gradients = _difference(packed.to_weights, alone.to_weights)
     logger.info("packed rows: %.1e of a row's gradient is another row's; alone %.1e, %.1e", share, losses, gradients)
     if not share <= NO_GRADIENT:
         return "the loss of a row depends on the row before it"
-    loss_off, gradients_off = ALONE[dtype]
+    if not _same_places(packed.places, alone.places, before):
+        return "a row in a pack has other positions than the row alone"
+    loss_off, gradients_off = ALONE[precision]
     if not (losses <= loss_off and gradients <= gradients_off):
         return (
             f"a row alone differs from the row in a pack (its loss by {losses:.1e}, its gradients by {gradients:.1e})"
         )
     return None
+
+
+def _same_places(packed: Tensor | None, alone: Tensor | None, before: int) -> bool:
+    """Return whether a row in a pack has the positions of several dimensions (M-RoPE) that the model finds for the row alone.
+
+    In 16 bit losses may differ by more than some wrong positions would change them.
+    """
+    if alone is None or alone.ndim < 3:
+        return True
+    row = None if packed is None or packed.ndim < 3 else packed[-len(alone) :, :, before:]
+    return row is not None and torch.equal(row, alone[..., : row.shape[-1]])
 
 
 def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precision: str) -> str | None:
@@ -100,52 +153,47 @@ def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precisio
         model, token_ids, precision: as those of rows_mix.
         flatten: as in rows_mix, without `prompts_once`.
     """
-    dtype, device = DTYPES[precision], model.get_input_embeddings().weight.device
     random = np.random.default_rng(0)
     prompt, *answers = (random.choice(token_ids, size) for size in (BEFORE, ROW, ROW))
-    pack = _pack(*(np.concatenate([prompt, answer]) for answer in answers))
+    rows = [np.concatenate([prompt, answer]) for answer in answers]
+    pack = join_rows([{"input_ids": row, "labels": np.full(len(row), IGNORED)} for row in rows])
     whole_row = BEFORE + ROW
     # Only the second answer is trained on.
     pack["labels"][whole_row:] = np.where(np.arange(whole_row) < BEFORE, IGNORED, pack["input_ids"][whole_row:])
-    try:
-        with _prepared(model, device):
-            apart = _compute(model, _on(flatten([pack]), device), dtype)
-            once = _compute(model, _on(dataclasses.replace(flatten, prompts_once=True)([pack]), device), dtype)
-    except Exception as error:
-        logger.warning("the check of prompts that are computed once failed", exc_info=True)
-        return f"a trial failed ({one_line(error, 120)})"
+    tried = _try(model, [way([pack]) for way in (flatten, dataclasses.replace(flatten, prompts_once=True))], precision)
+    if isinstance(tried, str):
+        return tried
+    apart, once = tried
     loss = float((apart.loss - once.loss).abs() / apart.loss.abs().clamp(min=1e-6))
     # The prompt's last token is that of the second row.
     of_prompt = slice(whole_row, whole_row + BEFORE - 1)
     tokens = _difference([apart.to_tokens[of_prompt]], [once.to_tokens[: BEFORE - 1]])
     weights = _difference(apart.to_weights, once.to_weights)
     logger.info("prompts computed once differ by %.1e, %.1e in the prompt and %.1e", loss, tokens, weights)
-    loss_off, gradients_off = ALONE[dtype]
+    loss_off, gradients_off = ALONE[precision]
     if not (loss <= loss_off and max(tokens, weights) <= gradients_off):
         return f"the loss would differ by {loss:.1e}, and gradients by {max(tokens, weights):.1e}"
     return None
 
 
-def _pack(*rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows as one pack, of which the last one is supervised but for its first token."""
-    labels = [np.full(len(row), IGNORED) for row in rows[:-1]]
-    return {
-        "input_ids": np.concatenate(rows),
-        "labels": np.concatenate([*labels, [IGNORED], rows[-1][1:]]),
-        "lengths": np.array([len(row) for row in rows]),
-    }
-
-
-def _padded(row: np.ndarray) -> dict[str, Tensor]:
+def _padded(row: dict[str, Any], processing: ImageProcessing | None) -> dict[str, Tensor]:
     """Return the row as a batch with one token of padding, so that its attention needs a mask and takes no packed kernel."""
-    ids = torch.as_tensor(np.append(row, row[:1]), dtype=torch.int64)[None]
-    mask, labels = torch.ones_like(ids), ids.clone()
-    mask[:, -1], labels[:, -1], labels[:, 0] = 0, IGNORED, IGNORED
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    filler = int(row["input_ids"][-1])
+    batch = PadRight(filler, processing)([row])
+    fillers = {"input_ids": filler, "labels": IGNORED, "attention_mask": 0}
+    fillers |= dict.fromkeys(processing.of_tokens if processing else (), 0)
+    return batch | {n: torch.nn.functional.pad(batch[n], (0, 1), value=value) for n, value in fillers.items()}
 
 
-def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+def _try(model: Any, batches: Sequence[dict[str, Any]], precision: str) -> list[Pass] | str:
+    """Return loss and gradients of each batch, or why they cannot be computed."""
+    device = model.get_input_embeddings().weight.device
+    try:
+        with _prepared(model, device):
+            return [_compute(model, send_to_device(batch, device), DTYPES[precision]) for batch in batches]
+    except Exception as error:
+        logger.warning("the check of packed rows failed", exc_info=True)
+        return f"a trial of packed rows failed ({one_line(error, 120)})"
 
 
 @contextlib.contextmanager
@@ -175,28 +223,36 @@ def _prepared(model: Any, device: torch.device) -> Iterator[None]:
 def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
     """Return loss and gradients of a batch."""
     embedded: list[Tensor] = []
+    places: list[Tensor | None] = []
 
     def keep(_: Any, __: Any, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         # A copy, since some models scale it in place.
         return embedded[-1].clone()
 
+    def see(_: Any, __: Any, given: dict[str, Any]) -> None:
+        places.append(given.get("position_ids"))
+
     for parameter in model.parameters():
         parameter.grad = None
-    hook = model.get_input_embeddings().register_forward_hook(keep)
+    hooks = [
+        model.get_input_embeddings().register_forward_hook(keep),
+        text_decoder(model).register_forward_pre_hook(see, with_kwargs=True),
+    ]
     try:
         with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype is not torch.float32):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     to_tokens = embedded[0].grad
     assert to_tokens is not None, "the loss does not depend on the embedded tokens"
     known = embedding_ids(model)
     trained = (p.grad for p in text_decoder(model).parameters() if p.grad is not None and id(p) not in known)
     # PEFT's second matrix is 0 at first, and so is the gradient of the first one.
     kept = [gradient.float().clone() for gradient in itertools.islice((g for g in trained if g.any()), COMPARED)]
-    return Pass(loss.detach().float(), to_tokens.float().flatten(0, -2), kept)
+    return Pass(loss.detach().float(), to_tokens.float().flatten(0, -2), kept, places[0])
 
 
 def _difference(some: list[Tensor], others: list[Tensor]) -> float:

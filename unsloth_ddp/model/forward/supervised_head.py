@@ -11,7 +11,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.data.chat.labels import IGNORED, supervised_positions
-from unsloth_ddp.model.modules import base_model, evaluation_mode, text_decoder
+from unsloth_ddp.model.modules import base_model, evaluation_mode, replaced, text_decoder
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -33,11 +33,7 @@ ROWS, SEARCHED = 4, 256
 
 
 class SupervisedHead:
-    """Pass only the hidden states at given positions to a model's head, inside the block of `at`.
-
-    Args:
-        model: a causal language model of Transformers, in PEFT's wrapper or not.
-    """
+    """Pass only the hidden states at given positions to a model's head, inside the block of `at`."""
 
     def __init__(self, model: Any) -> None:
         self.positions: Tensor | None = None
@@ -137,14 +133,7 @@ def _supervised_units(examples: Any, count: int) -> list[dict[str, Any]]:
     return list(itertools.islice((one for one in seen if (one["labels"][1:] != IGNORED).any()), count))
 
 
-@contextmanager
-def _keep_compiled_loss() -> Iterator[None]:
-    """Restore Unsloth's compiled loss if the block fails: after a first failed call Unsloth stops compiling it."""
-    loss = sys.modules.get("unsloth_zoo.fused_losses.cross_entropy_loss")
-    before = getattr(loss, "_FUSED_CE_COMPILE_SUPPORTED", None)
-    try:
-        yield
-    except Exception:
-        if loss is not None:
-            loss._FUSED_CE_COMPILE_SUPPORTED = before  # type: ignore[attr-defined]
-        raise
+def _keep_compiled_loss() -> AbstractContextManager[None]:
+    """Restore what Unsloth notes of its compiled loss after the block: after a failed call it stops compiling it."""
+    name, loss = "_FUSED_CE_COMPILE_SUPPORTED", sys.modules.get("unsloth_zoo.fused_losses.cross_entropy_loss")
+    return nullcontext() if loss is None else replaced(loss, name, getattr(loss, name))

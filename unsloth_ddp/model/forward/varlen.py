@@ -110,15 +110,15 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     probed = _on_meta(model) if is_sharded(model) else model
-    before = model.config._attn_implementation
+    before = model.config.get_text_config()._attn_implementation
     # A name of its own: for NAME, masks would be built.
     AttentionInterface.register(PROBE_NAME, record)
     try:
-        probed.set_attn_implementation(PROBE_NAME)
+        _set_attention(probed, PROBE_NAME)
         with evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
     finally:
-        probed.set_attn_implementation(before)
+        _set_attention(probed, before)
     return calls
 
 
@@ -154,7 +154,14 @@ def use(model: Any) -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
-    model.set_attn_implementation(NAME)
+    _set_attention(model, NAME)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Set the attention of the text decoder, and not of towers, whose patches attend to all others."""
+    text = model.config.get_text_config()
+    part = next((key for key in model.config.sub_configs if getattr(model.config, key) is text), "")
+    model.set_attn_implementation({part: name})
 
 
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -7,12 +7,13 @@ Transformers maps some configs to several classes: Qwen3.5's to a text model and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Classes that are trained: auto class of Transformers -> its table of class names.
@@ -52,22 +53,19 @@ def model_class(config: Any, name: str, *, trust_remote_code: bool = False) -> A
         if auto in own_code:
             return getattr(transformers, auto)
     named = list(getattr(config, "architectures", None) or [])
-    _refuse_other_kinds(config, name, named)
     mapped = dict(_mapped_classes(config))
-    for auto, classes in mapped.items():
-        if set(classes) & set(named):
-            return _checked(getattr(transformers, auto), config, name)
-    # Names that Transformers does not know, or none: the class for this config, rather than one for a part of it.
-    for auto, classes in mapped.items():
-        if any(
-            getattr(transformers, one).config_class is type(config) for one in classes if hasattr(transformers, one)
-        ):
-            return _checked(getattr(transformers, auto), config, name)
-    raise UserError(
-        f"model {name} is a {' or '.join(named) or config.model_type}, and this kit trains causal language models and image-text "
-        "models; give another model"
-        + ("." if trust_remote_code else ", or --trust_remote_code if its own code defines one.")
-    )
+    chosen = next((auto for auto, classes in mapped.items() if set(classes) & set(named)), None)
+    if chosen is None and (not named or not all(map(_does_something_else, named))):
+        # Names that Transformers does not know, or none: the class for this config, rather than one for a part of it.
+        for_config = (auto for auto, classes in mapped.items() if any(_is_for(one, config) for one in classes))
+        chosen = next(for_config, None)
+    if chosen is None or _reads_other_tokens(config, mapped[chosen][0]):
+        raise UserError(
+            f"model {name} is a {' or '.join(named) or config.model_type}, and this kit trains causal language models and image-text "
+            "models, which have one sequence and attend to its earlier tokens only; give one of those"
+            + ("." if trust_remote_code else ", or --trust_remote_code if its own code defines one.")
+        )
+    return getattr(transformers, chosen)
 
 
 def class_name(config: Any, name: str, *, trust_remote_code: bool = False) -> str:
@@ -85,76 +83,42 @@ def _mapped_classes(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     for auto, table in TRAINED.items():
         found = getattr(modeling_auto, table).get(config.model_type)
         if found:
-            yield auto, (found,) if isinstance(found, str) else tuple(found)
+            yield auto, _names(found)
 
 
-def _refuse_other_kinds(config: Any, name: str, named: list[str]) -> None:
-    text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
-        raise UserError(
-            f"model {name} is an encoder-decoder ({''.join(named[:1]) or config.model_type}), and this kit trains causal language "
-            "models, which have a decoder only; give one of those."
-        )
-    tasks = {one: _tasks(one) for one in named}
-    trained = set(TRAINED.values())
-    if named and all(tasks.values()) and not any(trained & found for found in tasks.values()):
-        described = _describe_task(sorted(tasks[named[0]])[0])
-        raise UserError(
-            f"model {name} is {described} ({named[0]}), and this kit trains causal language models and image-text models; give one "
-            "of those."
-        )
-    if not getattr(config, "is_decoder", True) and _is_bidirectional_family(config):
-        raise UserError(
-            f"model {name} is of a family that attends to both sides ({config.model_type}, without is_decoder in its config.json), "
-            "and this kit trains causal language models, which attend to earlier tokens only; give one of those."
-        )
+def _names(found: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the class names of an entry of a table."""
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
-def _tasks(class_name: str) -> set[str]:
-    """Return the tables of Transformers that hold a class."""
+def _does_something_else(class_name: str) -> bool:
+    """Return whether Transformers has a class, and trains it, or the one that it is an older name of, on no text."""
+    import transformers
     from transformers.models.auto import modeling_auto
 
-    tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
-    return {
-        name
-        for name, table in tables.items()
-        if any(class_name == one or (isinstance(one, (tuple, list)) and class_name in one) for one in table.values())
-        and name not in ("MODEL_FOR_PRETRAINING_MAPPING_NAMES", "CONFIG_MAPPING_NAMES")
-    }
+    kinds = {one.__name__ for one in getattr(getattr(transformers, class_name, None), "__mro__", ())}
+    trained = (
+        name for table in TRAINED.values() for found in getattr(modeling_auto, table).values() for name in _names(found)
+    )
+    return bool(kinds) and kinds.isdisjoint(trained)
 
 
-def _describe_task(table: str) -> str:
-    """Return the words for a table's task: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES is sequence classification."""
-    task = table.removeprefix("MODEL_").removesuffix("MAPPING_NAMES").removeprefix("FOR_").strip("_")
-    return f"a model for {task.replace('_', ' ').lower()}" if task else "a model without an output head"
-
-
-def _is_bidirectional_family(config: Any) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-
-def _checked(auto: Any, config: Any, name: str) -> Any:
-    """Return the auto class, after a look at the arguments of the class's forward."""
+def _is_for(class_name: str, config: Any) -> bool:
     import transformers
 
-    made = next(getattr(transformers, one, None) for one in dict(_mapped_classes(config))[auto.__name__])
-    if made is None:
-        return auto
-    arguments = list(inspect.signature(made.forward).parameters.values())[1:]
-    needed = [one.name for one in arguments if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    if wanted := [one for one in needed if one != "input_ids"]:
-        raise UserError(
-            f"model {name} is a {made.__name__}, which needs {' and '.join(wanted)} with every row, and the rows have text only; "
-            "give a causal language model."
-        )
-    if any(one.name == "decoder_input_ids" for one in arguments):
-        raise UserError(
-            f"model {name} is a {made.__name__}, which reads one sequence and writes another (decoder_input_ids), and this kit trains "
-            "causal language models; give one of those."
-        )
-    return auto
+    return getattr(getattr(transformers, class_name, None), "config_class", None) is type(config)
+
+
+def _reads_other_tokens(config: Any, class_name: str) -> bool:
+    """Return whether a class attends to later tokens, or to those of a second sequence."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    made = getattr(transformers, class_name, None)
+    second = made is not None and "decoder_input_ids" in inspect.signature(made.forward).parameters
+    return second or (
+        not getattr(config, "is_decoder", True) and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    )
 
 
 def check_attends_backwards(settings: Settings, model: Any) -> None:
@@ -166,10 +130,8 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
     ids = ids % model.get_input_embeddings().num_embeddings
     other = ids.clone()
     other[0, -1] = 0
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             calls = (
                 {"input_ids": one, "attention_mask": torch.ones_like(one), "use_cache": False} for one in (ids, other)
             )
@@ -179,8 +141,6 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
             f"model {settings.model} ({type(model).__name__}) cannot be called with text alone: {one_line(error)}; give a causal "
             "language model."
         ) from error
-    finally:
-        model.train(training)
     change = (first - second).float().abs()[0].amax(dim=-1)
     if bool(change[:-1].max() > ROUNDING.get(first.dtype, 1e-3) * change[-1]):
         raise UserError(

@@ -23,14 +23,12 @@ from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.adapter.experts import full_shape, stacked_experts
-from unsloth_ddp.model.adapter.lora import check_module_names, lora_config, target_modules, target_parameters
-from unsloth_ddp.model.files.check import check_complete, check_local_model
-from unsloth_ddp.model.files.download import download_model
-from unsloth_ddp.model.files.find import is_folder
-from unsloth_ddp.model.files.same_files import check_same_files
-from unsloth_ddp.model.files.source_check import check_source
+from unsloth_ddp.model.adapter.lora import adapter_options, check_module_names, lora_config
+from unsloth_ddp.model.files.check import check_complete, check_local_model, check_source
+from unsloth_ddp.model.files.find import download_model, is_folder
+from unsloth_ddp.model.files.identity import check_same_files
 from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
-from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
+from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, kinds_here
 from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config
 from unsloth_ddp.model.modules import DTYPES, name_present_layers
 from unsloth_ddp.model.parts import freeze_beside_text
@@ -66,11 +64,8 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         )
 
 
-def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> tuple[Any, Any]:
+def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     """Return the model, on this process's device and ready for a trainer, and its tokenizer.
-
-    Args:
-        also: paths of modules that get an adapter beside those that the settings name; those that the model lacks do not matter.
 
     Raises:
         UserError: the model cannot be found or loaded.
@@ -84,12 +79,12 @@ def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -
     if in_shards or (read_by_ranks and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
     if not in_shards:
-        return _load(settings, runtime, also)
+        return _load(settings, runtime)
     from unsloth_ddp.model.loading.sharded_load import shard_mesh
 
     # Creating the mesh is a collective, so it happens outside on_every_rank, where a rank may fail.
     mesh = shard_mesh(runtime)
-    return runtime.on_every_rank(lambda: _load(settings, runtime, also, mesh))
+    return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))
 
 
 def check_class(settings: Settings) -> None:
@@ -103,25 +98,24 @@ def check_class(settings: Settings) -> None:
     model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
 
 
-def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
+def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
     """Load model and tokenizer, without collectives.
 
     Args:
-        also: see load_model.
         mesh: over which the weights are sharded while loading; None loads the whole model.
     """
     try:
         with panics_raised():
             if runtime.backend == "unsloth":
-                model, tokenizer = _load_unsloth(settings, runtime, also)
+                model, tokenizer = _load_unsloth(settings, runtime)
             else:
-                model, tokenizer = _load_transformers(settings, runtime, also, mesh)
+                model, tokenizer = _load_transformers(settings, runtime, mesh)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
-        raise UserError(
-            f"model {settings.model} {_or_not_here(settings)}cannot be loaded: {describe_load_error(error)}"
-        ) from error
+        # A name may be a Hub id or a mistyped path, such as outputs/RUM.
+        here = "" if Path(str(settings.model)).exists() else "is not a folder here, and as a Hub id it "
+        raise UserError(f"model {settings.model} {here}cannot be loaded: {describe_load_error(error)}") from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     beside = trained_beside(model, settings.train_towers)
@@ -149,15 +143,6 @@ def load_tokenizer(settings: Settings) -> Any:
         raise UserError(f"model {settings.model}: no tokenizer can be loaded: {describe_load_error(error)}") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
-
-
-def _or_not_here(settings: Settings) -> str:
-    """Return a part of the error message for a name that may be a Hub id or a mistyped path, such as outputs/RUM."""
-    path = Path(str(settings.model))
-    if path.exists() or not path.parent.is_dir():
-        return ""
-    missing = "is not a folder here" if path.parent == Path() else f"is not in the folder {path.parent} here"
-    return f"{missing}, and as a Hub id it "
 
 
 def is_model_file_error(error: Exception) -> bool:
@@ -196,17 +181,10 @@ def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
-    """Return the dtype of the base weights: --full_weights with method full, else the compute precision."""
-    if settings.method == "full":
-        return DTYPES[settings.full_weights]
-    return DTYPES[runtime.precision]
-
-
-def _load_unsloth(settings: Settings, runtime: Runtime, also: Sequence[str]) -> tuple[Any, Any]:
+def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
-    checkpointing = UNSLOTH_NAMES[loaded_with(runtime, settings)]
+    checkpointing = UNSLOTH_NAMES[kinds_here(runtime, settings)[0]]
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=str(settings.model),
         revision=settings.model_revision,
@@ -229,20 +207,12 @@ def _load_unsloth(settings: Settings, runtime: Runtime, also: Sequence[str]) -> 
         check_module_names(settings, model)
         # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
         parts = {"finetune_vision_layers": True} if os.environ.get("UNSLOTH_USE_NEW_MODEL") == "1" else {}
-        model = FastLanguageModel.get_peft_model(
-            model,
-            **parts,
-            r=settings.lora_r,
-            lora_alpha=settings.lora_alpha,
-            lora_dropout=settings.lora_dropout,
-            target_modules=target_modules(settings, model, also),
+        options = adapter_options(settings, model) | parts
+        if options["target_parameters"] is None and stacked_experts(model):
             # With None, Unsloth would choose experts of an MoE model itself.
-            target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
-            modules_to_save=settings.lora_modules_to_save or None,
-            use_rslora=settings.use_rslora,
-            bias="none",
-            use_gradient_checkpointing=checkpointing,
-            random_state=settings.seed,
+            options["target_parameters"] = []
+        model = FastLanguageModel.get_peft_model(
+            model, **options, bias="none", use_gradient_checkpointing=checkpointing, random_state=settings.seed
         )
     if runtime.precision == "fp32":
         # Unsloth's trainer enables bf16 autocast for fp32 weights unless the model has this attribute.
@@ -260,13 +230,11 @@ def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
         )
 
 
-def _load_transformers(
-    settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None
-) -> tuple[Any, Any]:
+def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None) -> tuple[Any, Any]:
     import transformers
     from peft import get_peft_model, prepare_model_for_kbit_training
 
-    from unsloth_ddp.model.loading import packed_shards, sharded_load, shards
+    from unsloth_ddp.model.loading import sharded_load, shards
 
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
@@ -285,7 +253,7 @@ def _load_transformers(
     with contextlib.nullcontext() if mesh is None else sharded_load.reading_shards(mesh, str(settings.model)):
         loaded: Any = auto.from_pretrained(
             str(settings.model),
-            dtype=weights_dtype(settings, runtime),
+            dtype=DTYPES[settings.full_weights if settings.method == "full" else runtime.precision],
             device_map=runtime.device_map,
             quantization_config=quantization,
             attn_implementation=settings.attn_implementation,
@@ -300,21 +268,22 @@ def _load_transformers(
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
         if mesh is None:
             check_attends_backwards(settings, model)
-    checkpointing = loaded_with(runtime, settings) != "none"
-    if quantization is not None:
-        prepare = prepare_model_for_kbit_training if mesh is None else packed_shards.prepare_for_adapters
-        model = prepare(
-            model,
-            use_gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-        )
+    checkpointing = kinds_here(runtime, settings)[0] != "none"
+    if quantization is not None and mesh is None:
+        model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
+    elif quantization is not None:
+        # PEFT's function would take packed shards for 16-bit weights, and convert embedding and output head to fp32, though
+        # FSDP2 gathers them in the precision of the run.
+        model.requires_grad_(False)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     if settings.method != "full":
         check_module_names(settings, model)
         torch.manual_seed(settings.seed)
         # ZeRO-3 gathers small weights into buffers of one dtype, so with it adapters keep the dtype of the base model
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
         with shards.copied_with_modules():
-            adapter = lora_config(settings, model, also)
+            adapter = lora_config(settings, model)
             model = get_peft_model(model, adapter, autocast_adapter_dtype=runtime.sharding != "zero3")
     if settings.fp8:
         use_fp8(model)
@@ -328,10 +297,15 @@ def safetensors_only(settings: Settings) -> bool | None:
     return True if settings.use_safetensors else None
 
 
+def eos_tokens(config: Any) -> list[int]:
+    """Return the tokens at which a generation config stops."""
+    known = config.eos_token_id
+    return known if isinstance(known, list) else [] if known is None else [known]
+
+
 def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
     """Make generation stop at `stop_tokens` too, which end the supervised answers; return the newly added tokens."""
-    known = model.generation_config.eos_token_id
-    stops = known if isinstance(known, list) else [] if known is None else [known]
+    stops = eos_tokens(model.generation_config)
     if added := [token for token in stop_tokens if token not in stops]:
         model.generation_config.eos_token_id = [*stops, *added]
     return added
@@ -361,9 +335,5 @@ def check_positions(settings: Settings, model: Any, longest: int) -> None:
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """Return (all, trainable) parameters; a packed 4-bit weight counts as its original number of values."""
-    total = trainable = 0
-    for parameter in model.parameters():
-        count = math.prod(full_shape(parameter))
-        total += count
-        trainable += count if parameter.requires_grad else 0
-    return total, trainable
+    counts = [(math.prod(full_shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)

@@ -13,8 +13,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.check import check_local_model
-from unsloth_ddp.model.files.source_check import ADAPTER_FILE, check_quantization, read_model_file
+from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model, check_quantization, read_model_file
 from unsloth_ddp.model.forward.attention import choose_packing, prove_rows_apart
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.utils.errors import UserError

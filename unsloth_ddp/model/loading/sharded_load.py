@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -27,12 +28,9 @@ from torch.nn import Module, Parameter
 from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import check_complete
-from unsloth_ddp.model.loading.packed_shards import SplitPacked, is_four_bit, split_quantized
-from unsloth_ddp.model.loading.shards import as_shard, part_of, part_shape, places
-from unsloth_ddp.model.modules import DTYPES, base_model, environment_variable, replaced
+from unsloth_ddp.model.loading.shards import SplitPacked, as_shard, part_of, part_shape, places, split_quantized
+from unsloth_ddp.model.modules import DTYPES, base_model, replaced
 from unsloth_ddp.utils.errors import UserError, one_line
-from unsloth_ddp.utils.memory_limits import BYTES_PACKED
-from unsloth_ddp.utils.units import shown_bytes
 
 # Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank that
 # holds it, are stacked to one weight.
@@ -64,9 +62,6 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
 
     Upstream shards weights while reading only if it also wraps the modules (DistributedConfig), which would leave out
     adapters that are added later. It also reserves memory for the whole model before it reads.
-
-    Raises:
-        UserError: this rank's shard does not fit on its device.
     """
     from transformers import modeling_utils
 
@@ -81,9 +76,8 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
             return convert(model, state_dict, load_config, disk_offload_index)
         whole = _read_whole(mapping)
         _place(model, mesh, lambda name: any(target in name for target in whole))
-        check_room(_part_bytes(model, mesh), mesh, model_name)
         # Threads would prefetch whole tensors, which become small only when they are converted.
-        with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1" if whole or quantizer is not None else "0"):
+        with patch_environment(HF_DEACTIVATE_ASYNC_LOAD="1" if whole or quantizer is not None else "0"):
             result = convert(model, state_dict, load_config, disk_offload_index)
         _check_read(model, result[0], model_name, quantized=quantizer is not None)
         _split_the_rest(model, mesh)
@@ -93,7 +87,7 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         replaced(modeling_utils, "convert_and_load_state_dict_in_model", read),
         replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
         # Otherwise Transformers loads weights only in the first rank of each node.
-        environment_variable("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"),
+        patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"),
     ):
         yield
 
@@ -196,20 +190,6 @@ def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> N
         check_complete(model_name, [one for one in expected if not any(re.search(name, one) for name in ignored)], [])
 
 
-def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:
-    """Refuse a shard that does not fit on this process's device."""
-    if mesh.device_type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info()
-    allowed = int(torch.cuda.get_per_process_memory_fraction() * total) - torch.cuda.memory_allocated()
-    room = min(free, allowed)
-    if needed > room:
-        raise UserError(
-            f"model {model_name}: one of {mesh.size()} shards of its weights takes {shown_bytes(needed)}, and only "
-            f"{shown_bytes(room)} are free on a GPU; use more GPUs, or --method qlora."
-        )
-
-
 def _read_whole(mapping: list[Any]) -> list[str]:
     """Return name patterns of weights that a rank cannot compute from its slices of the files, such as fused weights."""
     return [target for one in mapping if not _splittable(one) for target in one.target_patterns]
@@ -249,9 +229,3 @@ def _split_the_rest(model: Module, mesh: DeviceMesh) -> None:
                 # Upstream marks initialized weights with an attribute.
                 split[parameter].__dict__.update(parameter.__dict__)
             setattr(module, name, split[parameter])
-
-
-def _part_bytes(model: Module, mesh: DeviceMesh) -> int:
-    """Return the bytes of this rank's shard of a model; a 4-bit weight takes BYTES_PACKED per value."""
-    sizes = {p: (BYTES_PACKED if is_four_bit(p) else p.element_size()) for p in model.parameters()}
-    return int(sum(p.numel() * size for p, size in sizes.items()) / mesh.size(mesh.ndim - 1))

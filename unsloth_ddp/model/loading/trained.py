@@ -7,7 +7,6 @@ adapter's weights then replace those of the new one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +14,11 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.tokenize import Encoder
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.adapter.weights import adapted_modules, load_weights
+from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.model.files.check import check_adapter_file, check_local_model
-from unsloth_ddp.model.loading.load import is_model_file_error, load_model, stop_at
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.model.files.find import in_folder
+from unsloth_ddp.model.loading.load import load_model, load_tokenizer
+from unsloth_ddp.utils.errors import UserError
 
 
 def check_trust(settings: Settings, *, trusted: bool) -> None:
@@ -55,14 +55,13 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
     """
     check_trained(settings, trained)
     if settings.method == "full":
-        return load_base(dataclasses.replace(settings, model=str(trained), model_revision=None), runtime)
+        return load_base(in_folder(settings, trained), runtime)
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError(
             "method qlora needs a GPU for its 4-bit kernels, and none is used here; use a machine with a GPU, or export "
             "the run with --to merged and load that model."
         )
-    # Earlier versions of the kit adapted more modules with the same settings.
-    model = _load(settings, runtime, adapted_modules(trained))
+    model = _load(settings, runtime)
     load_weights(model, trained, str(settings.model))
     return _ready(model, runtime)
 
@@ -76,7 +75,7 @@ def load_base(settings: Settings, runtime: Runtime) -> Any:
     return _ready(_load(settings, runtime), runtime)
 
 
-def _load(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> Any:
+def _load(settings: Settings, runtime: Runtime) -> Any:
     """Return the model of `settings` as for training: with a new adapter unless the method is full."""
     weights: Literal["fp32", "bf16"] = "fp32" if runtime.precision == "fp32" else "bf16"
     # The run's folder has the tokenizer with its template, so the template's file may be gone.
@@ -84,7 +83,7 @@ def _load(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> Any
     attention = None if runtime.device_type == "cpu" else settings.attn_implementation
     changed: dict[str, Any] = {"fp8": False, "attn_implementation": attention, "full_weights": weights}
     settings = dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, **changed)
-    return load_model(settings, runtime, also)[0]
+    return load_model(settings, runtime)[0]
 
 
 def _ready(model: Any, runtime: Runtime) -> Any:
@@ -102,17 +101,7 @@ def load_trained_tokenizer(settings: Settings, trained: Path) -> Any:
     Raises:
         UserError: it cannot be loaded.
     """
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(trained, trust_remote_code=settings.trust_remote_code)
-    except Exception as error:
-        if not is_model_file_error(error):
-            raise
-        raise UserError(f"{trained}: no tokenizer can be loaded: {one_line(error)}.") from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return load_tokenizer(dataclasses.replace(in_folder(settings, trained), chat_template=None))
 
 
 def stop_tokens(settings: Settings, tokenizer: Any) -> list[int]:
@@ -122,8 +111,3 @@ def stop_tokens(settings: Settings, tokenizer: Any) -> list[int]:
     chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
     encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all", chat_template=settings.chat_template)
     return encoder.encode(Example(chat)).stop_tokens or [tokenizer.eos_token_id]
-
-
-def set_stop_tokens(settings: Settings, model: Any, tokenizer: Any) -> None:
-    """Make generation stop where the answers of the run's rows end."""
-    stop_at(model, stop_tokens(settings, tokenizer))

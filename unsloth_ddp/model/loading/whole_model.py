@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
-from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.find import is_folder, model_folder, safetensors_files
+from unsloth_ddp.model.files.find import is_folder, model_folder, safetensors_files, stored_tensors
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.memory_limits import BYTES_PACKED, FILLED
 from unsloth_ddp.utils.units import shown_bytes
@@ -66,31 +65,32 @@ def whole_bytes(tensors: Iterable[tuple[str, str, list[int]]], each: float, *, p
         each: bytes per value after loading.
         packs: whether the weight matrices of layers are quantized to 4 bits.
     """
-    return sum(math.prod(shape) * _bytes_of(name, dtype, shape, each, packs=packs) for name, dtype, shape in tensors)
 
+    def bytes_of(name: str, dtype: str, shape: list[int]) -> float:
+        if dtype in ("U8", "I8"):
+            return 1.0  # packed already
+        embeds = "embed" in name or "lm_head" in name
+        return BYTES_PACKED if packs and len(shape) > 1 and not embeds else each
 
-def _bytes_of(name: str, dtype: str, shape: list[int], each: float, *, packs: bool) -> float:
-    if dtype in ("U8", "I8"):
-        return 1.0  # packed already
-    embeds = "embed" in name or "lm_head" in name
-    return BYTES_PACKED if packs and len(shape) > 1 and not embeds else each
+    return sum(math.prod(shape) * bytes_of(name, dtype, shape) for name, dtype, shape in tensors)
 
 
 def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:
     """Return (name, dtype, shape) of the tensors in a model's safetensors files, local or on the Hub; empty if unknown."""
-    from huggingface_hub import get_safetensors_metadata, parse_local_safetensors_file_metadata
+    from huggingface_hub import get_safetensors_metadata
 
     folder, model = model_folder(settings), str(settings.model)
     try:
-        files: Iterable[Any] = []
         # A complete download needs no requests to the Hub.
         if not is_folder(settings) and not (folder and safetensors_files(folder)):
             with contextlib.suppress(Exception):  # no network: read the cache
                 files = get_safetensors_metadata(model, revision=settings.model_revision).files_metadata.values()
-        if folder is not None and not files:
-            # Beside the files of the index there may be the same weights in another format.
-            found = safetensors_files(folder) or sorted(folder.glob("*.safetensors"))
-            files = [parse_local_safetensors_file_metadata(path) for path in found]
-        return [(name, str(t.dtype), list(t.shape)) for file in files for name, t in file.tensors.items()]
+                if tensors := [
+                    (name, str(t.dtype), list(t.shape)) for file in files for name, t in file.tensors.items()
+                ]:
+                    return tensors
+        # Beside the files of the index there may be the same weights in another format.
+        paths = [] if folder is None else safetensors_files(folder) or sorted(folder.glob("*.safetensors"))
+        return [(name, tensor.dtype, tensor.shape) for name, tensor in stored_tensors(paths).items()]
     except Exception:  # damaged files: loading raises the error
         return []

@@ -15,8 +15,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.revisions import COMMIT, find_cached_commit
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.model.files.find import TOKENIZER
-from unsloth_ddp.model.files.identity import describe_files
-from unsloth_ddp.model.files.same_files import describe_model
+from unsloth_ddp.model.files.identity import describe_files, describe_model
 from unsloth_ddp.preflight.checks import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.redaction import is_secret_name

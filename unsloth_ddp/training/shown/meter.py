@@ -235,7 +235,8 @@ def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     if "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(dim=1)
         return lengths.masked_fill(lengths == 1, 0).sum()
-    begins = inputs["position_ids"][0] == 0
+    # The first of several dimensions (see Flatten) is that of the text.
+    begins = inputs["position_ids"].flatten(0, -2)[0] == 0
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     return inputs.get("shared_keys", begins).numel() - (begins & ends).sum()
 

@@ -40,6 +40,7 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
         precision=runtime.precision,
         sharding=runtime.sharding,
         processes=runtime.ranks.world_size,
+        images=data.train.processing is not None,
     )
     if reason is None and not varlen.is_available():
         return "this torch has no varlen_attn for grouped heads and windows"

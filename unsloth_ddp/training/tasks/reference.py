@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from unsloth_ddp.data.order.collate import Collate
 from unsloth_ddp.data.sources.identity import checksum_of_rows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.files.identity import model_identity
 from unsloth_ddp.model.forward.attention import flatten_for
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.reference_model import reference_model
@@ -142,6 +145,8 @@ class Precomputed:
 
     described = "computed once before step 1"
     is_start = True
+    # Name and files of another model; it is the key of the metadata too.
+    reference = ""
 
     def __init__(self, of_rows: LogProbabilities, of_examples: OfExamples, data: TrainingData) -> None:
         self.of_rows, self.of_examples = of_rows, of_examples
@@ -155,23 +160,25 @@ class Precomputed:
         if checkpoint is not None:
             self._read(checkpoint)
             return
-        self._compute_all(runner, runtime)
+        self._compute_all(runner, runtime, data.plan.per_device)
 
-    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime) -> None:
-        self._compute_with(self.of_rows, runner, runtime)
+    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime, most: int) -> None:
+        self._compute_with(self.of_rows, runner, runtime, most)
 
-    def _compute_with(self, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime) -> None:
+    def _compute_with(self, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime, most: int) -> None:
         print("Computing the reference's log-probabilities ...", flush=True)
         for rows in self.sets.values():
-            self._compute(rows, of_rows, runner, runtime)
+            self._compute(rows, of_rows, runner, runtime, most)
 
     def _compute(
-        self, rows: TokenizedRows, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime
+        self, rows: TokenizedRows, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime, most: int
     ) -> None:
         ranks, filler, examples = runtime.ranks, rows.counts.rows, rows.examples
         # The longest first, so that memory runs out at once or never. Each rank takes as many batches.
         order = np.argsort(-rows.lengths()[:-1], kind="stable")
         own = ROWS_AT_ONCE if rows.packing is None else math.ceil(ROWS_AT_ONCE / rows.packing.rows_a_pack)
+        # A micro-batch of a step fits.
+        own = min(own, most)
         at_once = own * ranks.world_size
         order = np.append(order, np.full(-len(order) % at_once, rows.units))
         values = torch.zeros((filler + 1, 2), dtype=torch.float32, device=runner.device)
@@ -196,8 +203,8 @@ class Precomputed:
 
     def save(self, folder: Path) -> None:
         """Write the values of all rows, and checksums of the rows that they belong to."""
-        checksums = {name: checksum_of_rows(rows) for name, rows in self.sets.items()}
-        save_file({name: rows.added[COLUMN] for name, rows in self.sets.items()}, folder / FILE_NAME, checksums)
+        known = {name: checksum_of_rows(rows) for name, rows in self.sets.items()} | {"reference": self.reference}
+        save_file({name: rows.added[COLUMN] for name, rows in self.sets.items()}, folder / FILE_NAME, known)
 
     def _read(self, folder: Path) -> None:
         if not (folder / FILE_NAME).is_file():
@@ -207,6 +214,11 @@ class Precomputed:
             )
         with safe_open(folder / FILE_NAME, framework="numpy") as file:
             known = file.metadata() or {}
+            if known.get("reference", "") != self.reference:
+                raise UserError(
+                    f"{folder / FILE_NAME} holds the values of another reference model, and those of this one cannot be computed with "
+                    "trained weights; give --reference_model as before, or start anew with --resume no."
+                )
             for name, rows in self.sets.items():
                 if known.get(name) != checksum_of_rows(rows):
                     what = "training" if name == "train" else "evaluation"
@@ -229,7 +241,27 @@ class OtherModel(Precomputed):
         self.settings = settings
         self.described = f"{settings.reference_model}, computed once before step 1"
 
-    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime) -> None:
+    def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Compute the values of all rows, or read those of a checkpoint that had the same reference model."""
+        of_reference = self.settings.of_reference
+        assert of_reference is not None
+        named = {"model": str(of_reference.model), "revision": str(of_reference.model_revision)}
+        # A folder is known by its files, wherever it lies.
+        self.reference = runtime.broadcast_from_main(lambda: json.dumps(model_identity(of_reference) or named))
+        if checkpoint is not None and runtime.broadcast_from_main(
+            partial(self._are_of_another, checkpoint / FILE_NAME)
+        ):
+            print("The values that the checkpoint keeps are of another reference model.", flush=True)
+            checkpoint = None
+        super().prepare(runner, runtime, data, checkpoint)
+
+    def _are_of_another(self, path: Path) -> bool:
+        if not path.is_file():
+            return True
+        with safe_open(path, framework="numpy") as file:
+            return bool((file.metadata() or {}).get("reference") != self.reference)
+
+    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime, most: int) -> None:
         train, evaluation = self.sets["train"], self.sets.get("eval")
         longest = longest_row(self.settings, train, evaluation)
         packed = None if train.packing is None else train.first_tokens()
@@ -238,4 +270,4 @@ class OtherModel(Precomputed):
             assert isinstance(runner.collate, Collate)
             collate = dataclasses.replace(runner.collate, flatten=flatten_for(runtime, model))
             other = dataclasses.replace(runner, model=model, collate=collate)
-            self._compute_with(AnswerLogProbabilities.of(model), other, runtime)
+            self._compute_with(AnswerLogProbabilities.of(model), other, runtime, most)

@@ -1,0 +1,197 @@
+"""Measure the speed and memory of training an image-text model: the kit, and Unsloth as its vision notebooks show and tuned by hand.
+
+    python -m benchmarks.speed.images --json benchmarks/results/speed/images.json
+    python -m benchmarks.speed.images --cpu --json FILE            tries the script with a tiny model
+
+A random-weight model of Qwen3-VL-2B's shape answers questions about one image a row: 384 to 640 pixels a side, 144 to 400 image
+tokens. LoRA of rank 16. The rows of a step are the same number for all but the notebooks' settings (8). Tokens are counted without padding.
+Unsloth's collator supervises the assistant's answer and all text around it; `kit_all` does so too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.runs import REPO, launch_command, log_history, run_logged, train, write_results
+from unsloth_ddp.utils.versions import versions
+
+ROWS_A_STEP = 32
+MAX_LENGTH = 2048
+TEXT = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
+}  # fmt: skip
+VISION = {
+    "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2048,
+    "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
+}  # fmt: skip
+TUNED = ["--bits", "16", "--adapt", "text", "--checkpointing", "none", "--optim", "adamw_torch_fused", "--logging_steps", "5",
+         "--workers", "4", "--keep_size"]  # fmt: skip
+# Rows of a micro-batch and further options. The notebooks take four micro-batches a step.
+PEERS: dict[str, tuple[int, list[str]]] = {
+    "unsloth_notebook": (2, []),
+    "unsloth_tuned": (16, TUNED),
+    "unsloth_tuned_small": (8, TUNED),
+}
+KIT = {"kit": [], "kit_all": ["--loss_on", "all"]}
+
+
+def write_model(folder: Path, *, tiny: bool) -> None:
+    """Write the random model and its processor; the tokenizer is the demo's."""
+    import torch
+    import transformers
+
+    from tests.tiny_vision import KINDS, save_vision
+
+    if tiny:
+        save_vision("qwen3_vl", folder)
+        return
+    spec = KINDS["qwen3_vl"]
+    named = {name: token for name, token in spec["tokens"].items() if name.endswith("_token")}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(REPO / "demo/model", extra_special_tokens=named)
+    tokenizer.add_tokens(list(spec["tokens"].values()), special_tokens=True)
+    tokenizer.chat_template = spec["template"]
+    ids = {field: tokenizer.convert_tokens_to_ids(spec["tokens"][token]) for field, token in spec["ids"].items()}
+    text = TEXT | {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=VISION, tie_word_embeddings=True, **ids)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    sizes = {
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    }
+    transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen3VLVideoProcessor(),
+        chat_template=spec["template"],
+    ).save_pretrained(folder)
+
+
+def write_rows(path: Path, count: int, *, tiny: bool) -> None:
+    """Write chats with one image each, and the images beside them."""
+    import numpy
+    from PIL import Image
+
+    rng = random.Random(0)
+    pairs = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
+
+    def text(median: float) -> str:
+        wanted = max(1, round(rng.lognormvariate(math.log(median), 0.6) / 13))
+        return " ".join(message["content"] for pair in rng.choices(pairs, k=wanted) for message in pair)
+
+    with path.open("w") as file:
+        for number in range(count):
+            width, height = (28 * rng.randint(2, 3) if tiny else 32 * rng.randint(12, 20) for _ in range(2))
+            # Smooth colours with some noise compress about as a photograph does.
+            grid = numpy.random.default_rng(number).integers(0, 255, (12, 12, 3), dtype=numpy.uint8)
+            Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC).save(path.parent / f"{number}.jpg")
+            question = [{"type": "image", "image": f"{number}.jpg"}, {"type": "text", "text": text(10 if tiny else 40)}]
+            answer = [{"type": "text", "text": text(10 if tiny else 100)}]
+            row = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": row}) + "\n")
+
+
+def kit(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Train with the kit's defaults; the first log lines are not counted."""
+    steps, logging = (3, 1) if given.cpu else (given.steps, 5)
+    options = f"--model {work}/model --dataset {rows} --method lora --max_length {MAX_LENGTH} --global_batch_size {given.rows_a_step}"
+    options += f" --max_steps {steps} --logging_steps {logging} --save_strategy no --compare_answers 0 --report_to none"
+    config = "cpu.yaml" if given.cpu else "single_gpu.yaml"
+    words = [*launch_command(config, 1), "train_ddp.py", *options.split(), *KIT[name], "--overwrite"]
+    found = train(words, name, work, given.limit)
+    if "summary" not in found:
+        return {**found, "error": found["log"][-3000:]}
+    history = [entry for entry in log_history(work / "outputs" / name) if "tokens_per_second" in entry]
+    speeds = [entry["tokens_per_second"] for entry in history[min(2, len(history) - 1) :]]
+    tokens_a_row = found["summary"]["tokens"] / (found["summary"]["steps"] * given.rows_a_step)
+    peak = max(entry.get("peak_memory_bytes", 0) for entry in history)
+    return {**found, **figures(speeds, tokens_a_row, peak), "intervals": speeds}
+
+
+def peer(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Train with Unsloth's own trainer."""
+    batch, options = PEERS[name]
+    accumulation = max(1, given.rows_a_step // batch) if options else 4
+    result, log = work / f"{name}.json", work / f"{name}.log"
+    command = [sys.executable, str(REPO / "benchmarks/speed/peers/unsloth_vision.py"), "--model", str(work / "model"), "--rows", str(rows),
+               "--max_length", str(MAX_LENGTH), "--batch", str(min(batch, given.rows_a_step)), "--accumulation", str(accumulation),
+               "--seconds", str(given.seconds), "--json", str(result), *options]  # fmt: skip
+    environ = {"TRITON_INTERPRET": "1"} if given.cpu else {}
+    result.unlink(missing_ok=True)
+    code = run_logged(command, log, given.limit, environ, cwd=work)
+    told = {"name": name, "command": " ".join(command[1:]), "exit_code": code}
+    if not result.is_file():
+        return {**told, "error": log.read_text()[-3000:]}
+    found = json.loads(result.read_text())
+    tokens, steps = (sum(one[place] for one in found["intervals"]) for place in (0, 2))
+    speeds = [tokens / seconds for tokens, seconds, _ in found["intervals"]]
+    rows_a_step = min(batch, given.rows_a_step) * accumulation
+    return {**found, **told, **figures(speeds, tokens / (steps * rows_a_step), found.get("peak_memory_bytes", 0))}
+
+
+def figures(speeds: list[float], tokens_a_row: float, peak: int) -> dict[str, float]:
+    """Return the figures that all have in common."""
+    speed = statistics.median(speeds)
+    return {
+        "tokens_per_second": speed,
+        "rows_per_second": speed / tokens_a_row,
+        "tokens_a_row": tokens_a_row,
+        "peak_gib": peak / 2**30,
+    }
+
+
+def main() -> None:
+    """Read the command line, and measure one after the other on the first visible GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/images_speed"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--only", nargs="*", choices=[*KIT, *PEERS], default=["kit", "unsloth_tuned", "kit_all", "unsloth_notebook"]
+    )
+    parser.add_argument("--rows_a_step", type=int, default=ROWS_A_STEP)
+    parser.add_argument(
+        "--steps", type=int, default=60, help="of the kit; those of the first two log lines are not counted"
+    )
+    parser.add_argument("--seconds", type=float, default=15, help="of a peer's steps that are measured")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a run at most")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny images")
+    parser.add_argument("--cpu", action="store_true", help="try the script on a CPU, with a tiny model")
+    parser.add_argument("--prepare", action="store_true", help="write the model and the rows, and end")
+    given = parser.parse_args()
+    sys.path.insert(0, str(REPO))
+    work, tiny = given.work.absolute(), given.tiny or given.cpu
+    rows = work / "rows" / "rows.jsonl"
+    if given.prepare:
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(rows, 32 if tiny else 1024, tiny=tiny)
+        write_model(work / "model", tiny=tiny)
+        return
+    if not (work / "model" / "tokenizer_config.json").is_file():
+        # In a process of its own, which gives the GPU's memory back.
+        words = [sys.executable, "-m", "benchmarks.speed.images", *sys.argv[1:], "--prepare"]
+        subprocess.run(words, cwd=REPO, check=True)
+    results: list[dict[str, Any]] = []
+    for name in given.only:
+        found = kit(name, work, rows, given) if name in KIT else peer(name, work, rows, given)
+        results.append({"name": name, **found})
+        shown = ("tokens_per_second", "rows_per_second", "tokens_a_row", "peak_gib", "error")
+        print(f"{name:20} { {key: found.get(key) for key in shown} }", flush=True)
+        write_results(given.json, versions=versions(), rows_a_step=given.rows_a_step, tiny=tiny, runs=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -131,6 +131,13 @@ def test_a_failure_that_is_no_failed_write_ends_the_run(tmp_path):
     assert checkpoints.last is None
 
 
+def test_a_write_that_fails_says_so_to_its_caller(tmp_path):
+    """Tensors that follow a failed one are gathered by all ranks, and not written."""
+    checkpoints = Checkpoints(cpu_runtime(), tmp_path, {}, {}, None)
+    assert checkpoints.attempt(lambda: (tmp_path / "file").write_text("x"))
+    assert not checkpoints.attempt(lambda: (tmp_path / "file" / "inner").write_text("x"))
+
+
 def test_copies_keep_their_values_and_their_memory():
     shared = torch.arange(4.0)
     state = {

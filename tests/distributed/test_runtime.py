@@ -201,7 +201,7 @@ def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, m
     from unsloth_ddp.model.loading.load import _load_unsloth
 
     settings = Settings(model="m", method=method, gradient_checkpointing="unsloth", full_weights="bf16")
-    _load_unsloth(settings, fake_unsloth, ())
+    _load_unsloth(settings, fake_unsloth)
     load, *adapter = sys.modules["unsloth"].FastLanguageModel.calls
     assert load["device_map"] == {"": 1}
     assert load["offload_embedding"] is False

@@ -296,7 +296,7 @@ class Rows:
     def __init__(self) -> None:
         lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]] * 100
         self.examples = [pack_of(of) for of in lengths]
-        self.units, self.streamed = len(lengths), False
+        self.units, self.streamed, self.processing = len(lengths), False, None
         self.packing = SimpleNamespace(starts=np.cumsum([0, *map(len, lengths)]), longest=128)
 
     def lengths(self) -> np.ndarray:

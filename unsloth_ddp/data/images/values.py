@@ -102,8 +102,9 @@ def image_value(value: Any) -> str:
 
 
 def _of_key(key: str, value: Any) -> str:
-    """Return the image under a key of a part or an object; bytes are base64 in JSON."""
-    return _from_base64(value) if key in ("bytes", "base64", "data") and isinstance(value, str) else image_value(value)
+    """Return the image under a key of a part or an object; bytes are base64 in JSON, with or without the beginning of a data URI."""
+    in_base64 = key in ("bytes", "base64", "data") and isinstance(value, str) and not value.lower().startswith(DATA)
+    return _from_base64(value) if in_base64 else image_value(value)
 
 
 def _of_object(value: dict[str, Any]) -> str:

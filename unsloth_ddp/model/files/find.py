@@ -63,7 +63,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is stored, and what the header of that file says of it; `dtype` is safetensors' name, as BF16."""
+    """Describe where a tensor is stored, and what the header of that file says of it; `dtype` is safetensors' name, as BF16."""
 
     path: Path
     dtype: str

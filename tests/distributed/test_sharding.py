@@ -323,11 +323,15 @@ def test_missing_deepspeed_is_named_with_its_command(monkeypatch):
         check_sharding("zero2", settings(), "cuda", "unsloth", 2)
 
 
-def test_what_has_no_effect_is_said():
+def test_what_has_no_effect_or_is_slow_is_said():
     for kind in ("none", "zero2"):
-        assert sharding_warnings(kind, settings(compare_answers=5)) == []
-    assert "compare_answers is ignored" in sharding_warnings("fsdp2", settings(compare_answers=5))[0]
-    assert "full_weights bf16" in sharding_warnings("zero2", settings(method="full", full_weights="bf16"))[0]
+        assert sharding_warnings(kind, settings(compare_answers=5), 4) == []
+    assert "compare_answers is ignored" in sharding_warnings("fsdp2", settings(compare_answers=5), 1)[0]
+    said = [len(sharding_warnings("fsdp2", settings(), *of)) for of in ((1, 1), (2, 1), (2, 2), (2, 4), (4, 2))]
+    assert said == [0, 1, 0, 0, 1]
+    assert "use fsdp2_hybrid.yaml where it fits on a node" in sharding_warnings("fsdp2", settings(), 2)[0]
+    assert "zero3 over 2 nodes" in (zero3 := sharding_warnings("zero3", settings(), 2)[0]) and "use zero2.yaml" in zero3
+    assert "full_weights bf16" in sharding_warnings("zero2", settings(method="full", full_weights="bf16"), 1)[0]
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -108,7 +108,7 @@ def support(options: str, where: SimpleNamespace) -> str:
         check_model(settings, where)
     except UserError:
         return "no"
-    said = " ".join(sharding_warnings(where.sharding, settings))
+    said = " ".join(sharding_warnings(where.sharding, settings, 1))
     return "ignored" if " is ignored" in said else "yes"
 
 

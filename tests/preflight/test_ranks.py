@@ -101,7 +101,7 @@ def run(tmp_path):
             count,
             preflight,
             str(tmp_path),
-            [*words, "--timeout", "20"],
+            ["--timeout", "20", *words],
             changed or {},
             folder=tmp_path / "out",
             environ_of=as_nodes(per_node, count),
@@ -174,6 +174,36 @@ def test_one_node_that_differs_in_everything_is_named_in_every_row(run, tmp_path
     }  # fmt: skip
     assert undocumented(report.json) == set()
     assert "found 3 failures (version of trl, settings, data: dataset rows.jsonl)" in result.outputs[2]
+
+
+def another_node_rank() -> None:
+    """This rank's node was given another number than the launcher's."""
+    os.environ["NODE_RANK"] = "0"
+
+
+@pytest.mark.slow
+def test_a_node_whose_variables_contradict_the_launcher_is_named_to_all(run):
+    result, report = run(2, changed={1: [another_node_rank]})
+    assert result.codes == [1, 1]
+    assert report.failures == ["environment"]
+    assert report["environment"]["remedy"] == (
+        "Node 1: NODE_RANK is 0, but to the launcher this is 1; give the launcher the same number."
+    )
+    assert "found 1 failure (environment)" in result.outputs[1]
+
+
+def without_a_place() -> None:
+    """This rank's launcher set something that no launcher sets."""
+    os.environ["LOCAL_WORLD_SIZE"] = ""
+
+
+@pytest.mark.slow
+def test_a_node_without_a_place_is_missing_to_the_others_within_their_limit(run):
+    result, report = run(2, changed={1: [without_a_place]}, argv="--use_cpu --timeout 3")
+    assert result.codes == [1, 1]
+    assert report.failures == ["arrived"]
+    assert "Node 1 did not arrive at" in report["arrived"]["remedy"] and "within 3 s" in report["arrived"]["remedy"]
+    assert "1 failure (environment)" in result.outputs[1]
 
 
 @pytest.mark.slow

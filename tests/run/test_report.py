@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
 
 from tests.run.run_folders import ANSWERS, FACTS, HOSTILE, PART, SUMMARY, TOKEN, log_entries, make_run
+from unsloth_ddp.data.dataset import Counts, TokenizedRows
+from unsloth_ddp.data.images.files import THUMBNAIL_START
 from unsloth_ddp.run.documents.record import read_run
 from unsloth_ddp.run.documents.report import render_report, write_report
+from unsloth_ddp.run.documents.write import first_image
 
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 
@@ -189,7 +196,37 @@ def test_nothing_of_the_user_becomes_markup_and_no_secret_is_shown(tmp_path):
 def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     text = render_report(read_run(make_run(tmp_path / "r")))
     assert not re.search(r"(\bsrc=|href|url\(|@import|https?:)", text)
-    assert "default-src 'none'; style-src 'unsafe-inline'" in text
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in text
+
+
+@pytest.mark.parametrize("value", [None, f"https://x/{TOKEN}", f'{THUMBNAIL_START}AAAA" onload="x'])
+def test_what_is_no_thumbnail_is_not_shown(value, tmp_path):
+    facts = {**FACTS, "data": {**FACTS["data"], "first_image": value}}
+    assert "img" not in page_of(make_run(tmp_path / "r", facts=facts)).tags()
+
+
+def test_the_first_image_is_shown_small(tmp_path):
+    from PIL import Image
+
+    # Noise is what JPEG compresses least.
+    noise = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    columns = {"input_ids": [[1], [2], [0]], "labels": [[1], [2], [0]], "pixels": [0, 9, 0], "rendered": ["", "", ""]}
+    rows = {**columns, "images": [[], [str(tmp_path / "noise.png")], []]}
+    features = datasets.Features({"images": datasets.List(datasets.Value("string"))})
+    table = datasets.concatenate_datasets(
+        [datasets.Dataset.from_dict(columns), datasets.Dataset.from_dict({"images": rows["images"]}, features)], axis=1
+    )
+    found = first_image(TokenizedRows(table, Counts(rows=2), processing=object()))
+    assert found is not None and len(found) < 60_000
+    facts = {**FACTS, "data": {**FACTS["data"], "first_image": found}}
+    page = page_of(make_run(tmp_path / "r", facts=facts))
+    source = next(str(attrs["src"]) for tag, attrs in page.elements if tag == "img")
+    shown = Image.open(io.BytesIO(base64.b64decode(source.removeprefix(THUMBNAIL_START))))
+    assert (shown.format, shown.size) == ("JPEG", (160, 120))
+    (tmp_path / "noise.png").unlink()
+    assert first_image(TokenizedRows(table, Counts(rows=2), processing=object())) is None
+    assert first_image(TokenizedRows(table, Counts(rows=2))) is None
 
 
 def test_a_run_without_evaluation_or_record_has_a_report_too(tmp_path):

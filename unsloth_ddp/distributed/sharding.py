@@ -303,8 +303,8 @@ def describe_sharding(sharding: Sharding, offload: Offload, copies: int = 1, wor
     return ", ".join([sharding, *hybrid, *([f"{kept[offload]} in host memory"] if offload != "none" else [])])
 
 
-def sharding_warnings(sharding: Sharding, settings: Settings) -> list[str]:
-    """Return sentences for the main process to print: settings without effect."""
+def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies: int = 1) -> list[str]:
+    """Return sentences for the main process to print: settings without effect, and what will be slow."""
     warnings = []
     if shards_weights(sharding) and settings.compare_answers:
         warnings.append(
@@ -313,6 +313,13 @@ def sharding_warnings(sharding: Sharding, settings: Settings) -> list[str]:
     if sharding in ("zero2", "zero3") and settings.method == "full" and settings.full_weights == "bf16":
         warnings.append(
             f"full_weights bf16 is ignored: sharding {sharding} keeps fp32 master weights, sharded over the GPUs."
+        )
+    if shards_weights(sharding) and copies % nodes:
+        faster = "zero2.yaml" if sharding == "zero3" else "fsdp2_hybrid.yaml"
+        where = "the model fits on each GPU" if sharding == "zero3" else "it fits on a node"
+        warnings.append(
+            f"Sharding {sharding} over {nodes} nodes gathers every layer's weights over the network in every step, because no "
+            f"node holds the whole model; unless InfiniBand or the like joins the nodes, use {faster} where {where}."
         )
     return warnings
 

@@ -47,8 +47,8 @@ def node_problems(environ: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def launcher_problems(environ: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each fault of a launcher's variables and of the user's beside them."""
+def place_problems(environ: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each fault of a launcher's variables, without which a process has no place in the job."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if not environ.get(name)]
     if missing:
         return [f"{', '.join(missing)} not set beside RANK and WORLD_SIZE; start with accelerate launch or torchrun."]
@@ -56,15 +56,23 @@ def launcher_problems(environ: Mapping[str, str]) -> list[str]:
         ranks = ranks_from_environment(environ)
     except UserError as error:
         return [str(error)]
-    problems = _not_numbers(environ, ("NNODES", "GPUS_PER_NODE", "MASTER_PORT"), least=1)
-    problems += _not_numbers(environ, ("NODE_RANK",), least=0)
-    if problems:
-        return problems
     if ranks.world_size % ranks.local_world_size:
-        problems.append(
+        return [
             f"LOCAL_WORLD_SIZE {ranks.local_world_size} does not divide WORLD_SIZE {ranks.world_size}; start the same number "
             "on every node."
-        )
+        ]
+    return _not_numbers(environ, ("MASTER_PORT",), least=1)
+
+
+def launcher_problems(environ: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each fault of a launcher's variables and of the user's beside them."""
+    problems = place_problems(environ) or [
+        *_not_numbers(environ, ("NNODES", "GPUS_PER_NODE"), least=1),
+        *_not_numbers(environ, ("NODE_RANK",), least=0),
+    ]
+    if problems:
+        return problems
+    ranks = ranks_from_environment(environ)
     for name, found, meaning in (
         ("NNODES", ranks.nodes, "the launcher started"),
         ("NODE_RANK", ranks.node_rank, "to the launcher this is"),

@@ -68,15 +68,20 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
     Raises:
         UserError: the launcher asks for a sharding that the kit does not support.
     """
-    number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
-    first = run_check("environment", number, lambda: job.check_environment(environ, job.is_launched(environ)))
-    if first.verdict == "failure":
-        # This process has no place among the others.
+    launched = job.is_launched(environ)
+    if job.place_problems(environ) if launched else job.node_problems(environ):
+        # This process has no place among the others, which will say that its node did not arrive.
         if environ.get("LOCAL_RANK", "0") == "0":
+            number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
+            row = check_environment(environ, number)
             hosts = {number: socket.gethostname()}
-            show_checks([first], "Preflight of this node", hosts, json_file=options.json, writes=number == 0)
+            show_checks([row], "Preflight of this node", hosts, json_file=options.json, writes=number == 0)
         return 1
-    return Preflight(options, settings, environ).run(first)
+    return Preflight(options, settings, environ).run()
+
+
+def check_environment(environ: Mapping[str, str], node: int) -> Check:
+    return run_check("environment", node, lambda: job.check_environment(environ, job.is_launched(environ)))
 
 
 class Preflight:
@@ -92,11 +97,14 @@ class Preflight:
         self.sharded = sharding_from_environment(environ) != "none"
         self.devices, self.no_gpu_reason = read_gpus(self.cpu)
 
-    def run(self, environment: Check) -> int:
+    def run(self) -> int:
         checks = []
         if self.ranks.is_local_main:
-            machine = machine_checks(self.process, self.settings, self.environ, self.devices, self.no_gpu_reason)
-            checks = [environment, *network_checks(self.process, self.environ), *machine]
+            checks = [
+                check_environment(self.environ, self.ranks.node_rank),
+                *network_checks(self.process, self.environ),
+            ]
+            checks += machine_checks(self.process, self.settings, self.environ, self.devices, self.no_gpu_reason)
         if self.ranks.world_size == 1:
             # There is nothing to compare one process's facts with.
             rows = self._compare({0: self._report(checks, None)})

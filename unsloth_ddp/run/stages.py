@@ -177,7 +177,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     start_logging(run.folder, runtime)
     trainer.checkpoints.open()
     documents.begin(settings, runtime, trainer, run.folder, resume, plain_text=examples.trains_on_text(run.node_folder))
-    warnings = sharding.sharding_warnings(runtime.sharding, settings)
+    warnings = sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes, runtime.copies)
     for sentence in [*changes, *warnings]:
         print(sentence)
     print(summary_file.describe_run(settings, runtime, trainer, decision, run.folder), flush=True)

@@ -188,9 +188,9 @@ KNOWN_ERRORS = (
         "link libcuda.so to libcuda.so.1.",
     ),
     KnownError(
-        "torch.compile",
-        r"FailOnRecompileLimitHit|recompile_limit reached|OutOfResources|out of resource: shared memory",
-        "torch.compile compiled one function too often, or a compiled kernel needs more on-chip memory than this GPU has.",
+        "recompiled too often",
+        r"FailOnRecompileLimitHit|recompile_limit reached",
+        "torch.compile compiled one function too often, once for every new shape or setting.",
         "run uv sync --locked for the tested versions; UNSLOTH_COMPILE_DISABLE=1 runs without compilation, slower.",
     ),
     KnownError(
@@ -207,6 +207,12 @@ KNOWN_ERRORS = (
         "Several ranks or jobs wrote into one cache of compiled code at the same time.",
         "start again, set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to a folder on each node's own disk, and use "
         "--clear_compiled_cache.",
+    ),
+    KnownError(
+        "Triton kernel too large",
+        r"OutOfResources|out of resource: shared memory",
+        "A compiled kernel needs more on-chip memory than this GPU has.",
+        "set TORCH_COMPILE_DISABLE=1 or UNSLOTH_COMPILE_DISABLE=1 to run without compilation, or update Triton and Unsloth.",
     ),
     KnownError(
         "flash-attn",

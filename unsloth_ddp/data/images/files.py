@@ -17,6 +17,7 @@ from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
 MOST_BYTES, MOST_PIXELS = 100_000_000, 64_000_000
+THUMBNAIL, THUMBNAIL_START = 160, "data:image/jpeg;base64,"
 # Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
@@ -99,6 +100,19 @@ def open_image(value: str, most_pixels: int | None = None) -> Any:
         if most_pixels is not None and image.width * image.height > most_pixels:
             image = image.resize(_scaled(image.width, image.height, most_pixels), Image.Resampling.BICUBIC)
     return image
+
+
+def thumbnail(value: str) -> str:
+    """Return an image of at most THUMBNAIL pixels a side as the data URI of a JPEG, which has at most some 50 kB.
+
+    Raises:
+        UserError: see open_image.
+    """
+    image = open_image(value, 16 * THUMBNAIL**2)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    written = io.BytesIO()
+    image.save(written, "JPEG", quality=80)
+    return f"{THUMBNAIL_START}{base64.b64encode(written.getvalue()).decode()}"
 
 
 def plain_image(width: int, height: int, grey: int = 127) -> str:

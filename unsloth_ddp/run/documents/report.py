@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.images.files import THUMBNAIL_START
 from unsloth_ddp.run.documents.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, Line, line_chart
 from unsloth_ddp.run.documents.described import (
     MACHINE,
@@ -26,6 +28,7 @@ from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
+THUMBNAIL = re.compile(f"{THUMBNAIL_START}[A-Za-z0-9+/=]+")
 # What a page shows of long lists.
 OPEN_ANSWERS, MOST_ANSWERS = 4, 50
 
@@ -65,6 +68,7 @@ def render_report(run: RunRecord) -> str:
         bottom=HEIGHT - BOTTOM,
         answers=_answers(run),
         data=_data(run),
+        first_image=_first_image(run),
         given=[(name, value) for name, value in settings if default.get(name) != run.settings[name]],
         settings=settings,
         hardware=_hardware(run),
@@ -149,6 +153,12 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
     if run.settings.get("eval_dataset"):
         sources.append(("evaluated on", show(run.settings["eval_dataset"])))
     return [*sources, *describe_data(run)]
+
+
+def _first_image(run: RunRecord) -> str | None:
+    """Return the data URI of the thumbnail, if it is one."""
+    found = (run.record.get("data") or {}).get("first_image")
+    return found if isinstance(found, str) and THUMBNAIL.fullmatch(found) else None
 
 
 def _hardware(run: RunRecord) -> list[tuple[str, str]]:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.images.files import thumbnail
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.loading.classes import model_class
@@ -135,10 +137,22 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
             "packing": data.packing.reason if data.train.packing is not None else None,
             "packs": len(data.train.packing) if data.train.packing is not None else None,
             "streamed": data.train.streamed,
+            "first_image": first_image(data.train),
         },
         "steps": plan.steps(units, settings.num_train_epochs, settings.max_steps),
         "steps_per_epoch": None if data.train.streamed else plan.steps_per_epoch(units),
     }
+
+
+def first_image(rows: TokenizedRows) -> str | None:
+    """Return a thumbnail of the first image of the rows as a data URI; None without one, or if it cannot be read any more."""
+    shown = np.flatnonzero(rows.pixels()) if rows.processing is not None else np.array([])
+    if not len(shown):
+        return None
+    try:
+        return thumbnail(rows.rows[int(shown[0])]["images"][0])
+    except UserError:
+        return None
 
 
 def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[str, Any]:

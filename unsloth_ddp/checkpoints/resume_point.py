@@ -18,8 +18,10 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.files.checksums import CHUNK
 from unsloth_ddp.utils.versions import versions
+
+# A file is sent to other nodes in parts of this many bytes.
+CHUNK = 1 << 22
 
 
 @sendable

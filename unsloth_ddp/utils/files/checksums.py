@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import xxhash
 
-CHUNK = 1 << 22
 # Of a sampled file, the first MiB of every 10 MiB is read: a tenth, and a part of every tensor over 10 MiB.
 SAMPLE, STRIDE = 1 << 20, 10 << 20
 
 
 def checksum(path: Path) -> str:
-    """Return the xxh3_128 of a file, which is read in parts."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return str(digest.hexdigest())
+    """Return the xxh3_128 of a file, which is read into one small buffer."""
+    with path.open("rb", buffering=0) as file:
+        return str(hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
 
 def sampled_checksum(path: Path, sample: int = SAMPLE, stride: int = STRIDE) -> str:

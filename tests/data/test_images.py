@@ -138,8 +138,15 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["huge.png"]}, "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
         ({**SHOWN, "images": ["drawing.svg"]}, "drawing.svg is not an image in a known format"),
         ({**SHOWN, "images": ["page.eps"]}, "page.eps is not an image in a known format"),
-        ({**SHOWN, "images": ["."]}, "image .: there is no such file"),
+        ({**SHOWN, "images": ["."]}, "image . is not a file ("),
         ({**SHOWN, "images": ["a\u0000b.png"]}, "there is no such file"),
+        ({**SHOWN, "images": ["~nobody-has-this-name/a.png"]}, "image '~nobody-has-this-name/a.png' is not a path; check it."),
+        ({**SHOWN, "images": ["line.png"]}, "line.png has 1 x 4,000 pixels, so one side is over 200 times the other; crop it."),
+        ({**SHOWN, "images": ["float.tif"]}, "float.tif has numbers of 32 bits, whose white is not known"),
+        ({**SHOWN, "images": [None]}, "an image is missing, not a path or bytes; give one of them"),
+        ({**SHOWN, "images": None}, "the row has 0 images for 1 place"),
+        ({"messages": [asking({"type": "image", "image": "good.png"}, {"type": "text", "text": "<image> What?"}), ANSWER]},
+         "the row has 1 image part and as often <image> in its texts; keep one of the two."),
         ({**SHOWN, "images": ["https://example.com/a.png"]}, "https://example.com/a.png is an address, and training does not download images; download it and give its path."),
         ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg is an address"),
         ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address"),
@@ -166,11 +173,12 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
 )  # fmt: skip
 def test_a_bad_image_is_refused_in_one_sentence_with_its_line(row: dict[str, Any], said: str, tmp_path: Path) -> None:
     contents = {
-        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": huge_png(),
+        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": huge_png(), "line.png": png(size=(1, 4000)),
         "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
     }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
+    Image.new("F", (9, 9)).save(tmp_path / "float.tif")
     assert said in refusal(row, tmp_path)
 
 
@@ -209,6 +217,38 @@ def test_an_image_is_upright_in_rgb_and_at_most_as_large_as_asked(tmp_path: Path
         assert open_image(str(tmp_path / f"{mode}.{kind}")).mode == "RGB"
     small = open_image(str(tmp_path / "turned.jpg"), most_pixels=200)
     assert small.size == (10, 20)
+
+
+@pytest.mark.parametrize(
+    ("mode", "color", "name", "seen"),
+    [
+        # Half of the light, with 8, 16 and 32 bits.
+        ("I;16", 128 * 256, "grey.png", (128, 128, 128)),
+        ("I;16", 128 * 256, "grey.tif", (128, 128, 128)),
+        ("I", 128 * 256, "grey.tif", (128, 128, 128)),
+        ("I", 128, "grey.tif", (128, 128, 128)),
+        ("LA", (128, 255), "grey.png", (128, 128, 128)),
+        # What cannot be seen is white, and what is seen half is half white.
+        ("RGBA", (0, 0, 0, 0), "clear.png", (255, 255, 255)),
+        ("RGBA", (0, 0, 0, 128), "clear.png", (127, 127, 127)),
+        ("LA", (0, 0), "clear.png", (255, 255, 255)),
+        ("RGBA", (200, 30, 30, 255), "red.webp", (200, 30, 30)),
+        ("1", 1, "white.png", (255, 255, 255)),
+    ],
+)
+def test_colors_are_those_that_are_seen(mode: str, color: Any, name: str, seen: tuple, tmp_path: Path) -> None:
+    Image.new(mode, (4, 4), color).save(tmp_path / name, **({"lossless": True} if name.endswith("webp") else {}))
+    assert open_image(str(tmp_path / name)).getpixel((1, 1)) == seen
+
+
+def test_a_transparent_color_of_a_palette_is_white_and_an_animation_is_its_first_frame(tmp_path: Path) -> None:
+    first, second = (Image.new("P", (4, 4), number) for number in (0, 1))
+    for one in (first, second):
+        one.putpalette([10, 20, 30, 40, 50, 60])
+    first.save(tmp_path / "clear.png", transparency=0)
+    first.save(tmp_path / "moving.gif", save_all=True, append_images=[second])
+    assert open_image(str(tmp_path / "clear.png")).getpixel((1, 1)) == (255, 255, 255)
+    assert open_image(str(tmp_path / "moving.gif")).getpixel((1, 1)) == (10, 20, 30)
 
 
 def test_images_of_datasets_in_parquet_are_read(tmp_path: Path) -> None:

@@ -14,14 +14,21 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images.processing import load_processing
 from unsloth_ddp.model.adapter.lora import adapted_paths
 from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
-from unsloth_ddp.model.towers import describe_beside_text, image_tower, projectors, tokens_a_pixel, trained_beside
+from unsloth_ddp.model.towers import (
+    describe_beside_text,
+    image_tower,
+    parts_of_images,
+    projectors,
+    tokens_a_pixel,
+    trained_beside,
+)
 from unsloth_ddp.utils.errors import UserError
 
 PROJECTORS = {
     "qwen3_vl": {"model.visual.merger", "model.visual.deepstack_merger_list"},
     "qwen3_5": {"model.visual.merger"},
     "gemma3": {"model.multi_modal_projector"},
-    "gemma4": {"model.embed_vision", "model.embed_audio"},
+    "gemma4": {"model.embed_vision"},
     "mistral3": {"model.multi_modal_projector"},
     "internvl": {"model.multi_modal_projector"},
     "smolvlm": {"model.connector"},
@@ -53,10 +60,14 @@ def test_the_parts_are_found_and_the_tower_sees_as_many_patches_as_are_counted(k
 
     handle = tower.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
     row = {"input_ids": expanded.ids, "rendered": f"x {processing.image_token}", "images": [image]}
-    tensors = processing.tensors(row)
-    with torch.no_grad():
-        model(**tensors)
+    model(**processing.tensors(row)).logits.sum().backward()
     handle.remove()
+    reached = {
+        path
+        for path, part in parts_beside_text(model).items()
+        if any(p.grad is not None and p.grad.any() for p in part.parameters())
+    }
+    assert reached == set(parts_of_images(model))
     # Some towers add a place for the class.
     of_class = expanded.pixels / tower.numbers_a_patch / 4 if kind == "internvl" else 0
     assert patches == [expanded.pixels / tower.numbers_a_patch + of_class]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ from unsloth_ddp.model.parts import parts_beside_text
 from unsloth_ddp.utils.errors import UserError
 
 COLORS = 3
+# Methods of Transformers that encode one kind of input each: get_image_features, get_audio_features.
+ENCODES = re.compile(r"get_\w+_features")
 # What a batch of packs says of its rows (data/order/collate.py).
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "packed_seq_lengths")
 
@@ -54,6 +58,23 @@ def image_tower(model: Any) -> ImageTower | None:
     return None
 
 
+def parts_of_images(model: Any) -> dict[str, Module]:
+    """Return the parts beside the text decoder that images may reach, by their paths.
+
+    Left out are those that only a method for another kind of input names (Gemma 4's tower of sound).
+    """
+    inner = dict(base_model(model).named_modules())
+    return {path: part for path, part in parts_beside_text(model).items() if not _of_other_inputs(path, inner)}
+
+
+def _of_other_inputs(path: str, modules: dict[str, Module]) -> bool:
+    around, _, name = path.rpartition(".")
+    kind = type(modules[around])
+    methods = {one: inspect.unwrap(getattr(kind, one)) for one in dir(kind) if ENCODES.fullmatch(one)}
+    naming = {one for one, method in methods.items() if inspect.isfunction(method) and name in method.__code__.co_names}
+    return "get_image_features" in methods and bool(naming) and "get_image_features" not in naming
+
+
 def kept_a_patch(block: Module) -> int:
     """Return about how many numbers a trained layer of a tower keeps of a patch for its backward pass.
 
@@ -67,12 +88,12 @@ def kept_a_patch(block: Module) -> int:
 
 
 def projectors(model: Any) -> dict[str, Module]:
-    """Return the modules between towers and text decoder by their paths.
+    """Return the modules between towers of images and text decoder by their paths.
 
     These are the parts beside the decoder without layers of their own, and if a tower has none beside it, what follows its
     layers in it and is multiplied with weights (Qwen's merger).
     """
-    parts = parts_beside_text(model)
+    parts = parts_of_images(model)
     found = {path: part for path, part in parts.items() if not _layers(part) and _multiplies(part)}
     for path, part in parts.items():
         layers = _layers(part)
@@ -105,12 +126,14 @@ def _after(part: Module, layers: Module) -> Iterable[tuple[str, Module]]:
 def trained_beside(model: Any, choice: bool | str) -> Callable[[str], bool] | None:
     """Return whether --train_towers trains the module or weight of a path outside the text decoder; None if it trains none.
 
+    Parts that images do not reach would get no gradient, so they are left out.
+
     Raises:
         UserError: the model has no such part.
     """
     if not choice:
         return None
-    parts = tuple(f"{path}." for path in parts_beside_text(model))
+    parts = tuple(f"{path}." for path in parts_of_images(model))
     between = tuple(f"{path}." for path in projectors(model))
     if not parts or (choice == "projector" and not between):
         part = choice if choice == "projector" else "tower"

@@ -133,12 +133,15 @@ def test_a_model_without_a_processor_is_refused_before_it_is_loaded(tmp_path: Pa
         load_processing(Settings(model=str(DEMO_MODEL)))
 
 
-def test_an_aspect_that_the_processor_refuses_is_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
+def test_what_the_processor_refuses_is_refused_in_one_sentence(model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("unsloth_ddp.data.images.files.LONGEST_SIDE", 1000)
     image = str(draw(tmp_path / "long.png", "red", "square", (2000, 8)))
     example = to_example(
         {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "b"}], "image": image}
     )
-    with pytest.raises(UserError, match=r"the model's processor refuses the row: .*ratio"):
+    with pytest.raises(
+        UserError, match=r"the model's processor refuses the row: .*ratio.*; change its images or text, or remove"
+    ):
         encoder_of(model).encode(example)
 
 

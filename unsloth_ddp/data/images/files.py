@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unsloth_ddp.data.images.values import DATA
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
 MOST_BYTES, MOST_PIXELS = 100_000_000, 64_000_000
+MOST_OF_16_BITS = 2**16 - 1
+# A longer image is a line, which processors refuse (Qwen's) or squeeze into a square.
+LONGEST_SIDE = 200
 THUMBNAIL, THUMBNAIL_START = 160, "data:image/jpeg;base64,"
 # Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -58,16 +63,20 @@ class ImageFiles:
         return self._known[value]
 
     def _find(self, value: str) -> Path:
-        path = Path(value).expanduser()
         try:
-            for folder in self.folders:
-                # An absolute path stays as it is.
-                if (folder / path).is_file():
-                    return (folder / path).resolve()
+            path = Path(value).expanduser()
+            # An absolute path stays as it is.
+            places = [folder / path for folder in self.folders]
+            found = next((place for place in places if place.is_file()), None)
+            other = next((place for place in places if place.exists()), None)
         except OSError as error:
             raise UserError(f"image {value[:200]} cannot be looked up: {os_reason(error)}; check the path.") from None
-        except ValueError:
+        except (ValueError, RuntimeError):
             raise UserError(f"image {value[:200]!r} is not a path; check it.") from None
+        if found is not None:
+            return found.resolve()
+        if other is not None:
+            raise UserError(f"image {value[:200]} is not a file ({other}); give the path of an image.")
         looked = f" in {' or '.join(str(one) for one in self.folders)}" if not path.is_absolute() else ""
         raise UserError(
             f"image {value[:200]}: there is no such file{looked}; check the path, or give the folder as --image_folder."
@@ -75,7 +84,7 @@ class ImageFiles:
 
 
 def open_image(value: str, most_pixels: int | None = None) -> Any:
-    """Return a decoded RGB image, upright as its EXIF data say.
+    """Return a decoded RGB image, upright as its EXIF data say; of an animation the first frame.
 
     Args:
         value: a path or a data URI.
@@ -94,12 +103,35 @@ def open_image(value: str, most_pixels: int | None = None) -> Any:
                 raise UserError(
                     f"image {name} has {width:,} x {height:,} pixels, over the limit of {MOST_PIXELS:,}; scale it down."
                 )
+            if max(width, height) > LONGEST_SIDE * min(width, height):
+                raise UserError(
+                    f"image {name} has {width:,} x {height:,} pixels, so one side is over {LONGEST_SIDE} times the other; crop it."
+                )
             if most_pixels is not None and width * height > most_pixels:
                 opened.draft("RGB", _scaled(width, height, most_pixels))
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            image = _in_rgb(ImageOps.exif_transpose(opened), name)
         if most_pixels is not None and image.width * image.height > most_pixels:
             image = image.resize(_scaled(image.width, image.height, most_pixels), Image.Resampling.BICUBIC)
     return image
+
+
+def _in_rgb(image: Any, name: str) -> Any:
+    """Return an image in RGB: on white where it is transparent, and with 16 bits divided by 256, which Pillow would clip."""
+    from PIL import Image
+
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, "white")
+        ground.alpha_composite(image.convert("RGBA"))
+        image = ground
+    elif image.mode[0] in "IF":
+        low, high = image.getextrema()
+        if image.mode == "F" or low < 0 or high > MOST_OF_16_BITS:
+            raise UserError(
+                f"image {name} has numbers of 32 bits, whose white is not known; write it with 8 or 16 bits."
+            )
+        numbers = np.asarray(image)
+        image = Image.fromarray((numbers if high <= 255 else numbers // 256).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def thumbnail(value: str) -> str:

@@ -126,7 +126,7 @@ class ImageProcessing:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"the model's processor refuses the row: {one_line(error, 300).rstrip('.')}.") from None
+            raise _refused(error) from None
         if images and "text_replacement_offsets" not in found:
             raise UserError(
                 "the model's processor, as Unsloth replaces it, does not say where images stand in the text; use "
@@ -171,7 +171,7 @@ class ImageProcessing:
         try:
             found = self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
         except Exception as error:
-            raise UserError(f"the model's processor refuses the row: {one_line(error, 300).rstrip('.')}.") from None
+            raise _refused(error) from None
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def _open(self, image: str) -> Any:
@@ -195,6 +195,11 @@ class ImageProcessing:
         shown = [found for found in of_rows if found]
         names = [name for name in (shown[0] if shown else ()) if name not in (*OF_TEXT, *self.of_tokens)]
         return batch | {name: join_padded([found[name] for found in shown]) for name in names}
+
+
+def _refused(error: Exception) -> UserError:
+    reason = one_line(error, 300).rstrip(".")
+    return UserError(f"the model's processor refuses the row: {reason}; change its images or text, or remove it.")
 
 
 def _numbers(value: Any) -> int:

@@ -188,15 +188,19 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     inline = [image for message in messages for image in _images_in(message)]
     numbers = [image for image in inline if not isinstance(image, str)]
     places, given = len(numbers), column or []
+    marked = sum(str(message["content"]).count(MARKER) for message in messages)
+    if inline and marked == len(inline):
+        raise UserError(
+            f"the row has {_number(marked, 'image part')} and as often {MARKER} in its texts; keep one of the two."
+        )
     if inline and not places and given:
         raise UserError(
             "the content parts name their images, and the row has a column of images too; keep one of them."
         )
     if not inline:
-        marked = sum(str(message["content"]).count(MARKER) for message in messages) if column is not None else 0
         if given and not marked:
             return _before_first_question(messages, given)
-        places = marked
+        places = marked if column is not None else 0
     if places != len(given):
         raise UserError(
             f"the row has {_number(len(given), 'image')} for {_number(places, 'place')} ({'image parts' if inline else MARKER} in its "

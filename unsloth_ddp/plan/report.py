@@ -229,7 +229,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "tokens": rows.tokens,
             "longest": rows.longest,
             "streamed": rows.streamed,
-            "supervised": rows.supervised,
+            "supervised": int(rows.supervised.sum()),
         },
         "plan": {**{name: value for name, value in content.items() if name not in given}, "memory": memory},
         "notes": [verdict_sentence(plan), *notes(plan)],

@@ -398,14 +398,22 @@ def test_another_reference_is_counted_beside_the_model_while_it_computes(tmp_pat
     rows = [{"prompt": f"What is {n}?", "chosen": "It is.", "rejected": "It is not."} for n in range(4)]
     file, path = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "plan.json"
     options = ("--model", str(DEMO_MODEL), "--task", "dpo", "--dataset", str(file), "--gpus_per_node", "2")
-    found = []
-    for reference in ((), ("--reference_model", str(other))):
+    found: dict[str, list[dict[str, Any]]] = {"none": [], "fsdp2": []}
+    another = ("--reference_model", str(other))
+    for reference in ((), another, ("--streaming", "--max_steps", "2"), ("--streaming", "--max_steps", "2", *another)):
         assert plan(*options, *reference, "--json", str(path)) == 0
         memory = json.loads(path.read_text())["plan"]["memory"]
-        found.append(next(row for row in memory if (row["method"], row["sharding"]) == ("lora", "none")))
-    assert {row["sharding"] for row in memory} == {"none"}
+        for row in memory:
+            if row["method"] == "lora" and row["sharding"] in found:
+                found[row["sharding"]].append(row)
+        if reference == another:
+            assert {row["sharding"] for row in memory} == {"none", "fsdp2"}
+            assert f"Reference: {other} is loaded beside the model" in " ".join(capsys.readouterr().out.split())
     # In 16 bit.
     added = 2 * AutoModelForCausalLM.from_pretrained(other).num_parameters()
-    assert found[1]["loading"] - found[0]["weights"] == added
-    assert found[1]["total"] == max(found[0]["total"], found[1]["loading"])
-    assert f"Reference: {other} is loaded beside the model" in " ".join(capsys.readouterr().out.split())
+    assert found["none"][1]["loading"] - found["none"][0]["weights"] == added
+    assert found["fsdp2"][1]["loading"] - found["fsdp2"][0]["weights"] == added / 2
+    assert found["none"][1]["total"] == max(found["none"][0]["total"], found["none"][1]["loading"])
+    # A stream has it in each step, without FSDP2.
+    assert found["none"][3]["weights"] - found["none"][2]["weights"] == added
+    assert {row["sharding"] for row in memory} == {"none"} and len(found["fsdp2"]) == 3

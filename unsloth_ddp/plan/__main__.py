@@ -78,6 +78,7 @@ def plan(argv: list[str]) -> None:
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
+    from unsloth_ddp.model.loading.reference_model import base_of_reference
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
     from unsloth_ddp.sizing.choose import planned_packing
@@ -90,7 +91,8 @@ def plan(argv: list[str]) -> None:
     )
     check_training_arguments(settings)
     shape = read_model_shape(settings)
-    reference = read_model_shape(settings.of_reference) if settings.of_reference else None
+    of_reference = base_of_reference(settings)
+    reference = read_model_shape(of_reference) if of_reference else None
     rows = tokenize_rows(settings)
     decision = planned_packing(settings, shape, capability, images=rows.images)
     batch, packing, _ = plan_step(request, rows.unpadded, decision)

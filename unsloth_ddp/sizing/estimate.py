@@ -137,9 +137,14 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     return dataclasses.replace(found, lower_bound=True) if unknown else found
 
 
-def beside_reference(memory: MemoryEstimate, reference: ModelShape, method: Method, work: Workload) -> MemoryEstimate:
-    """Return the estimate of a run that has another model beside its own before step 1."""
+def beside_reference(
+    memory: MemoryEstimate, reference: ModelShape, method: Method, sharding: Sharding, work: Workload, *, stays: bool
+) -> MemoryEstimate:
+    """Return the estimate of a run that has another model beside its own before step 1, or in each step (`stays`)."""
     weights = reference.parameters * work.master if method == "full" else _frozen_bytes(reference, method, work)
+    weights /= work.processes // work.copies if sharding == "fsdp2" else 1
+    if stays:
+        return dataclasses.replace(memory, weights=memory.weights + weights, loading=memory.loading + weights)
     return dataclasses.replace(memory, loading=max(memory.loading, memory.weights + weights))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -282,9 +283,13 @@ def test_pairs_that_do_not_exist_are_refused_with_the_reason(monkeypatch, shardi
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 @pytest.mark.parametrize("sharding", ["none", "zero2", "zero3", "fsdp2"])
-def test_another_reference_needs_the_whole_model_on_every_gpu(monkeypatch, sharding, method):
+def test_another_reference_is_loaded_whole_or_by_fsdp2(monkeypatch, sharding, method):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     with_reference = settings(method=method, task="dpo", reference_model="other")
+    if sharding in ("none", "fsdp2"):
+        check_sharding(sharding, with_reference, "cuda", "transformers", 2)
+        # Of a stream it computes each step.
+        with_reference = dataclasses.replace(with_reference, streaming=True)
     if sharding == "none":
         check_sharding(sharding, with_reference, "cuda", "transformers", 2)
         return

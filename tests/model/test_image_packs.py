@@ -273,5 +273,5 @@ def test_rows_leave_a_pack_with_their_images(tiny: Any) -> None:
 
 def test_a_plan_sums_the_pixels_of_a_packs_rows() -> None:
     packing = best_fit(np.array([4, 3, 2]), 6)
-    rows = RowLengths(np.array([4, 3, 2]), 5, pixels=np.array([100, 10, 1])).packed(packing)
+    rows = RowLengths(np.array([4, 3, 2]), np.array([2, 2, 1]), pixels=np.array([100, 10, 1])).packed(packing)
     assert sorted(rows.pixels.tolist()) == [10, 101] and rows.most_pixels(1) == 101

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints.identity import run_identity
 from unsloth_ddp.checkpoints.manifest import compare_runs
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
+from unsloth_ddp.model.loading.reference_model import base_of_reference, check_reference_files, check_reference_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CPU = cpu_runtime()
@@ -43,10 +45,30 @@ def test_other_tokens_are_refused(tiny_model: Path, other: Path) -> None:
         check_reference_tokens(with_reference(tiny_model, other), CPU, tokenizer)
 
 
-def test_an_adapter_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"reference_model \S+ is an adapter; merge it into its base"):
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("", "is an adapter whose adapter_config.json does not name its base model"),
+        ("missing/folder/of", "the base model of reference_model .* cannot be loaded: model missing/folder/of: there is no such"),
+        (None, "The adapter in .* is damaged: adapter_model.safetensors cannot be read"),
+    ],
+)  # fmt: skip
+def test_an_adapter_needs_its_base_and_its_weights(
+    tiny_model: Path, tmp_path: Path, base: str | None, reason: str
+) -> None:
+    named = {"base_model_name_or_path": str(tiny_model) if base is None else base}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    with pytest.raises(UserError, match=reason):
         check_reference_files(with_reference(tiny_model, tmp_path), CPU)
+
+
+def test_an_adapter_is_loaded_on_its_base_with_the_commit_of_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    settings = dataclasses.replace(with_reference(tiny_model, tmp_path), model="owner/base", model_revision="abc")
+    for base, revision in (("owner/base", "abc"), ("owner/other", "def")):
+        named = {"base_model_name_or_path": base, "revision": "def"}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+        found = base_of_reference(settings)
+        assert found and (found.model, found.model_revision) == (base, revision)
 
 
 def test_a_folder_without_weights_is_refused(tiny_model: Path, other: Path) -> None:

@@ -20,7 +20,7 @@ from unsloth_ddp.data.order.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan.compute import Hardware, make_memory_row, make_plan
 from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
-from unsloth_ddp.sizing.choose import choose_step
+from unsloth_ddp.sizing.choose import choose_step, make_workload
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
 from unsloth_ddp.sizing.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.utils.errors import UserError
@@ -28,12 +28,30 @@ from unsloth_ddp.utils.errors import UserError
 # ---- rows ----
 
 
+def test_a_micro_batch_of_answers_has_the_logits_of_their_tokens():
+    rows = RowLengths(np.full(6, 1000), supervised=np.array([1, 100, 200, 300, 400, 950]))
+    batch = BatchPlan(2, 1, 1)
+
+    def logits(rows: RowLengths, tokens: int = 2000, **options: Any) -> int:
+        return make_workload(Settings(model="m", dataset=["d"], **options), rows, tokens, batch).logits
+
+    # The 1,350 tokens of the two with the most, in tiles of 128.
+    assert logits(rows, task="dpo") == 11 * 128
+    assert logits(rows) == 0 and logits(dataclasses.replace(rows, pixels=np.zeros(6))) == 11 * 128
+    packed = rows.packed(best_fit(rows.each, 2000))
+    assert logits(packed, 4000, task="orpo") == -(-np.sort(packed.supervised)[1:].sum() // 128) * 128
+    # With nearly all tokens, those of all.
+    assert logits(packed, 1900, task="orpo") == 1900
+    # The share of the rows that were read, of any other ones.
+    assert logits(dataclasses.replace(rows, streamed=True), task="kto") == 6 * 128
+
+
 def packs_of(lengths: np.ndarray, capacity: int = 2048) -> RowLengths:
-    return RowLengths(lengths, supervised=1).packed(best_fit(lengths, capacity))
+    return RowLengths(lengths, supervised=lengths).packed(best_fit(lengths, capacity))
 
 
 def test_the_largest_micro_batch_is_that_of_the_run():
-    rows = RowLengths(np.array([1, 2, 3, 4, 5, 60]), supervised=1)
+    rows = RowLengths(np.array([1, 2, 3, 4, 5, 60]), supervised=np.ones(6))
     order = in_order(rows.each, seed=3)
     settings = Settings(model="m", dataset=["d"], seed=3)
     plan = plan_batch(2, 1, 2, None)
@@ -151,7 +169,7 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
 
 def test_host_memory_is_offered_where_no_sharding_does(measured_job):
     shapes, _ = measured_job
-    rows = RowLengths(np.full(64, 2048), supervised=1)
+    rows = RowLengths(np.full(64, 2048), supervised=np.full(64, 2048))
     settings = Settings(model="m", dataset=["d"], method="full", gradient_checkpointing="torch")
 
     def offered(gib: float | None, gpus: int) -> dict[tuple[str, str], str]:
@@ -380,14 +398,22 @@ def test_another_reference_is_counted_beside_the_model_while_it_computes(tmp_pat
     rows = [{"prompt": f"What is {n}?", "chosen": "It is.", "rejected": "It is not."} for n in range(4)]
     file, path = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "plan.json"
     options = ("--model", str(DEMO_MODEL), "--task", "dpo", "--dataset", str(file), "--gpus_per_node", "2")
-    found = []
-    for reference in ((), ("--reference_model", str(other))):
+    found: dict[str, list[dict[str, Any]]] = {"none": [], "fsdp2": []}
+    another = ("--reference_model", str(other))
+    for reference in ((), another, ("--streaming", "--max_steps", "2"), ("--streaming", "--max_steps", "2", *another)):
         assert plan(*options, *reference, "--json", str(path)) == 0
         memory = json.loads(path.read_text())["plan"]["memory"]
-        found.append(next(row for row in memory if (row["method"], row["sharding"]) == ("lora", "none")))
-    assert {row["sharding"] for row in memory} == {"none"}
+        for row in memory:
+            if row["method"] == "lora" and row["sharding"] in found:
+                found[row["sharding"]].append(row)
+        if reference == another:
+            assert {row["sharding"] for row in memory} == {"none", "fsdp2"}
+            assert f"Reference: {other} is loaded beside the model" in " ".join(capsys.readouterr().out.split())
     # In 16 bit.
     added = 2 * AutoModelForCausalLM.from_pretrained(other).num_parameters()
-    assert found[1]["loading"] - found[0]["weights"] == added
-    assert found[1]["total"] == max(found[0]["total"], found[1]["loading"])
-    assert f"Reference: {other} is loaded beside the model" in " ".join(capsys.readouterr().out.split())
+    assert found["none"][1]["loading"] - found["none"][0]["weights"] == added
+    assert found["fsdp2"][1]["loading"] - found["fsdp2"][0]["weights"] == added / 2
+    assert found["none"][1]["total"] == max(found["none"][0]["total"], found["none"][1]["loading"])
+    # A stream has it in each step, without FSDP2.
+    assert found["none"][3]["weights"] - found["none"][2]["weights"] == added
+    assert {row["sharding"] for row in memory} == {"none"} and len(found["fsdp2"]) == 3

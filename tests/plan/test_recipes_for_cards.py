@@ -40,7 +40,7 @@ def plan_of(
     settings = with_precision_of(
         parse_settings(["--config", str(recipe), "--model", str(folder), "--dataset", "rows.jsonl"]), capability
     )
-    rows = RowLengths(np.full(64, settings.max_length), 64 * settings.max_length)
+    rows = RowLengths(np.full(64, settings.max_length), np.full(64, settings.max_length))
     shape = read_model_shape(settings)
     decision = planned_packing(settings, shape, capability)
     batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.each, decision)

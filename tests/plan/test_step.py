@@ -38,7 +38,7 @@ PACKED = PackingDecision(True, "a kernel keeps rows apart")
 
 def planned_rows(settings: Settings, lengths: np.ndarray, processes: int = 1) -> tuple[RowLengths, BatchPlan]:
     batch, packing, _ = plan_step(BatchRequest.of(settings, processes), lengths, PACKED)
-    return RowLengths(lengths, supervised=1).packed(packing), batch
+    return RowLengths(lengths, supervised=lengths).packed(packing), batch
 
 
 # ---- runs on H200s ----
@@ -258,7 +258,7 @@ def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
     )
     rows, asked = planned_rows(settings, chat_lengths)
     if not packed:
-        rows, asked = RowLengths(chat_lengths, supervised=1), BatchPlan(1, 16, 1)
+        rows, asked = RowLengths(chat_lengths, supervised=chat_lengths), BatchPlan(1, 16, 1)
     rows = dataclasses.replace(rows, streamed=settings.streaming)
     hardware = Hardware(1, 1, [1e9])
     report = make_plan(settings, shape, rows, asked, hardware)

@@ -160,8 +160,19 @@ def test_another_reference_model_counts_while_both_are_loaded(monkeypatch: pytes
         check_memory(settings, runtime())
     gpus_of(monkeypatch, 2 * 966_144 * 4, None)
     check_memory(settings, runtime())
+    # Each of four GPUs has a quarter of both with FSDP2.
+    gpus_of(monkeypatch, 2 * 966_144 - 2, None)
+    with pytest.raises(UserError, match="beside reference_model"):
+        check_memory(settings, runtime(sharding="fsdp2"))
+    gpus_of(monkeypatch, 2 * 966_144, None)
+    check_memory(settings, runtime(sharding="fsdp2"))
     # The trained model alone needs more later, with gradients and two states.
     full = dataclasses.replace(settings, method="full")
     gpus_of(monkeypatch, 2 * 966_144 * 8 - 2, None)
     with pytest.raises(UserError, match=rf"model {DEMO_MODEL} does not fit: method full"):
         check_memory(full, runtime())
+    # Of a stream it stays beside them.
+    gpus_of(monkeypatch, 2 * 966_144 * 10 - 2, None)
+    with pytest.raises(UserError, match=rf"model {DEMO_MODEL} beside reference_model {DEMO_MODEL} does not fit: "):
+        check_memory(dataclasses.replace(full, streaming=True), runtime())
+    check_memory(full, runtime())

@@ -7,17 +7,20 @@ import dataclasses
 import gc
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import DEMO_MODEL, REPO, save_llama
+from tests.plan.conftest import SHAPE
 from tests.ranks import run_ranks, train
 from tests.runtimes import cpu_runtime
 from tests.training.live_bytes import LiveBytes
@@ -25,7 +28,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import Counts, TokenizedRows, tokenize_examples
 from unsloth_ddp.data.node_folder import node_folder
 from unsloth_ddp.data.order.batch_plan import BatchPlan
-from unsloth_ddp.data.order.collate import PadRight
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.sources.examples import read_examples
 from unsloth_ddp.distributed.ranks import ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
@@ -33,8 +36,11 @@ from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointi
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.load import load_model
 from unsloth_ddp.model.loading.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
+from unsloth_ddp.sizing.estimate import WHOLE_LOGIT, Workload, estimate_activations
+from unsloth_ddp.sizing.rows import RowLengths
 from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET, ShardedLayout, ShardedModel, Weight, held_bytes
 from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
+from unsloth_ddp.training.tasks.choose import make_task
 from unsloth_ddp.training.tasks.images import ImageTask
 from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
@@ -140,6 +146,44 @@ def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
         without = search._pass(runner, runner.batch_of(text))
     # A trained tower keeps its activations; without images there are none.
     assert (estimated[4] - without > 100_000) == bool(given)
+
+
+def answers_of(task: str, tokens: int) -> TokenizedRows:
+    """Return a pair, or a labelled answer and its mismatched one, of 400 tokens each, of which the last so many are supervised."""
+    ids, labels = np.resize(np.arange(5, 800), 800), np.full(800, -100)
+    for end in (400, 800):
+        labels[end - tokens : end] = ids[end - tokens : end]
+    further = {"desirable": [[1], [1]]} if task == "kto" else {}
+    columns = {"input_ids": [ids, ids[:2]], "labels": [labels, labels[:2]], "parts": [[400, 400], [1, 1]], **further}
+    return TokenizedRows(datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])
+def test_the_logits_of_answers_are_in_the_estimates_of_runs_and_of_plan(deep_model, task, precision):
+    settings, runtime, model = one_process(deep_model, lora_dropout=0.0, task=task)
+    pad, needed = PadRight(0), {}
+    compute = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+    with LiveBytes() as memory:
+        search = search_of(settings, runtime, model, memory, "zero2")
+        search.checkpointing.use("torch")
+        for tokens in (200, 300):
+            search.data.train = answers_of(task, tokens)
+            loss = make_task(settings, runtime, model, search.data, None, divides=True).loss
+            collate = Collate(pad, Flatten("positions"), head_chooses=True)
+            search.runner = MicroBatchRunner(model, CPU, loss, collate, lambda: compute)
+            needed[tokens] = search._activations(1, 1)
+            assert needed[tokens] == measured(search, 1)
+    rows = 1 if task == "kto" else 2
+    of_plan = [
+        RowLengths(np.array([400 * rows]), np.array([count * rows])).most_logits(1, 400 * rows) for count in needed
+    ]
+    # The policy's; those of the reference, and of mismatched rows, are computed before and have no gradient.
+    work = Workload(400, 2, 4, "adamw_torch", "torch", 1, "transformers")
+    planned = [
+        estimate_activations(replace(SHAPE, vocabulary=883), "lora", replace(work, logits=count)) for count in of_plan
+    ]
+    assert needed[300] - needed[200] == planned[1] - planned[0] == (of_plan[1] - of_plan[0]) * 883 * WHOLE_LOGIT > 0
 
 
 def test_the_model_stays_as_it_is(deep_model):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
 from tests.conftest import demo_rows, save_llama, write_jsonl
-from tests.plain_loop import PlainLoop, assert_same_end, history, run_once, units_of
+from tests.plain_loop import GLOBAL_BATCH, STEPS, PlainLoop, assert_same_end, history, run_once, units_of
 from tests.ranks import run_ranks, train
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.training_data import TrainingData
@@ -41,6 +41,20 @@ def other_model(tmp_path_factory) -> Path:
     """Return a model of other sizes with the same tokenizer."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
     return save_llama(tmp_path_factory.mktemp("models") / "other", initializer_range=0.08, **sizes)
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory, tiny_model) -> Path:
+    """Return an adapter of the tiny model, of another form than that of the runs."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    folder = tmp_path_factory.mktemp("adapters") / "trained"
+    torch.manual_seed(1)
+    get_peft_model(base, config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +86,13 @@ class PairLoop(PlainLoop):
         full: bool = False,
         packed: bool = False,
         reference: Path | None = None,
+        streamed: bool = False,
     ) -> None:
+        from peft import PeftModel
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.streamed = streamed
         self.task, self.sft_weight = task, sft_weight
         self.pairs = []
         for line in rows.read_text().splitlines():
@@ -88,12 +105,20 @@ class PairLoop(PlainLoop):
             self.pairs.append([(torch.tensor(ids[:MOST]), len(prompt) + 1) for ids in whole])
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.untrained = copy.deepcopy(base).double()
-        if reference:
+        if reference and (reference / "adapter_config.json").exists():
+            self.untrained = PeftModel.from_pretrained(copy.deepcopy(base), reference).double()
+        elif reference:
             self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
         # A pack holds two answers of any length.
         lengths = [len(one[0]) + len(other[0]) for one, other in self.pairs]
         units = units_of(lengths, 2 * MOST if packed else None)
         super().__init__(base, units, RATE, None if full else "all-linear")
+
+    def rows_of_steps(self) -> list[list[int]]:
+        """Return rows as the seed orders them, or a step after the other of the file, again and again."""
+        if not self.streamed:
+            return super().rows_of_steps()
+        return (np.arange(STEPS * GLOBAL_BATCH) % self.rows).reshape(STEPS, GLOBAL_BATCH).tolist()
 
     def answer(self, model, pair: int, side: int) -> tuple[torch.Tensor, int]:
         ids, start = self.pairs[pair][side]
@@ -268,3 +293,52 @@ def test_the_model_as_its_own_reference_gives_the_values_of_the_other_routes(job
     for one, other in zip(history(own)[1:], history(off)[1:], strict=True):
         names = PairLoop.metrics
         assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-5, abs=3e-6)
+
+
+@pytest.mark.parametrize("layout", [(1, 8), (2, 2)])
+def test_an_adapter_as_reference_takes_the_step_of_a_plain_loop(layout, job, loops, adapter):
+    loop = loops("dpo", 0.5, False, False, adapter)
+    assert abs(loop.logged[0]["rewards/chosen"]) > 0.01
+    whole = job(*layout, f"{SAVED} --reference_model {adapter}", f"adapter-{layout[0]}")
+    loop.assert_equal(whole)
+    if layout[0] == 2:
+        resumed = job(*layout, f"{SAVED} --reference_model {adapter} --resume {whole}/checkpoint-2", "adapter-resumed")
+        assert_same_end(whole, resumed, PairLoop.metrics)
+        assert "Loading reference model" not in printed(resumed)
+
+
+def test_full_weights_with_an_adapter_as_reference_take_the_step_of_a_plain_loop(job, loops, adapter):
+    loops("dpo", 0.0, True, False, adapter).assert_equal(
+        job(1, 8, f"--task dpo --method full --reference_model {adapter}", "full-adapter")
+    )
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_fsdp2_with_another_reference_takes_the_step_of_a_plain_loop(kind, job, loops, other_model, adapter):
+    reference = other_model if kind == "model" else adapter
+    folder = job(2, 2, f"{SAVED} --reference_model {reference}", f"fsdp2-{kind}", {"UNSLOTH_FSDP2": "1"})
+    loops("dpo", 0.5, False, False, reference).assert_equal(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "method"), [((2, 2), "lora"), ((1, 4), "full"), pytest.param((1, 8), "lora", marks=pytest.mark.slow)]
+)
+def test_a_stream_with_another_reference_takes_the_step_of_a_plain_loop(layout, method, job, loops, other_model):
+    options = f"{SAVED} --streaming --shuffle_buffer 0 --reference_model {other_model} --method {method}"
+    whole = job(*layout, options, f"streamed-{method}-{layout[0]}")
+    loops("dpo", 0.5, method == "full", False, other_model, True).assert_equal(whole)
+    if layout[0] == 2:
+        resumed = job(*layout, f"{options} --resume {whole}/checkpoint-2", "streamed-resumed")
+        assert_same_end(whole, resumed, PairLoop.metrics)
+        assert "Loading reference model" in printed(resumed) and "computed in each step" in printed(resumed)
+
+
+def test_packs_of_a_stream_with_the_model_as_its_own_reference_take_the_steps_of_the_model_without_its_adapter(
+    job, tiny_model
+):
+    options = f"{SAVED} --streaming --packing on"
+    off, own = job(1, 1, options, "packs-off"), job(1, 1, f"{options} --reference_model {tiny_model}", "packs-own")
+    for one, other in zip(history(own), history(off), strict=True):
+        names = [name for name in PairLoop.metrics if name not in PairLoop.undecided]
+        assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-5, abs=3e-6)
+    assert history(own)[-1]["rewards/chosen"] > 0.01

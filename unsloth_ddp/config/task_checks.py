@@ -57,16 +57,15 @@ def check_task(settings: Settings) -> None:
         "reference adapter_off with reference_model": settings.reference == "adapter_off"
         and settings.reference_model
         and "another model is no model without its adapter; leave one of them out",
-        "reference_model": settings.reference_model
-        and settings.streaming
-        and "streamed rows are not known before they are trained; leave --streaming out",
         "reference precomputed": settings.reference == "precomputed"
         and settings.streaming
-        and "streamed rows are not known before they are trained; leave --streaming out",
-        "method full": settings.method == "full"
+        and "streamed rows are not known before they are trained; leave it or --streaming out",
+        "method full with streaming": settings.method == "full"
         and settings.streaming
+        and not settings.reference_model
         and task in REFERENCE_TASKS
-        and "its reference is computed before step 1 and streamed rows are not known then; leave --streaming out",
+        and "its reference is computed before step 1 and streamed rows are not known then; leave --streaming out, or give "
+        f"--reference_model {settings.model}, which then stays in memory beside the trained model",
     }
     for what, reason in refused.items():
         if reason:

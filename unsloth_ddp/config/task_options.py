@@ -69,7 +69,8 @@ class TaskSettings:
     )
     reference_model: str | None = option(
         None,
-        "Hub id or folder of another model as the reference of dpo and kto, computed once before step 1. Default: the model itself.",
+        "Hub id or folder of another model, or of an adapter, as the reference of dpo and kto, computed once before step 1, or in each step with "
+        "--streaming. Default: the model itself.",
         on_resume="refuse",
         path="read",
         summary=True,

@@ -110,6 +110,10 @@ class TokenizedRows:
     added: dict[str, np.ndarray] = field(default_factory=dict)
     processing: ImageProcessing | None = None
 
+    def supervised(self) -> np.ndarray:
+        """Return the supervised tokens of each row, and of the filler, int64 (rows + 1,)."""
+        return np.asarray(_column(self.dataset, "supervised").to_numpy(), dtype=np.int64)
+
     def pixels(self) -> np.ndarray:
         """Return the numbers of each row's images, as the model takes them, and of the filler's, int64 (rows + 1,)."""
         return np.asarray(_column(self.dataset, "pixels").to_numpy())

@@ -211,10 +211,15 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """Refuse settings that do not work with this sharding."""
     if sharding == "none":
         return
-    if settings.reference_model:
+    if settings.reference_model and sharding != "fsdp2":
         raise UserError(
-            f"reference_model {settings.reference_model} does not work with sharding {sharding}, as every GPU loads it whole; use "
-            "accelerate_configs/ddp.yaml."
+            f"reference_model {settings.reference_model} does not work with sharding {sharding}, as DeepSpeed prepares one model; use "
+            "accelerate_configs/fsdp2.yaml or ddp.yaml."
+        )
+    if settings.reference_model and settings.streaming:
+        raise UserError(
+            f"reference_model {settings.reference_model} does not work with sharding {sharding} and streaming, as a step would gather "
+            "two models; leave --streaming out, or use accelerate_configs/ddp.yaml."
         )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")

@@ -78,6 +78,7 @@ def plan(argv: list[str]) -> None:
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
+    from unsloth_ddp.model.loading.reference_model import base_of_reference
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
     from unsloth_ddp.sizing.choose import planned_packing
@@ -90,7 +91,8 @@ def plan(argv: list[str]) -> None:
     )
     check_training_arguments(settings)
     shape = read_model_shape(settings)
-    reference = read_model_shape(settings.of_reference) if settings.of_reference else None
+    of_reference = base_of_reference(settings)
+    reference = read_model_shape(of_reference) if of_reference else None
     rows = tokenize_rows(settings)
     decision = planned_packing(settings, shape, capability, images=rows.images)
     batch, packing, _ = plan_step(request, rows.unpadded, decision)
@@ -120,13 +122,11 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         read_examples(settings, runtime, folder)
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a labelled answer without its mismatched one.
-        lengths, held, trained = (
-            each[:-1] for each in (rows.lengths(), row_lengths(rows.dataset), rows.trained_lengths())
+        lengths, supervised, held, trained = (
+            each[:-1] for each in (rows.lengths(), rows.supervised(), row_lengths(rows.dataset), rows.trained_lengths())
         )
         pixels = rows.pixels()[:-1] if rows.processing is not None else None
-    return RowLengths(
-        lengths, rows.counts.supervised, streamed=rows.streamed, pixels=pixels, held=held, trained=trained
-    )
+    return RowLengths(lengths, supervised, streamed=rows.streamed, pixels=pixels, held=held, trained=trained)
 
 
 def check_training_arguments(settings: Settings) -> None:

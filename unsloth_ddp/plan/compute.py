@@ -141,7 +141,7 @@ def make_memory_row(
     for kind in checkpointing_kinds(settings, sharding):
         found = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
         if reference:
-            found = beside_reference(found, reference, method, work)
+            found = beside_reference(found, reference, method, sharding, work, stays=settings.streaming)
         verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
         chosen = not gpu_memory or sharding == "none" or is_chosen(found, sharding, gpu_memory)
         if verdict in ("fits", "unknown", "-") and chosen:
@@ -194,7 +194,7 @@ def make_plan(
             if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
                 continue
             # A run refuses it (see check_sharding).
-            if reference and sharding != "none":
+            if reference and sharding not in (("none",) if settings.streaming else ("none", "fsdp2")):
                 continue
             add(method, sharding, offload)
             if offload == "none":

@@ -173,8 +173,12 @@ def notes(plan: Plan) -> list[str]:
         )
     if plan.settings.reference_model:
         said.append(
-            f"Reference: {plan.settings.reference_model} is loaded beside the model before step 1, which counts as loading; it works "
-            "with DDP only."
+            f"Reference: {plan.settings.reference_model} is "
+            + (
+                "beside the model in each step, and works with DDP only."
+                if plan.settings.streaming
+                else "loaded beside the model before step 1, which counts as loading; it works with DDP and FSDP2."
+            )
         )
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
@@ -229,7 +233,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "tokens": rows.tokens,
             "longest": rows.longest,
             "streamed": rows.streamed,
-            "supervised": rows.supervised,
+            "supervised": int(rows.supervised.sum()),
         },
         "plan": {**{name: value for name, value in content.items() if name not in given}, "memory": memory},
         "notes": [verdict_sentence(plan), *notes(plan)],

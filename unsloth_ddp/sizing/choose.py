@@ -86,6 +86,7 @@ def make_workload(settings: Settings, rows: RowLengths, tokens: int, batch: Batc
         accumulation=batch.accumulation,
         pixels=rows.most_pixels(batch.per_device),
         ddp_buckets=settings.ddp_find_unused_parameters,
+        logits=rows.most_logits(batch.per_device, tokens) if settings.trains_preferences or rows.images else 0,
     )
 
 

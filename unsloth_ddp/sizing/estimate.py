@@ -44,6 +44,9 @@ MEASURED_WITH_OFFLOAD = {("full", "zero2"), ("lora", "zero3")}
 UNSLOTH_KEEPS, OF_PACKS, OF_ALL = 0.5, 0.62, 0.68
 # Unsloth's fused loss takes as many logits at once as fit into 4 GiB at 16 bytes each.
 LOGITS_AT_ONCE = 2**28
+# Bytes of a logit in the backward pass of a loss that is computed from the logits of a whole micro-batch: its log-probability,
+# the gradient of that, and its own gradient, all in fp32.
+WHOLE_LOGIT = 12
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Workload:
         offload: what lies in host memory between its uses (see distributed/sharding.py).
         copies: copies of the model that FSDP2 shards, each over processes / copies GPUs.
         ddp_buckets: DistributedDataParallel sends gradients from buckets beside them; the kit's exchange has none.
+        logits: tokens whose logits Transformers' tasks hold at once (preferences, images); 0 if they exist in slices.
     """
 
     tokens: int
@@ -76,6 +80,7 @@ class Workload:
     copies: int = 1
     ddp_buckets: bool = False
     pixels: int = 0
+    logits: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,14 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     return dataclasses.replace(found, lower_bound=True) if unknown else found
 
 
-def beside_reference(memory: MemoryEstimate, reference: ModelShape, method: Method, work: Workload) -> MemoryEstimate:
-    """Return the estimate of a run that has another model beside its own before step 1."""
+def beside_reference(
+    memory: MemoryEstimate, reference: ModelShape, method: Method, sharding: Sharding, work: Workload, *, stays: bool
+) -> MemoryEstimate:
+    """Return the estimate of a run that has another model beside its own before step 1, or in each step (`stays`)."""
     weights = reference.parameters * work.master if method == "full" else _frozen_bytes(reference, method, work)
+    weights /= work.processes // work.copies if sharding == "fsdp2" else 1
+    if stays:
+        return dataclasses.replace(memory, weights=memory.weights + weights, loading=memory.loading + weights)
     return dataclasses.replace(memory, loading=max(memory.loading, memory.weights + weights))
 
 
@@ -303,7 +313,7 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     """Estimate the bytes kept for the backward pass at the peak, at the loss or in a block's backward pass.
 
     With checkpointing every block keeps its input, and one block at a time is recomputed (with unsloth all inputs but
-    two are in host memory). The logits exist in slices, in 16 bit. QLoRA also unpacks one layer at a time.
+    two are in host memory). The logits exist in slices, in 16 bit, or all at once (Workload.logits). QLoRA also unpacks one layer at a time.
     """
     kept, recomputed, logits, added = _activations(shape, method, work)
     return kept + max(recomputed, logits) + added
@@ -319,6 +329,8 @@ def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[flo
         "unsloth": (2 * shape.layer_input, block),
     }[work.checkpointing]
     logits = min(work.tokens * shape.vocabulary, LOGITS_AT_ONCE) * work.precision
+    if work.logits and work.backend == "transformers":
+        logits = work.logits * shape.vocabulary * WHOLE_LOGIT
     unpacked = shape.largest_linear * work.precision if method == "qlora" else 0
     # PEFT adds an adapter on experts to a copy of their weights, which the backward pass needs.
     added = 0.0

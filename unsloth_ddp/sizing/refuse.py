@@ -14,6 +14,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.files.check import read_model_file
+from unsloth_ddp.model.loading.reference_model import base_of_reference
 from unsloth_ddp.model.loading.whole_model import gpu_bytes, read_tensors, whole_bytes
 from unsloth_ddp.sizing.optimizer_states import OF_BITSANDBYTES, OF_THE_WEIGHTS_TYPE, optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
@@ -59,13 +60,17 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
 
 def _needed(settings: Settings, runtime: Runtime) -> tuple[int, int, str]:
     """Return the least bytes of GPU and host memory, and the model that needs them; see reference_model.py for the second one."""
-    tensors, model, reference = _read_certain(settings), f"model {settings.model}", settings.of_reference
+    tensors, model, reference = _read_certain(settings), f"model {settings.model}", base_of_reference(settings)
     gpu, host = least_bytes(tensors, settings, runtime)
-    # Another reference model is there before gradients and optimizer states are; it goes with DDP only.
-    both = int(sum(_weights(one, settings, runtime) for one in (tensors, _read_certain(reference)))) if reference else 0
-    if both > gpu:
-        return both, host, f"{model} beside reference_model {settings.reference_model}"
-    return gpu, host, model
+    if reference is None:
+        return gpu, host, model
+    parts = runtime.parts if runtime.sharding == "fsdp2" else 1
+    ours, theirs = (_weights(one, settings, runtime) / parts for one in (tensors, _read_certain(reference)))
+    # It is there before gradients and optimizer states are, or in each step.
+    both = int((gpu if settings.streaming else ours) + theirs)
+    return (
+        (both, host, f"{model} beside reference_model {settings.reference_model}") if both > gpu else (gpu, host, model)
+    )
 
 
 def _read_certain(settings: Settings) -> list[StoredTensor]:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.chat.labels import selected_positions
 from unsloth_ddp.data.order.batch_plan import BatchPlan, RowOrder
 from unsloth_ddp.data.order.packing import Packing
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
+    """Tokens of each training row, or of each pack, and its supervised tokens; the Units of a plan.
 
     For `streamed` data these are its first rows, which stand for all. `pixels` are the numbers of the images of
     each (images/processing.py), if rows have some. `held` and `trained`: tokens without padding, all and the trained ones, where a
@@ -23,7 +24,7 @@ class RowLengths:
     """
 
     each: np.ndarray
-    supervised: int
+    supervised: np.ndarray
     packing: Packing | None = None
     streamed: bool = False
     pixels: np.ndarray | None = None
@@ -44,13 +45,22 @@ class RowLengths:
         """Return the most numbers of images in a micro-batch of `size` rows (packs)."""
         return int(np.sort(self.pixels)[-size:].sum()) if self.pixels is not None else 0
 
+    def most_logits(self, size: int, tokens: int) -> int:
+        """Return at how many of the tokens of the largest micro-batch of `size` rows (packs) logits are computed."""
+        most = int(np.sort(self.supervised)[-size:].sum())
+        if self.streamed:
+            # Rows that were not read may be as long as any, and are taken to be supervised as those that were.
+            most = math.ceil(tokens * self.supervised.sum() / self.unpadded.sum())
+        return selected_positions(min(most, tokens), tokens)
+
     def packed(self, packing: Packing | None) -> RowLengths:
         """Return the same rows in packs; the rows themselves without packing."""
         if packing is None:
             return self
         each = packing.sums(self.each if self.trained is None else self.trained)
         pixels = None if self.pixels is None else packing.sums(self.pixels)
-        return dataclasses.replace(self, each=each, pixels=pixels, packing=packing)
+        supervised = packing.sums(self.supervised)
+        return dataclasses.replace(self, each=each, supervised=supervised, pixels=pixels, packing=packing)
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""

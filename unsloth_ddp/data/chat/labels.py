@@ -15,6 +15,12 @@ MULTIPLE = 128
 MOST_SELECTED = 0.9
 
 
+def selected_positions(supervised: int, tokens: int) -> int:
+    """Return at how many of the tokens of a micro-batch logits are computed: tiles of supervised ones, or all."""
+    found = max(1, -(-supervised // MULTIPLE)) * MULTIPLE
+    return tokens if found > MOST_SELECTED * tokens else found
+
+
 def supervised_positions(labels: Tensor) -> dict[str, Tensor]:
     """Return the positions that predict a supervised label, and these labels; empty if nearly all positions do.
 
@@ -29,9 +35,10 @@ def supervised_positions(labels: Tensor) -> dict[str, Tensor]:
 
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     positions = torch.nonzero(following != IGNORED).flatten()
-    missing = -len(positions) % MULTIPLE or (0 if len(positions) else MULTIPLE)
-    if len(positions) + missing > MOST_SELECTED * labels.numel():
+    selected = selected_positions(len(positions), labels.numel())
+    if selected == labels.numel():
         return {}
+    missing = selected - len(positions)
     return {
         "supervised_positions": torch.nn.functional.pad(positions, (0, missing))[None],
         "shift_labels": torch.nn.functional.pad(following[positions], (0, missing), value=IGNORED)[None],

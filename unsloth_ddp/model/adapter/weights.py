@@ -19,13 +19,11 @@ def load_weights(model: Any, folder: Path, base: str) -> None:
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    from unsloth_ddp.model.loading.load import is_model_file_error
-
     try:
         read: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+    except (MemoryError, AssertionError):
+        raise
     except Exception as error:
-        if not is_model_file_error(error) and not isinstance(error, RuntimeError):
-            raise
         raise UserError(f"The adapter in {folder} cannot be loaded: {one_line(error)}.") from None
     if read.unexpected_keys:
         raise UserError(

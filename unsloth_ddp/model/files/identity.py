@@ -16,7 +16,7 @@ import xxhash
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.check import check_folder
+from unsloth_ddp.model.files.check import ADAPTER_FILE, check_folder
 from unsloth_ddp.model.files.find import TOKENIZER, model_folder, weight_files
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.checksums import SAMPLE, STRIDE, checksum, sampled_checksum
@@ -27,7 +27,7 @@ READ_COMPLETELY = 4 * GIB
 SAMPLES_OF_NODE, SAMPLE_BYTES = 1000, 1 << 16
 # generation_config.json is left out: it changes what a model generates, not what it learns.
 PARTS = {
-    "model_config": ("config.json", "*.py"),
+    "model_config": ("config.json", ADAPTER_FILE, "*.py"),
     "model_tokenizer": TOKENIZER,
 }
 

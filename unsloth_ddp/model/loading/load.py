@@ -24,6 +24,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.adapter.experts import full_shape, stacked_experts
 from unsloth_ddp.model.adapter.lora import adapter_options, check_module_names, lora_config
+from unsloth_ddp.model.adapter.weights import load_weights
 from unsloth_ddp.model.files.check import check_complete, check_local_model, check_source
 from unsloth_ddp.model.files.find import download_model, is_folder
 from unsloth_ddp.model.files.identity import check_same_files
@@ -64,8 +65,11 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         )
 
 
-def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
+def load_model(settings: Settings, runtime: Runtime, adapter: Path | None = None) -> tuple[Any, Any]:
     """Return the model, on this process's device and ready for a trainer, and its tokenizer.
+
+    Args:
+        adapter: folder of a trained adapter, which takes the place of a new one (transformers backend).
 
     Raises:
         UserError: the model cannot be found or loaded.
@@ -79,12 +83,12 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     if in_shards or (read_by_ranks and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
     if not in_shards:
-        return _load(settings, runtime)
+        return _load(settings, runtime, adapter=adapter)
     from unsloth_ddp.model.loading.sharded_load import shard_mesh
 
     # Creating the mesh is a collective, so it happens outside on_every_rank, where a rank may fail.
     mesh = shard_mesh(runtime)
-    return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))
+    return runtime.on_every_rank(lambda: _load(settings, runtime, mesh, adapter))
 
 
 def check_class(settings: Settings) -> None:
@@ -98,7 +102,9 @@ def check_class(settings: Settings) -> None:
     model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
 
 
-def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
+def _load(
+    settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None, adapter: Path | None = None
+) -> tuple[Any, Any]:
     """Load model and tokenizer, without collectives.
 
     Args:
@@ -109,7 +115,7 @@ def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) 
             if runtime.backend == "unsloth":
                 model, tokenizer = _load_unsloth(settings, runtime)
             else:
-                model, tokenizer = _load_transformers(settings, runtime, mesh)
+                model, tokenizer = _load_transformers(settings, runtime, mesh, adapter)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
@@ -230,9 +236,11 @@ def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
         )
 
 
-def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None) -> tuple[Any, Any]:
+def _load_transformers(
+    settings: Settings, runtime: Runtime, mesh: DeviceMesh | None, trained: Path | None
+) -> tuple[Any, Any]:
     import transformers
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import PeftConfig, get_peft_model, prepare_model_for_kbit_training
 
     from unsloth_ddp.model.loading import sharded_load, shards
 
@@ -277,14 +285,17 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
         model.requires_grad_(False)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    if settings.method != "full":
+    if settings.method != "full" or trained:
         check_module_names(settings, model)
         torch.manual_seed(settings.seed)
         # ZeRO-3 gathers small weights into buffers of one dtype, so with it adapters keep the dtype of the base model
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
         with shards.copied_with_modules():
-            adapter = lora_config(settings, model)
+            adapter = PeftConfig.from_pretrained(str(trained)) if trained else lora_config(settings, model)
+            adapter.inference_mode = False
             model = get_peft_model(model, adapter, autocast_adapter_dtype=runtime.sharding != "zero3")
+        if trained:
+            load_weights(model, trained, str(settings.model))
     if settings.fp8:
         use_fp8(model)
     if mesh is not None:

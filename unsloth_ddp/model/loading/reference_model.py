@@ -1,4 +1,4 @@
-"""Load another model as the reference of a preference task, in the way in which the trained model is loaded."""
+"""Load another model, or an adapter on its base, as the reference of a preference task, in the way in which the trained model is loaded."""
 
 from __future__ import annotations
 
@@ -6,38 +6,72 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model, check_quantization, read_model_file
-from unsloth_ddp.model.forward.attention import choose_packing, prove_rows_apart
+from unsloth_ddp.model.files.check import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
+    check_adapter_file,
+    check_local_model,
+    check_quantization,
+    read_model_file,
+)
+from unsloth_ddp.model.files.find import is_folder
+from unsloth_ddp.model.forward.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.utils.errors import UserError
 
 
+def base_of_reference(settings: Settings) -> Settings | None:
+    """Return the settings that load the model of --reference_model, or the base model of the adapter that it names; None without one.
+
+    Raises:
+        UserError: the adapter does not name its base model.
+    """
+    reference = settings.of_reference
+    if reference is None:
+        return None
+    adapter = read_model_file(str(reference.model), ADAPTER_FILE, reference.model_revision)
+    if adapter is None:
+        return reference
+    base = str(adapter.get("base_model_name_or_path") or "").strip()
+    if not base:
+        raise UserError(
+            f"reference_model {reference.model} is an adapter whose {ADAPTER_FILE} does not name its base model; write the model's "
+            "name or folder there as base_model_name_or_path."
+        )
+    revision = settings.model_revision if base == settings.model else adapter.get("revision")
+    return dataclasses.replace(reference, model=base, model_revision=revision)
+
+
 def check_reference_files(settings: Settings, runtime: Runtime) -> None:
-    """Refuse a reference model that is an adapter, is incomplete, or cannot be loaded, by its small files; every rank calls this.
+    """Refuse a reference model that is incomplete or cannot be loaded, by its small files; every rank calls this.
 
     Raises:
         UserError: on every rank, naming the model.
     """
-    reference = settings.of_reference
-    if reference is None:
-        return
-    name, revision = str(reference.model), reference.model_revision
 
     def check() -> None:
-        if read_model_file(name, ADAPTER_FILE, revision) is not None:
-            raise UserError(
-                f"reference_model {name} is an adapter; merge it into its base (python -m unsloth_ddp.export RUN --to merged) and "
-                "give the merged model."
-            )
-        check_local_model(name, safetensors_only=reference.use_safetensors)
-        check_quantization(reference, runtime.backend, read_model_file(name, "config.json", revision))
+        reference, base = settings.of_reference, base_of_reference(settings)
+        if reference is None or base is None:
+            return
+        name, revision = str(base.model), base.model_revision
+        try:
+            check_local_model(name, safetensors_only=base.use_safetensors)
+            check_quantization(base, runtime.backend, read_model_file(name, "config.json", revision))
+        except UserError as error:
+            if base == reference:
+                raise
+            raise UserError(f"the base model of reference_model {reference.model} cannot be loaded: {error}") from None
+        if base != reference and is_folder(reference):
+            check_adapter_file(Path(str(reference.model)).expanduser())
 
     runtime.on_main(check)
 
@@ -48,56 +82,95 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
     Raises:
         UserError: on every rank.
     """
-    reference = settings.of_reference
-    if reference is None:
-        return
 
     def check() -> None:
+        reference = base_of_reference(settings)
+        if reference is None:
+            return
         check_class(reference)
         ours, theirs = tokenizer.get_vocab(), load_tokenizer(reference).get_vocab()
         if ours != theirs:
             token = min(token for token, _ in ours.items() ^ theirs.items())
             raise UserError(
-                f"reference_model {reference.model} has other tokens than model {settings.model} ({len(theirs):,} and {len(ours):,}; "
-                f"{token!r} is {theirs.get(token)} and {ours.get(token)}), so their probabilities cannot be compared; give a model "
-                "with the same tokenizer."
+                f"reference_model {settings.reference_model} has other tokens than model {settings.model} ({len(theirs):,} and "
+                f"{len(ours):,}; {token!r} is {theirs.get(token)} and {ours.get(token)}), so their probabilities cannot be compared; "
+                "give a model with the same tokenizer."
             )
 
     runtime.on_main(check)
 
 
-@contextmanager
-def reference_model(
-    settings: Settings, runtime: Runtime, device: torch.device, longest: int, packed: np.ndarray | None
-) -> Iterator[Any]:
-    """Load --reference_model for the block, and free it afterwards; every rank calls this.
+def load_reference(
+    settings: Settings, runtime: Runtime, longest: int, packed: np.ndarray | None, *, prompts_once: bool = False
+) -> tuple[Any, Flatten]:
+    """Return the model of --reference_model, and what collates packs for it; every rank calls this.
 
     Args:
         longest: tokens of the longest row.
         packed: int (n,), tokens of rows to try packs with; None if no rows are packed.
+        prompts_once: whether to try packs in which the prompt of a pair is computed once.
 
     Raises:
         UserError: it cannot be loaded, cannot hold the rows, or mixes the rows of a pack.
     """
-    reference = settings.of_reference
-    assert reference is not None
-    print(f"Loading reference model {reference.model} ...", flush=True)
+    print(f"Loading reference model {settings.reference_model} ...", flush=True)
+    reference, adapter = _settings_of(settings, runtime)
     # Loading seeds the generators, on which the dropout of the trained model depends.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model, _ = load_model(reference, runtime)
+    with torch.random.fork_rng([torch.cuda.current_device()] if runtime.device_type == "cuda" else []):
+        model, _ = load_model(reference, runtime, adapter)
     check_positions(reference, model, longest)
     if packed is not None:
         try:
             on = dataclasses.replace(reference, packing="on")
-            prove_rows_apart(on, runtime, model, packed, choose_packing(on, runtime, model))
+            choice = prove_rows_apart(on, runtime, model, packed, choose_packing(on, runtime, model))
         except UserError:
             raise UserError(
-                f"reference_model {reference.model} would mix the rows of a pack; give --packing off."
+                f"reference_model {settings.reference_model} would mix the rows of a pack; give --packing off."
             ) from None
+        if prompts_once:
+            prompts_once = prove_prompts_shared(on, runtime, model, packed, choice).prompts_once
+    return model.requires_grad_(False).eval(), dataclasses.replace(
+        flatten_for(runtime, model), prompts_once=prompts_once
+    )
+
+
+@contextmanager
+def reference_model(
+    settings: Settings, runtime: Runtime, longest: int, packed: np.ndarray | None
+) -> Iterator[tuple[Any, Flatten]]:
+    """Load --reference_model for the block (see load_reference), and free it afterwards; every rank calls this."""
+    loaded = load_reference(settings, runtime, longest, packed)
     try:
-        yield model
+        yield loaded
     finally:
-        del model
+        del loaded
         gc.collect()
-        if device.type == "cuda":
+        if runtime.device_type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _settings_of(settings: Settings, runtime: Runtime) -> tuple[Settings, Path | None]:
+    """Return the settings that load the reference, and the folder of its adapter, if it is one."""
+
+    def find() -> tuple[str, str | None]:
+        base = base_of_reference(settings)
+        assert base is not None
+        return str(base.model), base.model_revision
+
+    reference = settings.of_reference
+    assert reference is not None
+    name, revision = runtime.broadcast_from_main(find)
+    base = dataclasses.replace(reference, model=name, model_revision=revision)
+    if base == reference:
+        return reference, None
+    if is_folder(reference):
+        return base, Path(str(reference.model)).expanduser()
+    from huggingface_hub import snapshot_download
+
+    def download() -> str:
+        return snapshot_download(
+            str(reference.model), revision=reference.model_revision, allow_patterns=[ADAPTER_FILE, ADAPTER_WEIGHTS]
+        )
+
+    runtime.on_main(download, per_node=True)
+    return base, Path(download())

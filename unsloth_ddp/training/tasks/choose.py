@@ -34,9 +34,9 @@ def make_task(
         divides: whether the model takes the divisor of its loss.
     """
     if settings.task == "kto":
-        return KtoTask.of(settings, model, data)
+        return KtoTask.of(settings, runtime, model, data)
     if settings.trains_preferences:
-        return PairTask.of(settings, model, data)
+        return PairTask.of(settings, runtime, model, data)
     if data.train.processing is not None and runtime.backend == "transformers":
         return ImageTask(None, divides=False, fused_head=False, head=SupervisedHead(model))
     return TextTask(

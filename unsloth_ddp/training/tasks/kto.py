@@ -20,6 +20,7 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import MISMATCHED
 from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.training.tasks.answers import AnswerTask
@@ -45,7 +46,7 @@ class KtoTask(AnswerTask):
     reference: Reference = field(kw_only=True)
 
     @classmethod
-    def of(cls, settings: Settings, model: Any, data: TrainingData) -> KtoTask:
+    def of(cls, settings: Settings, runtime: Runtime, model: Any, data: TrainingData) -> KtoTask:
         """Return the task that these settings name."""
         compute = AnswerLogProbabilities.of(model)
 
@@ -53,7 +54,7 @@ class KtoTask(AnswerTask):
             return torch.stack([of_rows(model, batch), of_rows(model, mismatched(batch))], dim=1)
 
         weights = settings.desirable_weight, settings.undesirable_weight
-        reference = make_reference(settings, compute, of_examples, data)
+        reference = make_reference(settings, runtime, model, compute, of_examples, data)
         return cls(settings.resolved_beta, weights, log_probabilities=compute, reference=reference)
 
     @property

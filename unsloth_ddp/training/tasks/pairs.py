@@ -15,6 +15,7 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.task_options import REFERENCE_TASKS
 from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
@@ -40,13 +41,13 @@ class PairTask(AnswerTask):
     sft_weight: float
 
     @classmethod
-    def of(cls, settings: Settings, model: Any, data: TrainingData) -> PairTask:
+    def of(cls, settings: Settings, runtime: Runtime, model: Any, data: TrainingData) -> PairTask:
         """Return the task that these settings name."""
         compute = AnswerLogProbabilities.of(model)
         reference: Reference | None = None
         if settings.task in REFERENCE_TASKS:
             of_pairs = lambda of_rows, model, batch: of_rows(model, batch).view(-1, 2)  # noqa: E731
-            reference = make_reference(settings, compute, of_pairs, data)
+            reference = make_reference(settings, runtime, model, compute, of_pairs, data)
         return cls(PairLoss.of(settings), settings.resolved_sft_weight, log_probabilities=compute, reference=reference)
 
     @property

@@ -26,7 +26,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.identity import model_identity
 from unsloth_ddp.model.forward.attention import flatten_for
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.loading.reference_model import reference_model
+from unsloth_ddp.model.loading.reference_model import load_reference, reference_model
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.utils.errors import UserError
@@ -62,14 +62,21 @@ class Reference(Protocol):
 
 
 def make_reference(
-    settings: Settings, of_rows: LogProbabilities, of_examples: OfExamples, data: TrainingData
+    settings: Settings,
+    runtime: Runtime,
+    model: Any,
+    of_rows: LogProbabilities,
+    of_examples: OfExamples,
+    data: TrainingData,
 ) -> Reference:
-    """Return the reference that the settings name.
+    """Return the reference that the settings name; every rank calls this.
 
     Args:
         of_rows: computes the log-probability of each row of a batch, (rows,).
         of_examples: computes those of the two answers of each example.
     """
+    if settings.reference_model and settings.streaming:
+        return ModelBeside(settings, runtime, model, data)
     if settings.reference_model:
         return OtherModel(settings, of_rows, of_examples, data)
     if settings.reference == "precomputed" or settings.method == "full":
@@ -135,6 +142,35 @@ def without_adapter(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+class ModelBeside:
+    """Compute the reference in each step with another model, which stays beside the trained one: of a stream no row is known before."""
+
+    is_start = False
+
+    def __init__(self, settings: Settings, runtime: Runtime, model: Any, data: TrainingData) -> None:
+        self.described = f"{settings.reference_model}, computed in each step"
+        packed = data.train.first_tokens() if data.train.packing is not None else None
+        once, longest = data.packing.prompts_once, longest_row(settings, data.train, data.evaluation)
+        self.model, theirs = load_reference(settings, runtime, longest, packed, prompts_once=once)
+        if packed is not None and theirs != dataclasses.replace(flatten_for(runtime, model), prompts_once=once):
+            raise UserError(
+                f"reference_model {settings.reference_model} computes packs with another kernel than model {settings.model}; give "
+                "--packing off."
+            )
+        self.compute = AnswerLogProbabilities.of(self.model)
+
+    def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
+        """Do nothing: the model was loaded already, as trials of the memory compute with it."""
+
+    def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """Return the log-probability of each row's answer, (rows,), without gradient."""
+        with torch.no_grad():
+            return self.compute(self.model, batch)
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: the model's files do not change, which a resume checks."""
 
 
 class Precomputed:
@@ -265,9 +301,9 @@ class OtherModel(Precomputed):
         train, evaluation = self.sets["train"], self.sets.get("eval")
         longest = longest_row(self.settings, train, evaluation)
         packed = None if train.packing is None else train.first_tokens()
-        with reference_model(self.settings, runtime, runner.device, longest, packed) as model:
+        with reference_model(self.settings, runtime, longest, packed) as (model, flatten):
             # Its output head and its kernel for packs may differ from those of the trained model.
             assert isinstance(runner.collate, Collate)
-            collate = dataclasses.replace(runner.collate, flatten=flatten_for(runtime, model))
+            collate = dataclasses.replace(runner.collate, flatten=flatten)
             other = dataclasses.replace(runner, model=model, collate=collate)
             self._compute_with(AnswerLogProbabilities.of(model), other, runtime, most)

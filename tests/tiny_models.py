@@ -52,8 +52,8 @@ SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "
 OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "bamba": {"attn_layer_indices": [1, 3]},
-    "deepseek_v2": {"topk_method": "greedy"},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -95,9 +95,6 @@ OWN: dict[str, dict[str, Any]] = {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
         },
     },
-    # Without what is random in training.
-    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }  # fmt: skip
 
 
@@ -122,7 +119,10 @@ def _shrunk(fields: dict[str, Any], vocabulary: int, small: dict[str, Any]) -> d
         if isinstance(value, dict) and "model_type" in value:
             _shrunk(value, vocabulary, small)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if name.startswith("vocab_size"):
+            # Without what is random in training.
+            if "drop" in name or name.endswith("jitter_noise"):
+                fields[name] = 0.0
+            elif name.startswith("vocab_size"):
                 fields[name] = vocabulary
             elif name.endswith("token_id"):
                 special = ("bos_token_id", "eos_token_id", "pad_token_id")

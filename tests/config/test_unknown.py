@@ -53,6 +53,7 @@ def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes() -
         ("--loss_type dft", "there is no option loss_type; the loss is the negative log-likelihood, "),
         ("--gradient_acumulation_steps 2", "did you mean gradient_accumulation_steps?"),
         ("--micro_batch_sice 2", "did you mean per_device_train_batch_size?"),
+        ("--per_device_batch_size 2", "here it is per_device_train_batch_size."),
         ("--warmup 2", "there is no option warmup; did you mean warmup_steps?"),
         ("--batch 2", "there is no option batch; train_ddp.py --help lists them all."),
         ("--deepspeed ds_config_zero2.json", "accelerate launch --config_file accelerate_configs/zero2.yaml"),
@@ -105,6 +106,13 @@ def test_a_file_of_another_tool_is_answered_shortly(config: Any) -> None:
     message = refusal("--config", str(config("".join(f"{name}: 1\n" for name in names))))
     assert "turns this file of axolotl into one of this kit; 40 options do not exist: " in message
     assert ", and 35 more; " in message and len(message) < 800
+
+
+def test_nested_options_are_refused_with_the_reason(config: Any) -> None:
+    path = config("lora:\n  r: 8\n")
+    assert refusal("--config", str(path)) == (
+        f"{path}: there is no option lora; options do not nest; write each as a line of its own, without indentation."
+    )
 
 
 def test_a_long_list_of_unknown_names_is_cut() -> None:

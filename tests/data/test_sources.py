@@ -119,6 +119,7 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.json", b'[\n"\xff"]', ":2 is not UTF-8 text"),
         ("a.csv", "a,b\n1,2\n3\n", ":3 has 1 cells where the header has 2; fix or remove it."),
         ("a.csv", "a,b\n1,2,3\n", ":2 has 3 cells where the header has 2; fix or remove it."),
+        ("a.csv", "instruction;output\na;b\n", ":1 separates its columns by ';'; write the file with commas."),
         ("a.csv", "a,a\n1,2\n", ":1 names a column twice (a, a); rename one."),
         ("a.csv", 'a\n"b\nc\n', ":2 is not CSV (unexpected end of data); fix or remove it."),
         ("a.csv", b"a\nb\n\xe9\n", ":3 is not UTF-8 text"),
@@ -249,7 +250,8 @@ def test_a_hub_dataset_without_a_network_comes_with_advice(monkeypatch: pytest.M
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
-        UserError, match=r"\(hf download my/rows --repo-type dataset --local-dir FOLDER\) and give the files"
+        UserError,
+        match=r"Enabled\); download it where there is a network \(hf download my/rows --repo-type dataset --local-dir FOLDER\) and give the files",
     ):
         list(read_rows("my/rows", "train"))
 

@@ -57,7 +57,7 @@ RENAMED = {
     "streaming": "dataset_streaming/T",
     "shuffle_buffer": "buffer_size/L shuffle_buffer_size/S",
     "dataset_num_proc": "preprocessing_num_workers/L dataset_processes/A",
-    "per_device_train_batch_size": "micro_batch_size/A micro_batch/G per_gpu_train_batch_size/G",
+    "per_device_train_batch_size": "micro_batch_size/A micro_batch/G per_gpu_train_batch_size/G per_device_batch_size/G",
     "per_device_eval_batch_size": "eval_batch_size/A per_gpu_eval_batch_size/G",
     "global_batch_size": "total_batch_size/G train_batch_size/G effective_batch_size/G",
     "gradient_accumulation_steps": "grad_accum/G gradient_accumulation/G accumulation_steps/G",

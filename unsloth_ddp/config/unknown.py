@@ -129,6 +129,8 @@ def _hint(name: str, value: Any, own: Sequence[str], of_command_line: bool) -> s
         return OWNED_ARGS[name]
     if name in sft_config_fields():
         return "give it in trainer_args"
+    if isinstance(value, Mapping):
+        return "options do not nest; write each as a line of its own, without indentation"
     # A misspelt name only: a name that shares a word with another, such as micro_batch_size, may mean something else.
     known = [*own, *OPTIONS]
     near = _near(name, [*known, *ALIASES])

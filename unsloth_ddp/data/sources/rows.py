@@ -202,6 +202,8 @@ def _csv_rows(path: Path) -> Iterator[SourceRow]:
                 continue
             if not header:
                 header = cells
+                if len(header) == 1 and (mark := next((mark for mark in ";\t|" if mark in header[0]), "")):
+                    raise UserError(f"{location} separates its columns by {mark!r}; write the file with commas.")
                 if len(set(header)) != len(header):
                     raise UserError(f"{location} names a column twice ({', '.join(header)[:200]}); rename one.")
                 continue
@@ -312,7 +314,7 @@ def _hub_rows(
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")
         advice = (
-            f" To fix it, download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
+            f"; download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
             "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
         )
         raise UserError(

@@ -30,7 +30,7 @@ _BY_LOSS = "a scheduler steps by a training loss: each process has that of its o
 
 def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
     """Return a statement whose loop, if it is plain enough to see, trains on all processes together."""
-    own = statement.effects.union(*(graph.class_effects(name) for name in statement.usage.defines))
+    own = statement.effects.union(*(graph.effects_inside(name) for name in statement.usage.defines))
     if Effect.LOOP not in own or own & {Effect.TRAIN, Effect.SYNC} or graph.prepares:
         return statement.node
     loop = _find_loop(statement.node, graph)

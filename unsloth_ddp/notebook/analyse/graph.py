@@ -261,6 +261,10 @@ class Graph:
             queue += [site for body in fresh for site in body.calls]
         return found
 
+    def stores_of(self, usage: NameUsage) -> set[str]:
+        """Return the names into which code assigns attributes or items, also in the functions that it calls."""
+        return usage.stores.union(*(body.stores for body in self.bodies_run(usage)))
+
     def own_body(self, site: CallSite) -> tuple[DeferredBody, bool] | None:
         """Return the notebook's function or method that a call runs, and whether its first parameter is the object."""
         body = self.functions.get(site.path)

@@ -32,7 +32,9 @@ def tells_tracker(small: cst.BaseSmallStatement, graph: Graph) -> bool:
             path = dotted(call.func)
         case cst.Assign(targets=[cst.AssignTarget(target=cst.Attribute() | cst.Subscript() as target)]):
             base, steps = chain(target)
-            path = ".".join([base.value if isinstance(base, cst.Name) else "?", *(step for step in steps if step != "[]")])
+            path = ".".join(
+                [base.value if isinstance(base, cst.Name) else "?", *(step for step in steps if step != "[]")]
+            )
             return path.startswith(("wandb.run.", "wandb.summary", "wandb.config")) or (
                 path.split(".")[0] in graph.run_names and "." in path
             )

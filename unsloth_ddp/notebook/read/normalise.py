@@ -114,7 +114,9 @@ class _Normaliser(LineEditor):
         if name == "run":
             target = as_python_string(line.split()[0] if line.split() else "", context.bound)
             self.note(context.warn("magic", f"%run {line} runs on every process and is not converted"))
-            return parse_line(f"globals().update(__import__('runpy').run_path({target}, init_globals=globals()))").body[0]
+            return parse_line(f"globals().update(__import__('runpy').run_path({target}, init_globals=globals()))").body[
+                0
+            ]
         if name in _ALIASES:
             return cst.Expr(cst.parse_expression(f"get_ipython().system({name + ' ' + line!r})"))
         missing = f"%{name} {line} left out: a script has nothing like it".replace("  ", " ")

@@ -82,8 +82,7 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
         context.names.used.add("quiet_print")
         context.cell = None
         quiet = context.edit("print", "code that every process runs prints on the main process only")
-    kept = [s.usage for s in graph.statements if s.role is not Role.DROP]
-    if any(NAMESPACE in part.stores for usage in kept for part in (usage, *graph.bodies_run(usage))):
+    if any(NAMESPACE in graph.stores_of(s.usage) for s in graph.statements if s.role is not Role.DROP):
         context.names.used.add("keep_names")
     unsloth = any(path.split(".")[0] == "unsloth" for path in context.imports.values())
     needs_gpu = unsloth or f'{{"": {context.names["LOCAL_RANK"]}}}' in body or _moves_to_gpu(graph)

@@ -64,7 +64,7 @@ def cell_body(
         waits = _saves_together(group)
         if role in (Role.ALL, Role.FIRST) and any(ENVIRONMENT in graph.stores_of(p.statement.usage) for p in group):
             note = context.edit("environment", "the launcher's variables stay as they were")
-            made.append(lead(_call(context.names["keep_launched"]), [note]))
+            made.append(lead(parse_line(f"{context.names['keep_launched']}()"), [note]))
         if pending:
             top = made[0]
             made[0] = top.with_changes(leading_lines=[*pending, *top.leading_lines])  # type: ignore[attr-defined]

@@ -90,11 +90,7 @@ def _refuse_url(notebook: Path) -> None:
     if not re.match(r"https?:/", str(notebook)):
         return
     address = re.sub(r"^(https?):/+", r"\1://", str(notebook))
-    how = "in Colab with File > Download > Download .ipynb"
-    if found := re.match(
-        r"https?://(?:colab\.research\.google\.com/github|github\.com)/([^/]+/[^/]+)/blob/(.+)", address
-    ):
-        how = f'curl -L -o notebook.ipynb "https://raw.githubusercontent.com/{found[1]}/{found[2]}"'
+    how = "in Colab: File > Download; on GitHub: Download raw file"
     raise NotebookError(f"{address}: is an address; download the notebook ({how}), and give the file.")
 
 
@@ -124,7 +120,5 @@ def _diff(notebook: Path, script: str, target: Path) -> list[str]:
     from nbconvert import PythonExporter
 
     plain = str(PythonExporter().from_filename(str(notebook))[0])
-    lines = difflib.unified_diff(
-        plain.splitlines(keepends=True), script.splitlines(keepends=True), "nbconvert --to python", str(target)
-    )
-    return list(lines)
+    before, after = plain.splitlines(keepends=True), script.splitlines(keepends=True)
+    return list(difflib.unified_diff(before, after, "nbconvert --to python", str(target)))

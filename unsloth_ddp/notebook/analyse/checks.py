@@ -95,7 +95,7 @@ _Warnings = Iterator[tuple[str, str]]
 
 
 def _check_effects(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
-    effects = statement.effects.union(*(graph.class_effects(name) & {Effect.LOOP} for name in statement.usage.defines))
+    effects = statement.effects.union(*(graph.effects_inside(name) & {Effect.LOOP} for name in statement.usage.defines))
     everywhere = statement.role in (Role.ALL, Role.FIRST)
     shared = context.accelerated or id(statement) in context.shared_loops
     if Effect.LOOP in effects and not (shared or Effect.TRAIN in effects or _only_calls(statement)):
@@ -196,7 +196,7 @@ def _only_calls(statement: Statement) -> bool:
 def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     for site in _sites(statement):
         full = graph.full_path(site)
-        if site.path in graph.callable_trainers:
+        if site.path in graph.trainers:
             yield "arguments", f"{site.path}() trains with a batch of its own on every process"
         if is_remote(full) or not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
             continue

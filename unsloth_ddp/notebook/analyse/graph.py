@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -43,6 +43,12 @@ SEEDS = {Effect.TRAIN, Effect.TRAINER, Effect.LOOP}
 TOGETHER = SEEDS | {Effect.SYNC, Effect.GATHER}
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL, *TOGETHER}
+
+_SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
+# Methods of an accelerator that wait for nobody.
+_ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
+# What a DataLoader of these iterates over is drawn together by all processes.
+_LOADERS_OF_TRAINERS = {"get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"}
 
 
 class Role(Enum):
@@ -89,33 +95,79 @@ class Statement:
 
 @dataclass
 class Graph:
-    """All statements of a notebook in order."""
+    """All statements of a notebook in order, and the effects of its calls, which are followed into its own functions."""
 
     statements: list[Statement]
     imports: dict[str, str]
     functions: dict[str, DeferredBody]
     trainer_classes: TrainerClasses
-    effects: _Effects = field(init=False)
+    _effects: dict[str, set[Effect]] = field(default_factory=dict)  # of functions, as far as they were asked for
+
+    # What names hold --------------------------------------------------------------------------------------------------
 
     @cached_property
     def assigned(self) -> list[tuple[str, CallSite]]:
         """Return all names that are assigned the value of a call, with the call."""
         return [pair for statement in self.statements for pair in statement.usage.assigned]
 
+    def _holding(self, wanted: Callable[[CallSite], object]) -> frozenset[str]:
+        return frozenset(name for name, site in self.assigned if wanted(site))
+
     @cached_property
     def run_names(self) -> frozenset[str]:
         """Return the names that hold a tracker's run anywhere in the notebook."""
-        return frozenset(name for name, site in self.assigned if starts_run(self.full_path(site)))
+        return self._holding(lambda site: starts_run(self.full_path(site)))
 
     @cached_property
     def counts_of_processes(self) -> frozenset[str]:
         """Return the names that hold the number of processes, as the launcher or a library says it."""
-        return frozenset(name for name, site in self.assigned if _COUNTS_PROCESSES.search(code(site.node)))
+        return self._holding(lambda site: _COUNTS_PROCESSES.search(code(site.node)))
 
     @cached_property
     def remote_names(self) -> frozenset[str]:
         """Return the names that hold a trainer, an estimator or a client of a service that trains elsewhere."""
-        return frozenset(name for name, site in self.assigned if is_remote(self.full_path(site)))
+        return self._holding(lambda site: is_remote(self.full_path(site)))
+
+    @cached_property
+    def trainers(self) -> set[str]:
+        """Return the names that hold a trainer; calling one trains."""
+        return set(self._holding(self._gives_trainer)) - self.remote_names - self.functions.keys()
+
+    def _gives_trainer(self, site: CallSite, depth: int = 0) -> bool:
+        """Return whether a call makes a trainer, itself or as a function of the notebook that returns one."""
+        if makes_trainer(site, self.trainer_classes):
+            return True
+        body = self.functions.get(site.path)
+        if body is None or body.is_class or depth > 3:
+            return False
+        returned = {whole for part, whole in body.aliases if part == RETURNED}
+        wanted = {RETURNED} | (returned if len(returned) == 1 else set())
+        return any(self._gives_trainer(inner, depth + 1) for name, inner in body.assigned if name in wanted)
+
+    @cached_property
+    def accelerators(self) -> frozenset[str]:
+        """Return the names that hold an object whose methods wait for the other processes."""
+        return self._holding(lambda site: makes_accelerator(self.full_path(site)))
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Return the names of what Accelerate has prepared, and of DataLoaders that all processes draw from together."""
+        return self._holding(
+            lambda site: (
+                (site.root in self.accelerators and site.tail == "prepare") or site.tail in _LOADERS_OF_TRAINERS
+            )
+        )
+
+    @cached_property
+    def instances(self) -> dict[str, set[str]]:
+        """Return the notebook's own classes of which a name may hold an instance."""
+        found: dict[str, set[str]] = {}
+        for statement in self.statements:
+            made = {site.path for site in statement.usage.calls if site.path in self.functions}
+            made = {name for name in made if self.functions[name].is_class}
+            for name in statement.usage.writes if made else ():
+                found.setdefault(name, set()).update(made)
+        return found
 
     @cached_property
     def sites(self) -> list[CallSite]:
@@ -129,23 +181,66 @@ class Graph:
         uses = any(self.full_path(site).startswith("accelerate.") for site in self.sites)
         return uses and any(site.is_method and site.tail == "prepare" for site in self.sites)
 
-    @property
-    def callable_trainers(self) -> set[str]:
-        """Return the names that hold a trainer; calling one trains."""
-        return self.effects.trainers
+    # Effects ----------------------------------------------------------------------------------------------------------
 
     @property
     def function_effects(self) -> dict[str, set[Effect]]:
         """Return the effects of the notebook's own functions."""
-        return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.is_class}
+        return {name: self.effects_inside(name) for name, body in self.functions.items() if not body.is_class}
 
-    def class_effects(self, name: str) -> set[Effect]:
-        """Return the effects of all methods of one of the notebook's own classes."""
-        return self.effects.of_function(name)
+    def effects_inside(self, name: str) -> set[Effect]:
+        """Return the effects of one of the notebook's own functions, or of all methods of a class."""
+        if name not in self._effects:
+            self._effects[name] = set()  # ends recursion
+            body = self.functions[name]
+            found = {Effect.STATE} if sets_process(body.stores, self.imports) else set()
+            found |= {Effect.SYNC} if body.iterates & self.shared else set()
+            self._effects[name] = found.union(*(self._effects_of_call(site, body.params) for site in body.calls))
+        return self._effects[name]
 
     def effects_of(self, usage: NameUsage) -> set[Effect]:
         """Return the effects of code that uses names so."""
-        return set().union(*(self.effects.of_site(site) for site in usage.calls))
+        return set().union(*(self._effects_of_call(site) for site in usage.calls))
+
+    def _effects_of_call(self, site: CallSite, params: Iterable[str] = ()) -> set[Effect]:
+        """Return the effects of a call, in a function with these parameters."""
+        full = self.full_path(site)
+        if site.root in self.remote_names and site.tail in REMOTE_STARTS:
+            return {Effect.PAID}
+        if is_remote(full):
+            return set()
+        if site.path in self.trainers:
+            return {Effect.TRAIN}  # an object that trains when it is called
+        if site.path in self.shared:
+            return {Effect.SYNC}  # a model that Accelerate has wrapped
+        if is_trainer_call(site, self.trainer_classes):
+            return {Effect.TRAINER}
+        found: set[Effect] = set()
+        body = self.functions.get(site.path)
+        if body is not None:
+            if not body.is_class:
+                found |= self.effects_inside(site.path)
+            elif any(downloads_data(self.full_path(inner)) for inner in body.calls):
+                found.add(Effect.DATA)  # a Dataset class that downloads when it is made
+        elif owner := self._owner(site):
+            found |= self.effects_inside(owner)
+        elif site.root in self.accelerators and site.tail not in _ALONE:
+            found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
+        elif self._gathers and site.is_method and site.tail == "compute":
+            found.add(Effect.GATHER)
+        else:
+            found |= call_effects(site, full, self.trainers, self.trainer_classes)
+            if not found and site.root in self.imports and site.tail.startswith(_SETS_LIBRARY):
+                found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
+        for name in (site.names & self.functions.keys()).difference(params):
+            found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
+        return found
+
+    @cached_property
+    def _gathers(self) -> bool:
+        return any(path.split(".")[0] == "torchmetrics" for path in self.imports.values())
+
+    # What calls run ---------------------------------------------------------------------------------------------------
 
     def full_path(self, site: CallSite) -> str:
         """Return the path of a callee with its import resolved."""
@@ -153,9 +248,7 @@ class Graph:
 
     def bodies_run_by(self, site: CallSite) -> list[DeferredBody]:
         """Return the notebook's own functions that a call runs, or passes to what it calls."""
-        names = [site.path, *sorted(site.names)]
-        owner = self.effects.owner(site)
-        names += [owner] if owner else []
+        names = [site.path, *sorted(site.names), self._owner(site)]
         return [self.functions[name] for name in names if name in self.functions]
 
     def bodies_run(self, usage: NameUsage) -> list[DeferredBody]:
@@ -177,11 +270,28 @@ class Graph:
         body = self.functions.get(site.path)
         if body is not None and not body.is_class:
             return body, False
-        if body is not None:
-            owner, method = self.effects.defines(site.path, "__init__"), "__init__"
-        else:
-            owner, method = self.effects.owner(site), site.tail
+        method = site.tail if body is None else "__init__"
+        owner = self._owner(site) if body is None else self._defines(site.path, method)
         return (self.functions[owner].methods[method], True) if owner else None
+
+    def _owner(self, site: CallSite) -> str:
+        """Return the notebook's own class whose method is called, on a name that holds an instance or on a new one; or ""."""
+        match site.node.func:
+            case cst.Attribute(value=cst.Call(func=cst.Name(value=name))):
+                return self._defines(name, site.tail)
+        classes = sorted(self.instances.get(site.root, ())) if site.is_method else []
+        return next((owner for name in classes if (owner := self._defines(name, site.tail))), "")
+
+    def _defines(self, name: str, method: str) -> str:
+        """Return the notebook's class that defines a method for a class: itself, or what it inherits from; or ""."""
+        seen: set[str] = set()
+        while name in self.functions and name not in seen:
+            seen.add(name)
+            body = self.functions[name]
+            if method in body.methods:
+                return name
+            name = next((base for base in body.bases if base in self.functions), "")
+        return ""
 
     @property
     def last_seed(self) -> int:
@@ -215,7 +325,12 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
         # A module's function changes its arguments or the world, not the name it was imported under.
         statement.usage.mutates -= imports.keys()
     graph = Graph(statements, imports, functions, _trainer_classes(functions))
-    _find_effects(graph)
+    for statement in statements:
+        statement.effects |= graph.effects_of(statement.usage)
+        if statement.usage.iterates & graph.shared:
+            statement.effects.add(Effect.SYNC)
+        if is_bare_value(statement.node):
+            statement.effects.add(Effect.SHOW)
     return graph
 
 
@@ -227,129 +342,3 @@ def _trainer_classes(functions: dict[str, DeferredBody]) -> TrainerClasses:
     classes = TrainerClasses(found)
     classes.others = frozenset(functions.keys() - found)
     return classes
-
-
-# Effects -------------------------------------------------------------------------------------------------------------
-
-
-_SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
-# Methods of an accelerator that wait for nobody.
-_ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
-# What a DataLoader of these iterates over is drawn together by all processes.
-_LOADERS_OF_TRAINERS = {"get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"}
-
-
-class _Effects:
-    """Effects of statements and functions, found through the call graph."""
-
-    def __init__(self, graph: Graph, trainers: set[str], instances: dict[str, set[str]]) -> None:
-        self.graph, self.trainers, self.instances = graph, trainers, instances
-        assigned = graph.assigned
-        self.accelerators = {name for name, site in assigned if makes_accelerator(graph.full_path(site))}
-        self.shared = {
-            name
-            for name, site in assigned
-            if (site.root in self.accelerators and site.tail == "prepare") or site.tail in _LOADERS_OF_TRAINERS
-        }
-        self.gathers = any(path.split(".")[0] == "torchmetrics" for path in graph.imports.values())
-        self.known: dict[str, set[Effect]] = {}
-
-    def of_site(self, site: CallSite, params: Iterable[str] = ()) -> set[Effect]:
-        """Return the effects of a call, in a function with these parameters."""
-        graph = self.graph
-        if site.root in graph.remote_names and site.tail in REMOTE_STARTS:
-            return {Effect.PAID}
-        if is_remote(graph.full_path(site)):
-            return set()
-        if site.path in self.trainers:
-            return {Effect.TRAIN}  # an object that trains when it is called
-        if site.path in self.shared:
-            return {Effect.SYNC}  # a model that Accelerate has wrapped
-        if is_trainer_call(site, graph.trainer_classes):
-            return {Effect.TRAINER}
-        found: set[Effect] = set()
-        body = graph.functions.get(site.path)
-        if body is not None:
-            if not body.is_class:
-                found |= self.of_function(site.path)
-            elif any(downloads_data(graph.full_path(inner)) for inner in body.calls):
-                found.add(Effect.DATA)  # a Dataset class that downloads when it is made
-        elif owner := self.owner(site):
-            found |= self.of_function(owner)
-        elif site.root in self.accelerators and site.tail not in _ALONE:
-            found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
-        elif self.gathers and site.is_method and site.tail == "compute":
-            found.add(Effect.GATHER)
-        else:
-            found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
-            if not found and site.root in graph.imports and site.tail.startswith(_SETS_LIBRARY):
-                found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
-        for name in (site.names & graph.functions.keys()).difference(params):
-            found |= self.of_function(name) & _THROUGH_ARGUMENTS
-        return found
-
-    def owner(self, site: CallSite) -> str | None:
-        """Return the notebook's own class whose method is called, on a name that holds an instance or on a new one."""
-        match site.node.func:
-            case cst.Attribute(value=cst.Call(func=cst.Name(value=name))):
-                pass
-            case _:
-                found = self.instances.get(site.root, set()) if site.is_method else set()
-                return next((owner for name in sorted(found) if (owner := self.defines(name, site.tail))), None)
-        return self.defines(name, site.tail)
-
-    def defines(self, name: str, method: str) -> str | None:
-        """Return the notebook's class that defines a method for a class: itself, or what it inherits from."""
-        seen: set[str] = set()
-        while name in self.graph.functions and name not in seen:
-            seen.add(name)
-            body = self.graph.functions[name]
-            if method in body.methods:
-                return name
-            name = next((base for base in body.bases if base in self.graph.functions), "")
-        return None
-
-    def of_function(self, name: str) -> set[Effect]:
-        if name not in self.known:
-            self.known[name] = set()  # ends recursion
-            body = self.graph.functions[name]
-            self.known[name] = self._of_body(body)
-        return self.known[name]
-
-    def _of_body(self, body: DeferredBody) -> set[Effect]:
-        found = {Effect.STATE} if sets_process(body.stores, self.graph.imports) else set()
-        found |= {Effect.SYNC} if body.iterates & self.shared else set()
-        return found.union(*(self.of_site(site, body.params) for site in body.calls))
-
-
-def _gives_trainer(site: CallSite, graph: Graph, depth: int = 0) -> bool:
-    """Return whether a call makes a trainer, itself or as a function of the notebook that returns one."""
-    if makes_trainer(site, graph.trainer_classes):
-        return True
-    body = graph.functions.get(site.path)
-    if body is None or body.is_class or depth > 3:
-        return False
-    returned = {whole for part, whole in body.aliases if part == RETURNED}
-    wanted = {RETURNED} | (returned if len(returned) == 1 else set())
-    return any(_gives_trainer(inner, graph, depth + 1) for name, inner in body.assigned if name in wanted)
-
-
-def _find_effects(graph: Graph) -> None:
-    trainers: set[str] = set()
-    instances: dict[str, set[str]] = {}
-    for statement in graph.statements:
-        for site in statement.usage.calls:
-            body = graph.functions.get(site.path)
-            if body is not None and body.is_class:
-                for name in statement.usage.writes:
-                    instances.setdefault(name, set()).add(site.path)
-        trainers |= {name for name, site in statement.usage.assigned if _gives_trainer(site, graph)}
-    trainers -= graph.remote_names | graph.functions.keys()
-    effects = graph.effects = _Effects(graph, trainers, instances)
-    for statement in graph.statements:
-        for site in statement.usage.calls:
-            statement.effects |= effects.of_site(site)
-        if statement.usage.iterates & effects.shared:
-            statement.effects.add(Effect.SYNC)
-        if is_bare_value(statement.node):
-            statement.effects.add(Effect.SHOW)

@@ -75,7 +75,7 @@ class MainValues:
 
     def tracked(self, node: cst.CSTNode) -> tuple[str, list[str]]:
         """Return what of a tracker an expression is ("run", "config", "value", or ""), and its last steps."""
-        root, steps = _chain(node)
+        root, steps = chain(node)
         if not isinstance(root, cst.Name):
             return "", []
         kind = "run" if root.value in self.statement.runs else "config" if root.value in self.statement.configs else ""
@@ -236,7 +236,7 @@ class MainValues:
         return False
 
 
-def _chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
+def chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
     """Return the root of a chain of attributes, items and method calls, and the chain's steps from there."""
     steps: list[str] = []
     while True:

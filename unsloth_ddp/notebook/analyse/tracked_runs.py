@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
-from unsloth_ddp.notebook.analyse.main_values import MainValues
+from unsloth_ddp.notebook.analyse.main_values import MainValues, chain
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, splats
 from unsloth_ddp.notebook.syntax.effects import starts_run
@@ -31,25 +31,18 @@ def tells_tracker(small: cst.BaseSmallStatement, graph: Graph) -> bool:
         case cst.Expr(value=cst.Call() as call) | cst.Expr(value=cst.Await(expression=cst.Call() as call)):
             path = dotted(call.func)
         case cst.Assign(targets=[cst.AssignTarget(target=cst.Attribute() | cst.Subscript() as target)]):
-            path = _target_path(target)
+            base, steps = chain(target)
+            path = ".".join(
+                [base.value if isinstance(base, cst.Name) else "?", *(step for step in steps if step != "[]")]
+            )
             return path.startswith(("wandb.run.", "wandb.summary", "wandb.config")) or (
-                path.split(".")[0] in graph.run_names and len(path.split(".")) > 1
+                path.split(".")[0] in graph.run_names and "." in path
             )
         case _:
             return False
     root, *rest = path.split(".")
     full = ".".join(["wandb", *rest]) if root in graph.run_names else full_path(path, graph.imports)
     return bool(_TELLS.match(full)) and not full.endswith(".login")
-
-
-def _target_path(node: cst.BaseExpression) -> str:
-    """Return the dotted path of an assignment's target, without its subscripts."""
-    steps: list[str] = []
-    while isinstance(node, cst.Attribute | cst.Subscript):
-        if isinstance(node, cst.Attribute):
-            steps.append(node.attr.value)
-        node = node.value
-    return ".".join([*([node.value] if isinstance(node, cst.Name) else ["?"]), *steps[::-1]])
 
 
 def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:

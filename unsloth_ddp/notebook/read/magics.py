@@ -10,12 +10,12 @@ import ast
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+
+from IPython.core import magics
+from IPython.core.alias import default_aliases
+from IPython.core.inputtransformer2 import TransformerManager
 
 from unsloth_ddp.notebook.syntax.ipython import PROGRAMS
-
-if TYPE_CHECKING:
-    from IPython.core.inputtransformer2 import TransformerManager
 
 # The body of these is ordinary Python that runs as part of the notebook.
 PYTHON_CELLS = {"capture", "time", "timeit", "prun", "debug"}
@@ -45,13 +45,6 @@ class Lowered:
     removed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # text that may bind names which later cells use
-
-
-@cache
-def _transformer() -> TransformerManager:
-    from IPython.core.inputtransformer2 import TransformerManager
-
-    return TransformerManager()
 
 
 def lower(source: str) -> Lowered:
@@ -97,7 +90,7 @@ def _to_python(source: str) -> str:
     source = _with_cd(source)
     if not _NEEDS_IPYTHON.search(source):
         return source
-    return str(_transformer().transform_cell(source))
+    return TransformerManager().transform_cell(source)
 
 
 def _with_cd(source: str) -> str:
@@ -142,9 +135,6 @@ def _is_python(line: str) -> bool:
 @cache
 def _line_magics() -> frozenset[str]:
     """Return the names of IPython's own line magics and aliases."""
-    from IPython.core import magics
-    from IPython.core.alias import default_aliases
-
     found = [getattr(magics, name) for name in dir(magics) if name.endswith("Magics")]
     classes = [kind for kind in found if isinstance(getattr(kind, "magics", None), dict)]
     names = {name for kind in classes for name in kind.magics.get("line", {})}

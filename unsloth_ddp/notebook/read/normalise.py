@@ -14,7 +14,7 @@ from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.commands import is_launcher_variable, variable_of
 from unsloth_ddp.notebook.syntax.effects import Effect, TrainerClasses, call_effects
 from unsloth_ddp.notebook.syntax.ipython import SHELL_METHODS, as_python_string, ipython_call
-from unsloth_ddp.notebook.syntax.lines import LineEditor, Small, is_empty, lead
+from unsloth_ddp.notebook.syntax.lines import LineEditor, Small, is_empty, lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import dotted, full_path
 
@@ -105,7 +105,7 @@ class _Normaliser(LineEditor):
             changed = change_folder(target, f"%cd {line}", lambda rest: as_python_string(rest, context.bound), context)
             folder, note = changed or (folder, context.edit("magic", f"%cd {line}"))
             self.note(note)
-            return _small(f"os.chdir({folder})") if folder is not None else cst.RemoveFromParent()
+            return parse_line(f"os.chdir({folder})").body[0] if folder is not None else cst.RemoveFromParent()
         if name in ("time", "prun", "memit", "mprun", "lprun") and line:
             self.note(context.edit("magic", f"%{name} left out, what it measured stays"))
             parsed = cst.parse_module(line + "\n").body[0]
@@ -114,7 +114,9 @@ class _Normaliser(LineEditor):
         if name == "run":
             target = as_python_string(line.split()[0] if line.split() else "", context.bound)
             self.note(context.warn("magic", f"%run {line} runs on every process and is not converted"))
-            return _small(f"globals().update(__import__('runpy').run_path({target}, init_globals=globals()))")
+            return parse_line(f"globals().update(__import__('runpy').run_path({target}, init_globals=globals()))").body[
+                0
+            ]
         if name in _ALIASES:
             return cst.Expr(cst.parse_expression(f"get_ipython().system({name + ' ' + line!r})"))
         missing = f"%{name} {line} left out: a script has nothing like it".replace("  ", " ")
@@ -135,7 +137,7 @@ class _Normaliser(LineEditor):
             return cst.RemoveFromParent()
         comment = " (IPython makes the comment part of the value)" if "#" in value else ""
         self.note(context.edit("environment", f"%env {name}{comment}"))
-        return _small(f'os.environ["{name}"] = {as_python_string(value, context.bound)}')
+        return parse_line(f'os.environ["{name}"] = {as_python_string(value, context.bound)}').body[0]
 
     def _visible(self, name: str, value: str) -> str:
         why = "would put every process on the same GPU" if name == _VISIBLE else "is the launcher's to set"
@@ -247,12 +249,6 @@ def _split(statement: cst.BaseStatement, context: ConversionContext) -> list[cst
     lines[0] = lines[0].with_changes(leading_lines=statement.leading_lines)
     lines[-1] = lines[-1].with_changes(trailing_whitespace=statement.trailing_whitespace)
     return lines
-
-
-def _small(source: str) -> cst.BaseSmallStatement:
-    line = cst.parse_statement(source)
-    assert isinstance(line, cst.SimpleStatementLine)
-    return line.body[0]
 
 
 def _as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseStatement]:

@@ -15,29 +15,21 @@ _OTHER_KERNELS = ("ir", "julia", "scala", "almond", "javascript", "deno", "bash"
 
 def read_notebook(path: Path) -> Notebook:
     """Read the notebook at `path`, or raise NotebookError saying why not."""
-    if not path.exists():
-        raise NotebookError(f"{path}: no such file; give the path of an .ipynb notebook.")
-    if path.is_dir():
-        raise NotebookError(f"{path}: is a folder; give the path of one .ipynb notebook.")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise NotebookError(f"{path}: not UTF-8 text ({error.reason}); save the notebook again from Jupyter.") from None
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise NotebookError(f"{path}: cannot be read ({error.strerror}); check its permissions.") from None
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
         raise NotebookError(
-            f"{path}: not JSON (line {error.lineno}: {error.msg}); give a notebook saved as .ipynb."
+            f"{path}: cannot be read ({error.strerror}); give the path of an .ipynb notebook."
         ) from None
+    except ValueError as error:  # of the encoding, or of JSON
+        raise NotebookError(f"{path}: not JSON ({error}); give a notebook saved as .ipynb.") from None
     return from_node(data, str(path))
 
 
 def from_node(data: Any, name: str) -> Notebook:
     """Check parsed notebook JSON and return its cells. Raises NotebookError where it is not a Python notebook."""
     if not isinstance(data, Mapping) or "nbformat" not in data:
-        raise NotebookError(f"{name}: JSON, but not a notebook (no nbformat); give a notebook saved as .ipynb.")
+        raise NotebookError(f"{name}: JSON, but not a notebook; give a notebook saved as .ipynb.")
     version = data.get("nbformat")
     if "worksheets" in data or not isinstance(version, int) or version < 4:
         raise NotebookError(

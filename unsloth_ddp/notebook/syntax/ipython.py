@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 import libcst as cst
+from IPython.utils.text import DollarFormatter
 
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
 
@@ -136,8 +137,6 @@ class _Piece:
 
 def _pieces(command: str) -> list[_Piece] | None:
     """Split a command as IPython's formatter does; None where it would leave the command as it stands."""
-    from IPython.utils.text import DollarFormatter
-
     pieces: list[_Piece] = []
     try:
         for literal, field, spec, conversion in DollarFormatter().parse(command):

@@ -8,6 +8,11 @@ import libcst as cst
 Small = cst.BaseSmallStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]
 
 
+def parse_line(source: str) -> cst.SimpleStatementLine:
+    """Return a line of source as a statement."""
+    return cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine)
+
+
 def comment_line(text: str) -> cst.EmptyLine:
     """Return a line that holds one comment."""
     return cst.EmptyLine(comment=cst.Comment(text))

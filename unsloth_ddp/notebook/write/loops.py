@@ -11,7 +11,7 @@ from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, splats, with_value
 from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
-from unsloth_ddp.notebook.syntax.lines import lead
+from unsloth_ddp.notebook.syntax.lines import lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import contains, dotted, root_names
 from unsloth_ddp.notebook.syntax.usage import CallSite
@@ -30,7 +30,7 @@ _BY_LOSS = "a scheduler steps by a training loss: each process has that of its o
 
 def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
     """Return a statement whose loop, if it is plain enough to see, trains on all processes together."""
-    own = statement.effects.union(*(graph.class_effects(name) for name in statement.usage.defines))
+    own = statement.effects.union(*(graph.effects_inside(name) for name in statement.usage.defines))
     if Effect.LOOP not in own or own & {Effect.TRAIN, Effect.SYNC} or graph.prepares:
         return statement.node
     loop = _find_loop(statement.node, graph)
@@ -76,9 +76,7 @@ class _Sharer(cst.CSTTransformer):
         return cst.FlattenSentinel([lead(self._line("same_weights"), notes), updated_node])
 
     def _line(self, helper: str) -> cst.SimpleStatementLine:
-        line = cst.parse_statement(f"{self.context.names[helper]}({self.loop.optimizer})")
-        assert isinstance(line, cst.SimpleStatementLine)
-        return line
+        return parse_line(f"{self.context.names[helper]}({self.loop.optimizer})")
 
 
 def edit_accelerated(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:

@@ -334,7 +334,7 @@ def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], boo
             # A trainer asks for itself who saves.
             own_way = name in graph.trainer_classes
             called = any(base.endswith("Callback") for base in graph.functions[name].bases)
-            effects = graph.class_effects(name)
+            effects = graph.effects_inside(name)
             if (called or effects & TOGETHER) and not own_way:
                 return effects & _GUARDED, True
             return effects & _ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False

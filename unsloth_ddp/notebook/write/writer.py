@@ -10,7 +10,7 @@ from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import from_main
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.effects import Effect
-from unsloth_ddp.notebook.syntax.lines import comment_line, is_empty, lead
+from unsloth_ddp.notebook.syntax.lines import comment_line, is_empty, lead, parse_line
 from unsloth_ddp.notebook.syntax.tree import contains
 from unsloth_ddp.notebook.syntax.usage import ENVIRONMENT
 
@@ -64,7 +64,7 @@ def cell_body(
         waits = _saves_together(group)
         if role in (Role.ALL, Role.FIRST) and any(ENVIRONMENT in graph.stores_of(p.statement.usage) for p in group):
             note = context.edit("environment", "the launcher's variables stay as they were")
-            made.append(lead(_call(context.names["keep_launched"]), [note]))
+            made.append(lead(parse_line(f"{context.names['keep_launched']}()"), [note]))
         if pending:
             top = made[0]
             made[0] = top.with_changes(leading_lines=[*pending, *top.leading_lines])  # type: ignore[attr-defined]
@@ -87,8 +87,8 @@ def _seeds(group: list[EditedStatement], context: ConversionContext) -> list[cst
     context.cell = group[0].statement.cell
     note = context.edit("seed", "unseeded random choices: every process must make the same")
     number, generators = seed
-    given = [str(context.options.seed + number), *(f'"{name}"' for name in generators)]
-    return [lead(_call(context.names["same_draws"], ", ".join(given)), [note])]
+    given = ", ".join([str(context.options.seed + number), *(f'"{name}"' for name in generators)])
+    return [lead(parse_line(f"{context.names['same_draws']}({given})"), [note])]
 
 
 def _comments(
@@ -164,7 +164,8 @@ def _made(
             leading_lines=_leading(nodes),
         )
         return [lead(block, [note])]
-    return [*nodes, *([_call(names["wait_for_everyone"])] if _saves_together(group) else [])]
+    wait = [parse_line(f"{names['wait_for_everyone']}()")] if _saves_together(group) else []
+    return [*nodes, *wait]
 
 
 def needs_no_guard(statement: Statement, graph: Graph) -> bool:
@@ -253,10 +254,10 @@ def _guard(
         # A block may leave a name unbound: a loop over nothing, a branch not taken.
         bound = any(name in p.statement.usage.writes and not p.statement.conditional for p in group)
         value = name if bound or any(name in p.statement.usage.mutates for p in group) else f'globals().get("{name}")'
-        made.append(_line(f"{name} = {names['from_main']}(lambda: {value})"))
+        made.append(parse_line(f"{name} = {names['from_main']}(lambda: {value})"))
     slow = Effect.INFER in effects and group[-1].index < graph.last_seed
     if not share and (effects & _WAITS or slow):
-        made.append(_call(names["wait_for_everyone"]))
+        made.append(parse_line(f"{names['wait_for_everyone']}()"))
     return made
 
 
@@ -297,13 +298,3 @@ class _NoBlankIndent(cst.CSTTransformer):
 
     def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
         return updated_node if updated_node.comment else updated_node.with_changes(indent=False)
-
-
-def _call(name: str, argument: str = "") -> cst.BaseStatement:
-    return _line(f"{name}({argument})")
-
-
-def _line(source: str) -> cst.SimpleStatementLine:
-    line = cst.parse_statement(source)
-    assert isinstance(line, cst.SimpleStatementLine)
-    return line

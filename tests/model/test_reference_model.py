@@ -49,7 +49,7 @@ def test_other_tokens_are_refused(tiny_model: Path, other: Path) -> None:
     ("base", "reason"),
     [
         ("", "is an adapter whose adapter_config.json does not name its base model"),
-        ("missing/folder/of", "the base model of reference_model .* cannot be loaded: model missing/folder/of: there is no such"),
+        ("missing/folder/of", "reference_model: the base of .*, model missing/folder/of: there is no such"),
         (None, "The adapter in .* is damaged: adapter_model.safetensors cannot be read"),
     ],
 )  # fmt: skip

@@ -63,13 +63,9 @@ def check_reference_files(settings: Settings, runtime: Runtime) -> None:
         if reference is None or base is None:
             return
         name, revision = str(base.model), base.model_revision
-        try:
+        with _named(reference, base):
             check_local_model(name, safetensors_only=base.use_safetensors)
             check_quantization(base, runtime.backend, read_model_file(name, "config.json", revision))
-        except UserError as error:
-            if base == reference:
-                raise
-            raise UserError(f"the base model of reference_model {reference.model} cannot be loaded: {error}") from None
         if base != reference and is_folder(reference):
             check_adapter_file(Path(str(reference.model)).expanduser())
 
@@ -87,8 +83,10 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
         reference = base_of_reference(settings)
         if reference is None:
             return
-        check_class(reference)
-        ours, theirs = tokenizer.get_vocab(), load_tokenizer(reference).get_vocab()
+        with _named(settings.of_reference, reference):
+            check_class(reference)
+            theirs = load_tokenizer(reference).get_vocab()
+        ours = tokenizer.get_vocab()
         if ours != theirs:
             token = min(token for token, _ in ours.items() ^ theirs.items())
             raise UserError(
@@ -98,6 +96,16 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
             )
 
     runtime.on_main(check)
+
+
+@contextmanager
+def _named(reference: Settings | None, base: Settings) -> Iterator[None]:
+    """Say in an error of the block, which names a model only, that it is that of --reference_model."""
+    try:
+        yield
+    except UserError as error:
+        of = "" if reference in (None, base) else f"the base of {reference.model}, "
+        raise UserError(f"reference_model: {of}{error}") from None
 
 
 def load_reference(

@@ -15,7 +15,8 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints.identity import run_identity
 from unsloth_ddp.checkpoints.manifest import compare_runs
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.loading.reference_model import base_of_reference, check_reference_files, check_reference_tokens
+from unsloth_ddp.model.files.check import base_of_reference
+from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CPU = cpu_runtime()

@@ -18,6 +18,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import (
     ADAPTER_FILE,
     ADAPTER_WEIGHTS,
+    base_of_reference,
     check_adapter_file,
     check_local_model,
     check_quantization,
@@ -27,28 +28,6 @@ from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.model.forward.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.utils.errors import UserError
-
-
-def base_of_reference(settings: Settings) -> Settings | None:
-    """Return the settings that load the model of --reference_model, or the base model of the adapter that it names; None without one.
-
-    Raises:
-        UserError: the adapter does not name its base model.
-    """
-    reference = settings.of_reference
-    if reference is None:
-        return None
-    adapter = read_model_file(str(reference.model), ADAPTER_FILE, reference.model_revision)
-    if adapter is None:
-        return reference
-    base = str(adapter.get("base_model_name_or_path") or "").strip()
-    if not base:
-        raise UserError(
-            f"reference_model {reference.model} is an adapter whose {ADAPTER_FILE} does not name its base model; write the model's "
-            "name or folder there as base_model_name_or_path."
-        )
-    revision = settings.model_revision if base == settings.model else adapter.get("revision")
-    return dataclasses.replace(reference, model=base, model_revision=revision)
 
 
 def check_reference_files(settings: Settings, runtime: Runtime) -> None:

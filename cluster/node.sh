@@ -443,6 +443,18 @@ is_named() {
   [[ -n $config ]] && grep -Es '^run_name *:' "$config" | grep -Eiqv '^run_name *: *(null|none|~)? *(#.*)?$'
 }
 
+# Check whether nothing is left to do, although this node's part ended with an error: its ranks had seen the result written, or
+# no node came and the run's folder has the result.
+is_finished() {
+  [[ -e $code_file.done ]] && return
+  ((NNODES > 1)) && [[ ! -e $folder/began ]] && python - "${train_arguments[@]}" >/dev/null 2>&1 <<'PYTHON'
+import sys
+from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.run.folder import is_finished
+sys.exit(not is_finished(parse_settings(sys.argv[1:], "")))
+PYTHON
+}
+
 # Check whether the master's launcher waits for nodes: in the store of a job that has begun, nodes have told their ranks.
 master_waits() {
   timeout 30 python - "$MASTER_ADDR" "$MASTER_PORT" 2>/dev/null <<'PYTHON'
@@ -517,6 +529,10 @@ main() {
     ((code == 0)) && [[ -z $stop ]] && trained=1 && train
     # A stop that came before the training began.
     ((trained)) || [[ -z $stop ]] || read_exit_code
+    if ((trained && code && code != 2)) && is_finished; then
+      say "node $NODE_RANK: the result was written before, so nothing is left to do here"
+      code=0
+    fi
     # A start that saved a later step than all before it has made progress.
     if ((code)) && (($(saved_step) > furthest)); then
       restarts=0 furthest=$(saved_step)

@@ -108,14 +108,15 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job,
         (step,) = manifest_steps(stopped)[-1:]
         assert f"Stopped on {number.name}; the same command resumes from {stopped}/checkpoint-{step}" in printed
         assert note.read_text() == "75\n"
-        assert not (stopped / "summary.json").exists()
+        assert not (stopped / "summary.json").exists() and not (place / "code.done").exists()
     late = f"{options} --max_time 1h"
     printed = job(late, "stopped", 2, code=75, target=train_after_the_time_limit).output
     assert "Stopped on max_time 1h" in printed
     # A stop at the end of an epoch is saved before its evaluation, which the next stop interrupts without another save.
     assert len(manifest_steps(stopped)) in (2, 3)
-    job(options, "stopped", 2)
+    job(options, "stopped", 2, environ=environ)
     assert_same(ends(stopped, LAST), ends(whole_run(2), LAST))
+    assert (place / "code.done").exists()
 
 
 def test_another_world_size_goes_on_at_the_right_row_and_says_so(job, whole_run, place):

@@ -224,13 +224,19 @@ def test_a_missing_node_ends_the_others_in_time_and_is_named(three_hosts, job, t
 
 
 @pytest.mark.slow
-def test_without_preflight_a_missing_node_ends_the_launcher_in_time(two_hosts, job, tmp_path):
-    words = ["bash", NODE_SH, *job.words, "--no_preflight"]
+@pytest.mark.parametrize("finished", [False, True])
+def test_without_preflight_a_missing_node_ends_the_launcher_in_time(finished, two_hosts, job, tmp_path):
+    words = ["bash", NODE_SH, *job.words, "--no_preflight", "--run_name", "ended"]
+    if finished:
+        # A node that went down at the end of a job comes back after the others are done.
+        (tmp_path / "outputs" / "ended").mkdir(parents=True)
+        (tmp_path / "outputs" / "ended" / "summary.json").touch()
     process = two_hosts[0].start(words, tmp_path / "node1.txt", variables(two_hosts, 0, START_TIMEOUT="15"), tmp_path)
-    assert wait_for_all([process], 150) == [1]
+    assert wait_for_all([process], 150) == [0 if finished else 1]
     text = (tmp_path / "node1.txt").read_text()
     assert "not every node arrived at node1:6001 within 15 s" in text, text
     assert "1/2 clients joined" in text
+    assert ("the result was written before, so nothing is left to do here" in text) == finished
 
 
 @pytest.mark.slow

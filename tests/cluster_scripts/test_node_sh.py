@@ -246,6 +246,13 @@ def test_restarts(node):
         assert len(node.calls()) == 1
 
 
+def test_a_process_that_dies_once_the_result_is_written_changes_nothing(node):
+    script = 'touch "$UNSLOTH_DDP_EXIT_CODE_FILE.done"; exit 1'
+    code, text = node("--cpu --no_preflight --max_restarts 2", SCRIPT=script)
+    assert code == 0 and len(node.calls()) == 1
+    assert "node 0: the result was written before, so nothing is left to do here" in text
+
+
 @pytest.mark.parametrize(
     ("words", "config", "named"),
     [

@@ -88,6 +88,13 @@ def note_saved_step(step: int, environ: Mapping[str, str] = os.environ) -> None:
             Path(f"{path}.step").write_text(f"{step}\n", encoding="utf-8")
 
 
+def note_finished(environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the job's script that the result is written: a process that dies after that is no reason to start again."""
+    if path := _code_file(environ):
+        with contextlib.suppress(OSError):
+            Path(f"{path}.done").touch()
+
+
 # Sentences that a thread of this process has printed or is about to print.
 _told: set[str] = set()
 

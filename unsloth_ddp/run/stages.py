@@ -27,6 +27,7 @@ from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
+from unsloth_ddp.distributed.exit_codes import note_finished
 from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
@@ -257,6 +258,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str,
             f"The result is written and complete, but no checkpoint was: {checkpoints.failed}. Nothing is left to do for "
             "this run; look after the disk before the next one."
         )
+    note_finished()
 
 
 def _restore_settings(run: Run) -> bool:

@@ -116,9 +116,9 @@ def broken_png() -> bytes:
     return png(size=(64, 64))[:-40]
 
 
-def huge_png() -> bytes:
-    """A file of some hundred bytes that says it has 30,000 x 30,000 pixels."""
-    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+def pretending_png(side: int) -> bytes:
+    """A file of some hundred bytes that says how many pixels it has on a side."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
     body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
     return b"\x89PNG\r\n\x1a\n" + body
@@ -134,6 +134,15 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["/nowhere/none.png"]}, "image /nowhere/none.png: there is no such file; check the path"),
         ({**SHOWN, "images": ["text.png"]}, "text.png is not an image in a known format (PNG, JPEG, "),
         ({**SHOWN, "images": ["broken.png"]}, "broken.png cannot be decoded: "),
+        ({**SHOWN, "images": ["cut.jpg"]}, "cut.jpg cannot be decoded: image file is truncated"),
+        ({**SHOWN, "images": ["none.gif"]}, "none.gif is not an image in a known format"),
+        ({**SHOWN, "images": ["large.png"]}, "large.png has 9,000 x 9,000 pixels, over the limit of 64,000,000; scale it down."),
+        ({**SHOWN, "images": ["pointer.png"]}, "pointer.png is a pointer of Git LFS, not the image; run git lfs pull"),
+        ({**SHOWN, "images": ["data:image/png,abc"]}, "an image in base64 cannot be decoded"),
+        ({**SHOWN, "images": ["data:text/plain;base64,aGVsbG8="]}, "image in the row is not an image in a known format"),
+        ({**SHOWN, "images": '["good.png"'}, "images is text that is not JSON"),
+        ({"messages": [asking({"type": "image", "file": "good.png"}), ANSWER]}, "the row has 0 images for 1 place"),
+        ({"messages": [asking({"type": "image", "image": ["good.png"]}), ANSWER]}, "an image is a list, not a path or bytes"),
         ({**SHOWN, "images": ["empty.png"]}, "empty.png is empty; fix it or remove the row."),
         ({**SHOWN, "images": ["huge.png"]}, "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
         ({**SHOWN, "images": ["drawing.svg"]}, "drawing.svg is not an image in a known format"),
@@ -154,7 +163,7 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({"messages": [asking({"type": "image", "index": "0"}), ANSWER], "images": ["good.png"]}, "the index of an image part is '0'"),
         ({"messages": [asking({"type": "image", "image": "good.png", "weight": 0}), ANSWER]}, "a content part has weight 0 or false"),
         ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, or give a path."),
-        (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places."),
+        (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places, in image parts or the column images."),
         ({**SHOWN, "images": ["good.png", "good.png"]}, "the row has 2 images for 1 place (image parts in its messages)"),
         ({"messages": [{"role": "user", "content": "<image> and <image>"}, ANSWER], "images": ["good.png"]}, "the row has 1 image for 2 places (<image> in its messages)"),
         ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": []}, "the row has 0 images for 1 place (<image> in its messages)"),
@@ -172,9 +181,13 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
     ],
 )  # fmt: skip
 def test_a_bad_image_is_refused_in_one_sentence_with_its_line(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    written = io.BytesIO()
+    Image.effect_noise((64, 64), 60).save(written, "JPEG")
+    jpeg = written.getvalue()
     contents = {
-        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": huge_png(), "line.png": png(size=(1, 4000)),
+        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": pretending_png(30_000), "large.png": pretending_png(9000), "none.gif": b"GIF89a" + bytes(7), "line.png": png(size=(1, 4000)),
         "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "pointer.png": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cut.jpg": jpeg[: len(jpeg) // 2],
     }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

@@ -25,6 +25,7 @@ LONGEST_SIDE = 200
 THUMBNAIL, THUMBNAIL_START = 160, "data:image/jpeg;base64,"
 # Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass
@@ -171,6 +172,8 @@ def _content(value: str, name: str) -> io.BytesIO:
             raise UserError(f"image {name} has {size:,} bytes, over the limit of {MOST_BYTES:,}; write it smaller.")
     if not content:
         raise UserError(f"image {name} is empty; fix it or remove the row.")
+    if content.startswith(LFS_POINTER):
+        raise UserError(f"image {name} is a pointer of Git LFS, not the image; run git lfs pull in its repository.")
     return io.BytesIO(content)
 
 

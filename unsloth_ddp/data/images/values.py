@@ -204,7 +204,7 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     if places != len(given):
         raise UserError(
             f"the row has {_number(len(given), 'image')} for {_number(places, 'place')} ({'image parts' if inline else MARKER} in its "
-            "messages); give as many images as places."
+            "messages); give as many images as places, in image parts or the column images."
         )
     if not inline and places:
         for message in messages:

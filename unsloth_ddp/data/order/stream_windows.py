@@ -140,7 +140,7 @@ def streamed_windows(
         processing: of images, if the first rows have some.
     """
     encoder = make_encoder(settings, tokenizer, template_date, processing)
-    files = ImageFiles.of(settings.image_folder, [one for one in streamed_sources(settings.dataset) if is_file(one)])
+    files = ImageFiles.of(settings, [one for one in streamed_sources(settings.dataset) if is_file(one)])
     revisions = dataset_revisions(settings)
     sizes = _sizes(streamed_sources(settings.dataset))
 

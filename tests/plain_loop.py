@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -156,3 +157,63 @@ class PlainLoop:
         expected = torch.cat([(now[names[key]] - self.initial[names[key]]).flatten() for key in shared])
         update = torch.cat([(weights[key].double() - self.initial[names[key]]).flatten() for key in shared])
         assert ((update - expected).norm() / expected.norm()).item() < TOLERANCE
+
+
+# Token ids of a prompt and its answer, and the position of the answer's first token.
+Answer = tuple[list[int], int]
+
+
+class AnswerLoop(PlainLoop):
+    """Compare answers with a reference: the untrained model, another one, or an adapter on the untrained one.
+
+    Args:
+        folder: of the model.
+        rows: a file; `read` makes two answers of each row.
+        full: whether every weight is trained.
+        packed: whether the two answers of rows are joined to packs of up to 2 x most tokens.
+        reference: folder of another model or an adapter.
+    """
+
+    rate: float
+    most: int
+
+    def __init__(
+        self, folder: Path, rows: Path, *, full: bool = False, packed: bool = False, reference: Path | None = None
+    ) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.answers = self.read([json.loads(line) for line in rows.read_text().splitlines()])
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.untrained = copy.deepcopy(base).double()
+        if reference and (reference / "adapter_config.json").exists():
+            self.untrained = PeftModel.from_pretrained(copy.deepcopy(base), reference).double()
+        elif reference:
+            self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
+        lengths = [sum(len(ids) for ids, _ in two) for two in self.answers]
+        units = units_of(lengths, 2 * self.most if packed else None)
+        super().__init__(base, units, self.rate, None if full else "all-linear")
+
+    def read(self, rows: list[dict[str, Any]]) -> list[list[Answer]]:
+        """Return the two answers of each row."""
+        raise NotImplementedError
+
+    def tokens(self, prompt: list[Any], answer: list[Any]) -> Answer:
+        """Return an answer with its prompt, cut."""
+        start = len(self.tokenizer.apply_chat_template(prompt, return_dict=False))
+        ids = self.tokenizer.apply_chat_template(prompt + answer, return_dict=False)
+        # The role's token opens the answer, and is not part of it.
+        return ids[: self.most], start + 1
+
+    def compared(self, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probability of an answer, and that under the reference without a graph."""
+        with torch.no_grad():
+            reference = self._sum(self.untrained, answer)
+        return self._sum(self.model, answer), reference
+
+    @staticmethod
+    def _sum(model: Any, answer: Answer) -> torch.Tensor:
+        ids, start = torch.tensor(answer[0]), answer[1]
+        scores = torch.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
+        return scores[torch.arange(len(ids) - 1), ids[1:]][start - 1 :].sum()

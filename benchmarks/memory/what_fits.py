@@ -57,7 +57,7 @@ def ways_to_train(shape: ModelShape, method: Method, gpu_gb: float, count: int) 
     # Checkpointing as in the measured runs; a run without it takes more where there is room.
     settings = Settings(model="m", method=method, max_length=TOKENS, gradient_checkpointing="torch")
     lengths = np.full(COUNTS[-1] * ACCUMULATION, TOKENS)
-    rows = RowLengths(lengths, 1).packed(best_fit(lengths, TOKENS))
+    rows = RowLengths(lengths, lengths).packed(best_fit(lengths, TOKENS))
     work = make_workload(settings, rows, TOKENS, BatchPlan(1, ACCUMULATION, count))
     # FSDP2 takes less memory than ZeRO-3 and needs no extra package.
     shardings: Sequence[Sharding] = ("none", "zero2", "fsdp2", "zero3") if count > 1 else ("none",)

@@ -42,7 +42,12 @@ PEERS: dict[str, tuple[int, list[str]]] = {
     "unsloth_tuned": (16, TUNED),
     "unsloth_tuned_small": (8, TUNED),
 }
-KIT = {"kit": [], "kit_all": ["--loss_on", "all"]}
+KIT = {
+    "kit": [],
+    "kit_transformers": ["--backend", "transformers"],
+    "kit_uncompiled": ["--cuda_graphs", "off"],
+    "kit_all": ["--loss_on", "all"],
+}
 
 
 def write_model(folder: Path, *, tiny: bool) -> None:
@@ -164,7 +169,10 @@ def main() -> None:
     )
     parser.add_argument("--rows_a_step", type=int, default=ROWS_A_STEP)
     parser.add_argument(
-        "--steps", type=int, default=60, help="of the kit; those of the first two log lines are not counted"
+        "--steps",
+        type=int,
+        default=220,
+        help="of the kit, which compiles from 200 on; those of the first two log lines are not counted",
     )
     parser.add_argument("--seconds", type=float, default=15, help="of a peer's steps that are measured")
     parser.add_argument("--limit", type=float, default=300, help="seconds of a run at most")

@@ -120,7 +120,7 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"instruction": "a", "input": "b", "output": None}, "output is null; give it a value or remove the row."),
         ({"text": None}, "text is null; give it a value or remove the row."),
         ({"messages": None, "id": 3}, "messages is null; give it a value or remove the row."),
-        ({"messages": str(CHAT)}, "messages is a list as Python or NumPy prints it, which is not JSON; write the table again"),
+        ({"messages": str(CHAT)}, "messages is a list or object as Python or NumPy prints it, which is not JSON; write the table again"),
         ({}, "unknown columns (none); "),
         ({f"c{i}": 1 for i in range(99)}, "c18, c19 and 79 more); "),
         (CHAT, "the row is a list of objects; if each is a row, name the file .json instead of .jsonl."),

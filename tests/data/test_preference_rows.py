@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ ASK, GOOD, BAD = (
 )
 PAIR = Example([ASK, GOOD], prompt_messages=1, rejected=Example([ASK, BAD], prompt_messages=1))
 SYSTEM = {"role": "system", "content": "S"}
+
+
+def sharegpt(message: dict[str, str]) -> dict[str, str]:
+    """Return a message in ShareGPT's form."""
+    return {"from": {"user": "human", "assistant": "gpt"}[message["role"]], "value": message["content"]}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,11 @@ SYSTEM = {"role": "system", "content": "S"}
         {"prompt": "Q", "chosen": [GOOD], "rejected": [ASK, BAD]},
         {"prompt": [], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
+        # A table of texts: messages, and lists of them, as JSON of either form.
+        {"prompt": json.dumps(ASK), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)},
+        {"chosen": json.dumps([ASK, GOOD]), "rejected": json.dumps([ASK, BAD]), "prompt": "Q"},
+        {"conversations": json.dumps([sharegpt(ASK)]), "chosen": json.dumps(sharegpt(GOOD)), "rejected": json.dumps(sharegpt(BAD))},
+        {"chosen": json.dumps([sharegpt(ASK), sharegpt(GOOD)]), "rejected": json.dumps([sharegpt(ASK), sharegpt(BAD)])},
     ],
 )  # fmt: skip
 def test_every_form_of_a_pair_is_read(row: dict[str, Any]) -> None:
@@ -97,9 +108,15 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"messages": [ASK, GOOD]}, "the row has one answer, which --task sft learns; a pair has chosen and rejected"),
+        (
+            {"messages": [ASK, GOOD]},
+            "the row has one answer; give --task sft, or write pairs, which have chosen and rejected",
+        ),
         ({"chosen": [ASK, GOOD]}, "the row has no rejected answer beside the other"),
-        ({"a": 1}, "the row (a) is no pair of answers; it needs chosen and rejected"),
+        (
+            {"a": 1},
+            "the row (a) is no pair of answers that the kit knows; write the better answer as chosen and the other",
+        ),
         ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "the rejected answer: the conversation has no assistant turn"),
         (
             {"prompt": "a", "chosen": "b", "rejected": 5},
@@ -123,6 +140,11 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
             {"messages": [ASK, GOOD], "chosen": "good", "rejected": "bad"},
             "the prompt ends with an assistant message, and",
         ),
+        (
+            {"chosen": str([ASK, GOOD]), "rejected": str([ASK, BAD])},
+            "chosen is a list or object as Python or NumPy prints it",
+        ),
+        ({"prompt": "Q", "chosen": str(GOOD), "rejected": str(BAD)}, "chosen is a list or object as Python or NumPy"),
         ([1], "the row is a list"),
     ],
 )
@@ -157,7 +179,9 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
     assert first[:prompt] == second[:prompt]
     # Without room for an answer there is nothing to compare.
     assert set(encode_row(encoder, to_pair(row), prompt).labels) == {IGNORED}
-    assert encode_row(encoder, to_pair({**row, "rejected": [GOOD]}), 64).notes == ("identical",)
+    same = to_pair({**row, "rejected": [GOOD]})
+    assert encode_row(encoder, same, 64).notes == ("identical",)
+    assert encode_row(encoder, same, prompt + 1).notes == ()
     empty = [{**BAD, "content": " "}]
     assert encode_row(encoder, to_pair({**row, "rejected": empty}), 64).notes == ("empty",)
     labelled = to_labelled({"prompt": row["prompt"], "completion": empty, "label": False})
@@ -180,14 +204,13 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
         ("--task dpo --method full --reference adapter_off", "reference adapter_off does not work with task dpo"),
         (
             "--task dpo --method full --streaming --max_steps 3",
-            "method full does not work with task dpo: its reference",
+            "method full with streaming does not work with task dpo: its reference",
         ),
         ("--task simpo --reference_model other", "reference_model other is for --task dpo or kto"),
         (
             "--task dpo --reference_model other --reference adapter_off",
             "reference adapter_off with reference_model does",
         ),
-        ("--task dpo --reference_model other --streaming --max_steps 3", "reference_model does not work with task dpo"),
         ("--task kto --reference_model_revision main", "reference_model_revision main names no model"),
         ("--task dpo --loss_on all", "loss_on all does not work with task dpo"),
         ("--task dpo --desirable_weight 2", "desirable_weight 2.0 is for --task kto"),

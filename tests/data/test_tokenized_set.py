@@ -98,7 +98,7 @@ def test_what_is_not_read_is_told_once(tmp_path: Path, tokenizer: Any, capsys: p
     assert capsys.readouterr().out.splitlines() == [
         f"Columns of {tmp_path}/rows.jsonl that are not read: id (3 rows), source (3 rows).",
         "1 of 4 training rows: prompt and answer are texts, which are joined without the chat template and with nothing "
-        "between them; to use the template, give lists of messages, or Alpaca's columns (instruction and output).",
+        "between them; to use the template, give lists of messages, or Alpaca's columns (instruction and output; in pairs, instruction in place of prompt).",
         "Keys of training messages that the chat template does not read: name (3 rows).",
     ]
 

@@ -15,7 +15,8 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints.identity import run_identity
 from unsloth_ddp.checkpoints.manifest import compare_runs
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.loading.reference_model import base_of_reference, check_reference_files, check_reference_tokens
+from unsloth_ddp.model.files.check import base_of_reference
+from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CPU = cpu_runtime()
@@ -49,7 +50,7 @@ def test_other_tokens_are_refused(tiny_model: Path, other: Path) -> None:
     ("base", "reason"),
     [
         ("", "is an adapter whose adapter_config.json does not name its base model"),
-        ("missing/folder/of", "the base model of reference_model .* cannot be loaded: model missing/folder/of: there is no such"),
+        ("missing/folder/of", "reference_model: the base of .*, model missing/folder/of: there is no such"),
         (None, "The adapter in .* is damaged: adapter_model.safetensors cannot be read"),
     ],
 )  # fmt: skip

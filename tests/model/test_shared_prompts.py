@@ -128,7 +128,7 @@ def test_rows_and_tokens_are_counted_as_without_it() -> None:
 def test_log_probabilities_of_answers_are_those_of_whole_rows() -> None:
     model = make("Qwen3", **QWEN3)
     varlen.use(model)
-    compute = AnswerLogProbabilities.of(model)
+    compute = AnswerLogProbabilities(model)
     apart, once = (compute(model, Collate(PadRight(0), flatten, by_row=True)(PACKS)) for flatten in (APART, ONCE))
     assert apart.shape == (8,) and (apart < 0).all()
     torch.testing.assert_close(once, apart, rtol=1e-5, atol=1e-5)

@@ -229,7 +229,7 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in captured.trained)
     captured.forget()
     captured.forward.layers[1].register_forward_pre_hook(fail)
-    assert capture_sizes(captured, example) == "capturing it failed: no such layer"
+    assert capture_sizes(captured, example) == "trying it failed: no such layer"
     assert all(p.grad is None for p in captured.trained)
 
 
@@ -329,7 +329,7 @@ def test_a_pass_that_fails_is_named() -> None:
     captured = captured_of(model)
     captured.forward.layers[1].register_forward_pre_hook(fail)
     reason = check_capture(captured, batches()[0], lambda one: one["labels"].sum() * _bent(model))
-    assert reason == "capturing it failed: no such layer"
+    assert reason == "trying it failed: no such layer"
 
 
 def test_models_whose_head_is_no_plain_matrix_are_refused() -> None:

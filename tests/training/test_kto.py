@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import demo_rows, save_llama, write_jsonl
-from tests.plain_loop import PlainLoop, assert_same_end, history, run_once, units_of
+from tests.plain_loop import Answer, AnswerLoop, assert_same_end, history, run_once
 from tests.ranks import run_ranks, train
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.training.tasks.kto import KtoTask
@@ -50,60 +50,37 @@ def job(tmp_path_factory, tiny_model, labelled):
     return run
 
 
-class KtoLoop(PlainLoop):
+class KtoLoop(AnswerLoop):
     metrics = (
         "loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected",
     )  # fmt: skip
+    rate, most = RATE, MOST
 
-    def __init__(
-        self, folder: Path, rows: Path, full: bool = False, packed: bool = False, reference: Path | None = None
-    ) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    def __init__(self, *paths: Path, **given: Any) -> None:
+        super().__init__(*paths, **given)
+        assert max(one["kl"] for one in self.logged) > 0.01, self.logged
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        read = [json.loads(line) for line in rows.read_text().splitlines()]
-        own = []
-        for row in read:
-            # The role's token opens the answer, and is not part of it.
-            start = len(tokenizer.apply_chat_template(row["prompt"], return_dict=False)) + 1
-            ids = tokenizer.apply_chat_template(row["prompt"] + row["completion"], return_dict=False)
-            own.append((ids[:MOST], start))
+    def read(self, rows: list[dict[str, Any]]) -> list[list[Answer]]:
+        """Return the answer of each row, and that of its mismatched row."""
+        self.labels = [row["label"] for row in rows]
+        own = [self.tokens(row["prompt"], row["completion"]) for row in rows]
         cycle = np.arange(len(own))
         np.random.default_rng(0).shuffle(cycle)
         partner = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
         mixed = [(ids[:start] + own[partner[i]][0][own[partner[i]][1] :], start) for i, (ids, start) in enumerate(own)]
         assert any(len(ids) > MOST for ids, _ in mixed), "no mismatched row is cut"
-        self.answers = [(a, (b[0][:MOST], b[1]), r["label"]) for a, b, r in zip(own, mixed, read, strict=True)]
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.untrained = copy.deepcopy(base).double()
-        if reference:
-            self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
-        # A pack holds a row and its mismatched row of any length.
-        lengths = [len(one[0]) + len(other[0]) for one, other, _ in self.answers]
-        units = units_of(lengths, 2 * MOST if packed else None)
-        super().__init__(base, units, RATE, None if full else "all-linear")
-        assert max(one["kl"] for one in self.logged) > 0.01, self.logged
-
-    @staticmethod
-    def answer(model, row: tuple[list[int], int]) -> torch.Tensor:
-        ids, start = torch.tensor(row[0]), row[1]
-        scores = torch.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
-        return scores[torch.arange(len(ids) - 1), ids[1:]][start - 1 :].sum()
+        return [[one, (ids[:MOST], start)] for one, (ids, start) in zip(own, mixed, strict=True)]
 
     def measure(self, rows) -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            mixed = [self.answers[i][1] for i in rows]
-            differences = [self.answer(self.model, row) - self.answer(self.untrained, row) for row in mixed]
-            kl = (sum(differences) / len(rows)).clamp(min=0)
+            mixed = [self.compared(self.answers[i][1]) for i in rows]
+            kl = (sum(policy - reference for policy, reference in mixed) / len(rows)).clamp(min=0)
         losses, rewards, logps = [], {True: [], False: []}, {True: [], False: []}
-        for row, _, label in (self.answers[i] for i in rows):
-            policy = self.answer(self.model, row)
-            with torch.no_grad():
-                ratio = policy - self.answer(self.untrained, row)
-            ratio = policy - (policy - ratio).detach()
+        for i in rows:
+            label, (policy, reference) = self.labels[i], self.compared(self.answers[i][0])
             sign, weight = (1, WEIGHTS[0]) if label else (-1, WEIGHTS[1])
-            losses.append(weight * (1 - torch.sigmoid(BETA * sign * (ratio - kl))))
-            rewards[label].append(BETA * ratio)
+            losses.append(weight * (1 - torch.sigmoid(BETA * sign * (policy - reference - kl))))
+            rewards[label].append(BETA * (policy - reference))
             logps[label].append(policy)
         good, bad = (sum(rewards[label]) / len(rewards[label]) for label in (True, False))
         return {
@@ -118,24 +95,18 @@ class KtoLoop(PlainLoop):
 
 
 @pytest.fixture(scope="module")
-def loops(tiny_model, labelled):
-    made: dict[tuple, KtoLoop] = {}
+def loop(tiny_model, labelled):
+    """Return the loop with the given options."""
     torch.set_num_threads(1)
-
-    def loop(*key) -> KtoLoop:
-        if key not in made:
-            made[key] = KtoLoop(tiny_model, labelled, *key)
-        return made[key]
-
-    return loop
+    return functools.cache(functools.partial(KtoLoop, tiny_model, labelled))
 
 
 @pytest.mark.parametrize(
     ("processes", "per_device"),
     [(1, 8), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
-def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loops):
-    loops().assert_equal(job(processes, per_device))
+def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loop):
+    loop().assert_equal(job(processes, per_device))
 
 
 @pytest.mark.parametrize(
@@ -147,26 +118,26 @@ def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loops):
         pytest.param((1, 4), "precomputed", marks=pytest.mark.slow),
     ],
 )
-def test_packed_answers_take_the_step_of_a_plain_loop(layout, reference, job, loops):
-    loops(False, True).assert_equal(job(*layout, f"--packing on --reference {reference}"))
+def test_packed_answers_take_the_step_of_a_plain_loop(layout, reference, job, loop):
+    loop(packed=True).assert_equal(job(*layout, f"--packing on --reference {reference}"))
 
 
-def test_another_reference_takes_the_step_of_a_plain_loop(job, tiny_model, labelled, tmp_path_factory):
+def test_another_reference_takes_the_step_of_a_plain_loop(job, loop, tmp_path_factory):
     # So close that its KL is not far from that of the model itself, at which the losses are not flat.
     other = save_llama(tmp_path_factory.mktemp("models") / "other", initializer_range=0.05, num_hidden_layers=3)
-    KtoLoop(tiny_model, labelled, False, False, other).assert_equal(job(2, 2, f"--reference_model {other}", "other"))
+    loop(reference=other).assert_equal(job(2, 2, f"--reference_model {other}", "other"))
 
 
-def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loops):
-    loops(True).assert_equal(job(2, 1, "--method full", "full"))
+def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loop):
+    loop(full=True).assert_equal(job(2, 1, "--method full", "full"))
 
 
 @pytest.mark.parametrize("reference", ["precomputed", pytest.param("adapter_off", marks=pytest.mark.slow)])
-def test_a_killed_run_ends_like_a_whole_one(reference, job, loops):
+def test_a_killed_run_ends_like_a_whole_one(reference, job, loop):
     options = f"--reference {reference} --lora_dropout 0 --save_strategy steps --save_steps 1"
     whole = job(2, 2, options, f"whole-{reference}")
     # Both routes to the reference take the same steps.
-    loops().assert_equal(whole)
+    loop().assert_equal(whole)
     resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", f"resumed-{reference}")
     assert_same_end(whole, resumed, KtoLoop.metrics)
 
@@ -213,6 +184,6 @@ def test_a_stop_interrupts_the_pass_that_computes_the_kl_of_an_evaluation(tiny_m
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
-def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loops):
+def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loop):
     folder = job(2, 2, f"--method {method}", f"fsdp2-{method}", {"UNSLOTH_FSDP2": "1"})
-    loops(method == "full").assert_equal(folder)
+    loop(full=method == "full").assert_equal(folder)

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tests.conftest import demo_rows, save_llama
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
@@ -24,7 +25,7 @@ from unsloth_ddp.data.sources.preference import to_labelled, to_pair
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.training.tasks.kto import KtoTask
 from unsloth_ddp.training.tasks.pair_losses import PairLoss, log1mexp
-from unsloth_ddp.training.tasks.pairs import COLUMNS, PairTask
+from unsloth_ddp.training.tasks.pairs import PairTask
 from unsloth_ddp.training.tasks.reference import without_adapter
 from unsloth_ddp.utils.errors import UserError
 
@@ -68,7 +69,7 @@ def batch_of(rows: list[dict], tokenizer: Any, max_length: int = 64) -> dict[str
 def make_task(model: Any, **settings: Any) -> Any:
     data: Any = None
     chosen = Settings(**{"task": "dpo", "beta": BETA, **settings})
-    return (KtoTask if chosen.task == "kto" else PairTask).of(chosen, model, data)
+    return (KtoTask if chosen.task == "kto" else PairTask).of(chosen, cpu_runtime(), model, data)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_losses_and_gradients_are_those_of_trl(trl_dpo, trained, losses, setting
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(gradient(model, loss), expected_gradient, rtol=1e-4, atol=1e-7)
     # Without dropout in the reference also where the policy has it.
-    assert task.metrics(dict(zip(COLUMNS, sums.tolist(), strict=True)))["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert task.metrics(dict(zip(task.columns, sums.tolist(), strict=True)))["loss"] == pytest.approx(
+        loss.item(), rel=1e-6
+    )
 
 
 LABELLED = [{"prompt": row["prompt"], "completion": row["chosen"] if good else row["rejected"], "label": good}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import functools
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
 from tests.conftest import demo_rows, save_llama, write_jsonl
-from tests.plain_loop import GLOBAL_BATCH, STEPS, PlainLoop, assert_same_end, history, run_once, units_of
+from tests.plain_loop import GLOBAL_BATCH, STEPS, Answer, AnswerLoop, assert_same_end, history, run_once
 from tests.ranks import run_ranks, train
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.training_data import TrainingData
@@ -73,46 +73,20 @@ def job(tmp_path_factory, tiny_model, pairs):
     return run
 
 
-class PairLoop(PlainLoop):
+class PairLoop(AnswerLoop):
     metrics = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "nll_loss")
     undecided = ("rewards/accuracies",)
+    rate, most = RATE, MOST
 
     def __init__(
-        self,
-        folder: Path,
-        rows: Path,
-        task: str,
-        sft_weight: float,
-        full: bool = False,
-        packed: bool = False,
-        reference: Path | None = None,
-        streamed: bool = False,
+        self, *paths: Path, task: str = "dpo", sft_weight: float = 0.5, streamed: bool = False, **given: Any
     ) -> None:
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        self.task, self.sft_weight, self.streamed = task, sft_weight, streamed
+        super().__init__(*paths, **given)
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.streamed = streamed
-        self.task, self.sft_weight = task, sft_weight
-        self.pairs = []
-        for line in rows.read_text().splitlines():
-            row = json.loads(line)
-            prompt = tokenizer.apply_chat_template(row["prompt"], return_dict=False)
-            whole = [
-                tokenizer.apply_chat_template(row["prompt"] + row[n], return_dict=False) for n in ("chosen", "rejected")
-            ]
-            # The role's token opens the answer, and is not part of it.
-            self.pairs.append([(torch.tensor(ids[:MOST]), len(prompt) + 1) for ids in whole])
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.untrained = copy.deepcopy(base).double()
-        if reference and (reference / "adapter_config.json").exists():
-            self.untrained = PeftModel.from_pretrained(copy.deepcopy(base), reference).double()
-        elif reference:
-            self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
-        # A pack holds two answers of any length.
-        lengths = [len(one[0]) + len(other[0]) for one, other in self.pairs]
-        units = units_of(lengths, 2 * MOST if packed else None)
-        super().__init__(base, units, RATE, None if full else "all-linear")
+    def read(self, rows: list[dict[str, Any]]) -> list[list[Answer]]:
+        """Return the chosen and the rejected answer of each row."""
+        return [[self.tokens(row["prompt"], row[name]) for name in ("chosen", "rejected")] for row in rows]
 
     def rows_of_steps(self) -> list[list[int]]:
         """Return rows as the seed orders them, or a step after the other of the file, again and again."""
@@ -120,19 +94,13 @@ class PairLoop(PlainLoop):
             return super().rows_of_steps()
         return (np.arange(STEPS * GLOBAL_BATCH) % self.rows).reshape(STEPS, GLOBAL_BATCH).tolist()
 
-    def answer(self, model, pair: int, side: int) -> tuple[torch.Tensor, int]:
-        ids, start = self.pairs[pair][side]
-        scores = torch.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
-        return scores[torch.arange(len(ids) - 1), ids[1:]][start - 1 :].sum(), len(ids) - start
-
     def measure(self, rows) -> dict[str, torch.Tensor]:
         found: dict[str, list] = {name: [] for name in ("pair", "chosen", "rejected", "right", "logp", "tokens")}
-        for pair in rows:
-            (chosen, long), (rejected, short) = (self.answer(self.model, pair, side) for side in (0, 1))
+        for pair in (self.answers[i] for i in rows):
+            (chosen, of_chosen), (rejected, of_rejected) = map(self.compared, pair)
+            long, short = (len(ids) - start for ids, start in pair)
             if self.task == "dpo":
-                with torch.no_grad():
-                    reference = [self.answer(self.untrained, pair, side)[0] for side in (0, 1)]
-                rewards = BETA * (chosen - reference[0]), BETA * (rejected - reference[1])
+                rewards = BETA * (chosen - of_chosen), BETA * (rejected - of_rejected)
                 loss = -logsigmoid(rewards[0] - rewards[1])
             else:
                 means = chosen / long, rejected / short
@@ -152,31 +120,25 @@ class PairLoop(PlainLoop):
 
 
 @pytest.fixture(scope="module")
-def loops(tiny_model, pairs):
-    made: dict[tuple, PairLoop] = {}
+def loop(tiny_model, pairs):
+    """Return the loop with the given options."""
     torch.set_num_threads(1)
-
-    def loop(*key) -> PairLoop:
-        if key not in made:
-            made[key] = PairLoop(tiny_model, pairs, *key)
-        return made[key]
-
-    return loop
+    return functools.cache(functools.partial(PairLoop, tiny_model, pairs))
 
 
 @pytest.mark.parametrize(
     ("processes", "per_device"),
     [(1, 8), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
-def test_dpo_with_a_term_of_its_own_divisor_takes_the_step_of_a_plain_loop(processes, per_device, job, loops):
-    loops("dpo", 0.5).assert_equal(job(processes, per_device, "--task dpo --sft_weight 0.5"))
+def test_dpo_with_a_term_of_its_own_divisor_takes_the_step_of_a_plain_loop(processes, per_device, job, loop):
+    loop().assert_equal(job(processes, per_device, "--task dpo --sft_weight 0.5"))
 
 
 @pytest.mark.parametrize(
     "layout", [(2, 2), pytest.param((1, 8), marks=pytest.mark.slow), pytest.param((4, 1), marks=pytest.mark.slow)]
 )
-def test_orpo_takes_the_step_of_a_plain_loop(layout, job, loops):
-    loops("orpo", 1.0).assert_equal(job(*layout, "--task orpo"))
+def test_orpo_takes_the_step_of_a_plain_loop(layout, job, loop):
+    loop(task="orpo", sft_weight=1.0).assert_equal(job(*layout, "--task orpo"))
 
 
 @pytest.mark.parametrize(
@@ -189,31 +151,31 @@ def test_orpo_takes_the_step_of_a_plain_loop(layout, job, loops):
         pytest.param((4, 1), "--task dpo --sft_weight 0.5", marks=pytest.mark.slow),
     ],
 )
-def test_packed_pairs_take_the_step_of_a_plain_loop(layout, extra, job, loops):
+def test_packed_pairs_take_the_step_of_a_plain_loop(layout, extra, job, loop):
     task, weight = ("dpo", 0.5) if "dpo" in extra else ("orpo", 1.0)
-    loops(task, weight, False, True).assert_equal(job(*layout, f"{extra} --packing on"))
+    loop(task=task, sft_weight=weight, packed=True).assert_equal(job(*layout, f"{extra} --packing on"))
 
 
-def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loops):
-    loops("dpo", 0.0, True).assert_equal(job(2, 1, "--task dpo --method full"))
+def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loop):
+    loop(sft_weight=0.0, full=True).assert_equal(job(2, 1, "--task dpo --method full"))
 
 
-def test_a_killed_run_with_a_precomputed_reference_ends_like_a_whole_one(job, loops):
+def test_a_killed_run_with_a_precomputed_reference_ends_like_a_whole_one(job, loop):
     options = (
         "--task dpo --sft_weight 0.5 --reference precomputed --lora_dropout 0 --save_strategy steps --save_steps 1"
     )
     whole = job(2, 2, options, "whole")
     # Both routes to the reference take the same steps.
-    loops("dpo", 0.5).assert_equal(whole)
+    loop().assert_equal(whole)
     resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", "resumed")
     assert_same_end(whole, resumed, PairLoop.metrics)
     (whole / "checkpoint-3" / "reference_log_probabilities.safetensors").stat()
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
-def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loops):
+def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loop):
     folder = job(2, 2, f"--task dpo --sft_weight 0.5 --method {method}", f"fsdp2-{method}", {"UNSLOTH_FSDP2": "1"})
-    loops("dpo", 0.5, method == "full").assert_equal(folder)
+    loop(full=method == "full").assert_equal(folder)
 
 
 SAVED = "--task dpo --sft_weight 0.5 --lora_dropout 0 --save_strategy steps --save_steps 1"
@@ -255,19 +217,19 @@ def test_a_reference_pass_takes_no_more_pairs_at_once_than_a_micro_batch():
     assert sizes == [2, 2, 2] and rows.added["reference"].tolist() == [[1, 1]] * 5 + [[0, 0]]
 
 
-def test_packed_pairs_with_another_reference_take_the_step_of_a_plain_loop(job, loops, other_model):
-    loop = loops("dpo", 0.5, False, True, other_model)
+def test_packed_pairs_with_another_reference_take_the_step_of_a_plain_loop(job, loop, other_model):
+    expected = loop(packed=True, reference=other_model)
     # Rewards begin elsewhere than at 0.
-    assert abs(loop.logged[0]["rewards/chosen"]) > 0.01
+    assert abs(expected.logged[0]["rewards/chosen"]) > 0.01
     folder = job(1, 1, f"--task dpo --sft_weight 0.5 --packing on --reference_model {other_model}", "packed-other")
-    loop.assert_equal(folder)
+    expected.assert_equal(folder)
     assert "computed once before step 1" in printed(folder)
 
 
-def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loops, other_model, tiny_model, tmp_path):
+def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loop, other_model, tiny_model, tmp_path):
     options = f"{SAVED} --reference_model {other_model}"
     whole = job(2, 2, options, "whole-other")
-    loops("dpo", 0.5, False, False, other_model).assert_equal(whole)
+    loop(reference=other_model).assert_equal(whole)
     resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", "resumed-other")
     assert_same_end(whole, resumed, PairLoop.metrics)
     assert "Loading reference model" in printed(whole) and "Loading reference model" not in printed(resumed)
@@ -296,37 +258,37 @@ def test_the_model_as_its_own_reference_gives_the_values_of_the_other_routes(job
 
 
 @pytest.mark.parametrize("layout", [(1, 8), (2, 2)])
-def test_an_adapter_as_reference_takes_the_step_of_a_plain_loop(layout, job, loops, adapter):
-    loop = loops("dpo", 0.5, False, False, adapter)
-    assert abs(loop.logged[0]["rewards/chosen"]) > 0.01
+def test_an_adapter_as_reference_takes_the_step_of_a_plain_loop(layout, job, loop, adapter):
+    expected = loop(reference=adapter)
+    assert abs(expected.logged[0]["rewards/chosen"]) > 0.01
     whole = job(*layout, f"{SAVED} --reference_model {adapter}", f"adapter-{layout[0]}")
-    loop.assert_equal(whole)
+    expected.assert_equal(whole)
     if layout[0] == 2:
         resumed = job(*layout, f"{SAVED} --reference_model {adapter} --resume {whole}/checkpoint-2", "adapter-resumed")
         assert_same_end(whole, resumed, PairLoop.metrics)
         assert "Loading reference model" not in printed(resumed)
 
 
-def test_full_weights_with_an_adapter_as_reference_take_the_step_of_a_plain_loop(job, loops, adapter):
-    loops("dpo", 0.0, True, False, adapter).assert_equal(
+def test_full_weights_with_an_adapter_as_reference_take_the_step_of_a_plain_loop(job, loop, adapter):
+    loop(sft_weight=0.0, full=True, reference=adapter).assert_equal(
         job(1, 8, f"--task dpo --method full --reference_model {adapter}", "full-adapter")
     )
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_fsdp2_with_another_reference_takes_the_step_of_a_plain_loop(kind, job, loops, other_model, adapter):
+def test_fsdp2_with_another_reference_takes_the_step_of_a_plain_loop(kind, job, loop, other_model, adapter):
     reference = other_model if kind == "model" else adapter
     folder = job(2, 2, f"{SAVED} --reference_model {reference}", f"fsdp2-{kind}", {"UNSLOTH_FSDP2": "1"})
-    loops("dpo", 0.5, False, False, reference).assert_equal(folder)
+    loop(reference=reference).assert_equal(folder)
 
 
 @pytest.mark.parametrize(
     ("layout", "method"), [((2, 2), "lora"), ((1, 4), "full"), pytest.param((1, 8), "lora", marks=pytest.mark.slow)]
 )
-def test_a_stream_with_another_reference_takes_the_step_of_a_plain_loop(layout, method, job, loops, other_model):
+def test_a_stream_with_another_reference_takes_the_step_of_a_plain_loop(layout, method, job, loop, other_model):
     options = f"{SAVED} --streaming --shuffle_buffer 0 --reference_model {other_model} --method {method}"
     whole = job(*layout, options, f"streamed-{method}-{layout[0]}")
-    loops("dpo", 0.5, method == "full", False, other_model, True).assert_equal(whole)
+    loop(full=method == "full", reference=other_model, streamed=True).assert_equal(whole)
     if layout[0] == 2:
         resumed = job(*layout, f"{options} --resume {whole}/checkpoint-2", "streamed-resumed")
         assert_same_end(whole, resumed, PairLoop.metrics)

@@ -468,4 +468,4 @@ def test_a_model_that_cannot_be_called_is_not_captured() -> None:
     model = model_of("lora")
     model.get_base_model().get_decoder().layers[1].register_forward_pre_hook(fail)
     graphs = prepared(model, "torch")
-    assert graphs.choice.reason == "capturing it failed: no such layer" and graphs.captured is None
+    assert graphs.choice.reason == "trying it failed: no such layer" and graphs.captured is None

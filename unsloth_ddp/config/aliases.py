@@ -258,6 +258,8 @@ WITHOUT = {
     "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
     "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
     "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
+    "reference_free/G": "task cpo is DPO without a reference",
+    "max_prompt_length/G max_completion_length/G": "max_length counts for each answer with its prompt",
     "video_max_pixels/L": "video is not trained",
     "image_size/A image_resize_algorithm/A image_min_pixels/L image_do_pan_and_scan/L crop_to_patches/L min_pixels/S max_slice_nums/G": "the model's processor decides it; image_max_pixels bounds an image",
     "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS bnb_4bit_compute_dtype/S "

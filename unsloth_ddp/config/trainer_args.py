@@ -33,7 +33,7 @@ OWNED = {
         "rows are shuffled by --seed in every epoch, and each is seen once",
     "dataloader_in_order": "a resumed run continues at the right row only if micro-batches keep their order",
     "loss_type label_smoothing_factor router_aux_loss_coef average_tokens_across_devices label_names":
-        "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, or that of --task",
+        "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, or that of --task and --preference_loss",
     "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
     "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval":
         "an evaluation is the loss of the evaluation rows, in the precision of the training",

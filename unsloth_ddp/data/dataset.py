@@ -276,7 +276,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     if not counts.supervised:
         raise UserError(
             f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; check that the rows have assistant turns "
-            f"within max_length {settings.max_length}, or use --loss_on all."
+            f"within max_length {settings.max_length}{'' if settings.trains_preferences else ', or use --loss_on all'}."
         )
     features = _token_features(settings, images=encoder.processing is not None)
     if settings.task == "kto":

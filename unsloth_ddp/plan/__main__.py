@@ -78,7 +78,7 @@ def plan(argv: list[str]) -> None:
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
-    from unsloth_ddp.model.loading.reference_model import base_of_reference
+    from unsloth_ddp.model.files.check import base_of_reference
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
     from unsloth_ddp.sizing.choose import planned_packing

@@ -32,6 +32,7 @@ from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.forward.attention import choose_packing, prove_prompts_shared, prove_rows_apart
+from unsloth_ddp.model.forward.tower_attention import join_images
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
 from unsloth_ddp.run import answers
@@ -130,6 +131,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             "adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
+    if train.processing is not None:
+        join_images(runtime, model)
     with runtime.progress.timing("check_of_packs"):
         choice = choose_packing(settings, runtime, model, images=train.processing is not None)
         choice = prove_rows_apart(settings, runtime, model, train.first_tokens(), choice, train.processing)

@@ -18,6 +18,8 @@ from unsloth_ddp.utils.errors import UserError
 
 # Compiling and capturing take about as long as this many replayed micro-batches save.
 FEWEST_MICRO_BATCHES = 100
+# The same for layers that are compiled and not captured.
+FEWEST_TO_COMPILE = 200
 # The rows of a stream are not known in advance, so the captured shape has room for one row per this many tokens.
 # Micro-batches with more rows are not replayed.
 TOKENS_A_ROW = 16
@@ -27,6 +29,9 @@ LEAST_FULL = 0.9
 WEIGHTS_A_LAYER = 50_331_648
 # Packs that the sizes of micro-batches are estimated from.
 SAMPLED_PACKS = 4096
+
+
+IMAGES_DIFFER = "images differ in number and size, and so micro-batches in shape"
 
 
 @sendable
@@ -43,7 +48,7 @@ def obstacle_on_gpus(
 ) -> str | None:
     """Return what `obstacle` would on GPUs and with a torch that has the attention kernel."""
     if images:
-        return "images differ in number and size, and so micro-batches in shape"
+        return IMAGES_DIFFER
     if not packed:
         return "rows are padded, so micro-batches differ in shape"
     if settings.trains_preferences:
@@ -124,6 +129,16 @@ def too_short(settings: Settings, train: Units, plan: BatchPlan) -> str | None:
     """Return why a run is too short for compiling to save time; None if it is not."""
     passes = micro_batches_of_run(settings, train, plan)
     return f"{passes} micro-batches are too few to compile for" if passes < FEWEST_MICRO_BATCHES else None
+
+
+def may_compile_layers(
+    settings: Settings, train: Units, plan: BatchPlan, against: str, *, precision: str, sharding: str
+) -> bool:
+    """Return whether a run compiles its layers, if a trial agrees, since only its images are against CUDA graphs."""
+    if settings.cuda_graphs != "auto" or against != IMAGES_DIFFER or train.packing is None:
+        return False
+    enough = micro_batches_of_run(settings, train, plan) >= FEWEST_TO_COMPILE
+    return enough and precision == "bf16" and sharding == "none"
 
 
 def busy_without(

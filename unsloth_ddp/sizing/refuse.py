@@ -13,8 +13,7 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
-from unsloth_ddp.model.files.check import read_model_file
-from unsloth_ddp.model.loading.reference_model import base_of_reference
+from unsloth_ddp.model.files.check import base_of_reference, read_model_file
 from unsloth_ddp.model.loading.whole_model import gpu_bytes, read_tensors, whole_bytes
 from unsloth_ddp.sizing.optimizer_states import OF_BITSANDBYTES, OF_THE_WEIGHTS_TYPE, optimizer_bytes
 from unsloth_ddp.utils.errors import UserError

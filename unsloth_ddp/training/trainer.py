@@ -102,6 +102,8 @@ class DDPTrainer(ResumableTrainer):
             data.train.processing.always = shards_weights(runtime.sharding) or trains_beside_text(model)
             data.train.processing.tokens_a_pixel = tokens_a_pixel(model)
             config.dataloader_num_workers = image_workers(config.dataloader_num_workers, runtime, data.train)
+            # New ones in every epoch would leave the GPU without rows for over a second.
+            config.dataloader_persistent_workers = config.dataloader_num_workers > 0
         if data.train.packing is not None:
             prepare_for_packs(runtime, model)
         padded = PadRight(tokenizer.pad_token_id, data.train.processing)

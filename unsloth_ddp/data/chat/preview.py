@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from unsloth_ddp.data.chat.labels import IGNORED
@@ -18,20 +18,29 @@ REPEATED = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\1{3,}")
 
 
 def preview_first_row(rows: TokenizedRows, tokenizer: Any, max_length: int) -> str:
-    """Return the first training row decoded, for the start of a run; see preview_row."""
+    """Return the first training row decoded, for the start of a run; of a pair both answers with their prompt. See preview_row."""
     first = rows.dataset.with_format(None)[0]
-    # The mismatched row of a labelled answer is the kit's.
-    own = first["parts"][0] if "desirable" in first else len(first["labels"])
     cut_at = max_length if first["overlong"] else None
-    return preview_row(tokenizer, first["input_ids"][:own], first["labels"][:own], cut_at)
+    named = ["The first training row"]
+    if "desirable" in first:
+        # The mismatched row is the kit's.
+        named[0] += ", desirable," if first["desirable"][0] else ", undesirable,"
+    elif "parts" in first:
+        named = [f"{named[0]} with its {answer} answer" for answer in ("chosen", "rejected")]
+    begins = [0, *accumulate(first.get("parts") or [len(first["labels"])])]
+    return "\n".join(
+        preview_row(tokenizer, first["input_ids"][begin:end], first["labels"][begin:end], cut_at, name)
+        for name, (begin, end) in zip(named, pairwise(begins), strict=False)
+    )
 
 
-def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at: int | None) -> str:
+def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at: int | None, named: str) -> str:
     """Return a row decoded, with its supervised parts in double brackets.
 
     Args:
         labels: (tokens,), IGNORED where a token is not supervised.
         cut_at: the --max_length at which the row was cut, or None.
+        named: the name of the row.
     """
     # The first token is never predicted.
     labels = [IGNORED, *labels[1:]]
@@ -53,8 +62,8 @@ def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at:
         half = MOST_CHARACTERS // 2
         shown = f"{shown[:half]}\n... {left_out:,} characters ...\n{shown[-half:]}"
     supervised_tokens = sum(label != IGNORED for label in labels)
-    cut = f", cut at --max_length {cut_at}" if cut_at else ""
+    cut = f", cut at --max_length {cut_at}" if cut_at and len(input_ids) >= cut_at else ""
     return (
-        f"The first training row as the model sees it ({counted(len(input_ids), 'token')}{cut}; {SUPERVISED_START}supervised"
+        f"{named} as the model sees it ({counted(len(input_ids), 'token')}{cut}; {SUPERVISED_START}supervised"
         f"{SUPERVISED_END}, {counted(supervised_tokens, 'token')}):\n{shown}"
     )

@@ -44,7 +44,7 @@ NOTES: dict[str, str] = {
     "reasoning": "the chat template leaves out the reasoning of earlier turns, as at inference, so these turns are not "
     "supervised; to train them, end a row at each of them, or give --chat_template training",
     "plain": "prompt and answer are texts, which are joined without the chat template and with nothing between them; to use "
-    "the template, give lists of messages, or Alpaca's columns (instruction and output)",
+    "the template, give lists of messages, or Alpaca's columns (instruction and output; in pairs, instruction in place of prompt)",
     "empty": "an answer is empty or only white space, so training teaches the model when to answer nothing; remove such "
     "rows unless that is meant",
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",

@@ -330,12 +330,14 @@ def _join_pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
     labels = [IGNORED, *chosen.labels[1:], IGNORED, *rejected.labels[1:]]
     if any(all(label == IGNORED for label in row.labels[1:]) for row in (chosen, rejected)):
         labels = [IGNORED] * len(labels)
-    notes = [*chosen.notes, *rejected.notes, *(["identical"] if chosen.input_ids == rejected.input_ids else [])]
+    overlong = chosen.overlong or rejected.overlong
+    identical = chosen.input_ids == rejected.input_ids and not overlong
+    notes = [*chosen.notes, *rejected.notes, *(["identical"] if identical else [])]
     return EncodedRow(
         chosen.input_ids + rejected.input_ids,
         labels,
         chosen.stop_tokens,
-        chosen.overlong or rejected.overlong,
+        overlong,
         tuple(dict.fromkeys(notes)),
         tuple(dict.fromkeys(chosen.unread_keys + rejected.unread_keys)),
         [len(chosen.input_ids), len(rejected.input_ids)],

@@ -8,14 +8,15 @@ The columns of the row determine its format:
     prompt, completion             two texts, or two lists of messages
     text                           plain text, supervised completely
 
-A `system` column adds a system message to every format except text, a column `images` or `image` the images (images/values.py). Lists may also be JSON text, as in CSV files. A prompt
-or completion counts as such a list only if every item is an object with role and content; other text that begins with a
-bracket stays text.
+A `system` column adds a system message to every format except text, a column `images` or `image` the images (images/values.py).
+Lists may also be JSON text, as in CSV files. A prompt or completion counts as such a list only if every item has the keys of a
+message; other text that begins with a bracket stays text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from unsloth_ddp.data.sources.messages import (
     read_sharegpt_turn,
     takes_part_in_loss,
 )
-from unsloth_ddp.data.sources.values import as_list, as_text, check_plain, is_empty, is_missing, kind_of
+from unsloth_ddp.data.sources.values import as_list, as_text, check_plain, from_json, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
 
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
@@ -44,6 +45,10 @@ FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
 LABELS = ("label", "kto_tag")
 MEDIA = ("video", "videos", "audio", "audios")
 SHOWN_COLUMNS = 20
+# Keys that make an object a message, of OpenAI's or ShareGPT's form.
+MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+# Begins messages as Python or NumPy prints them.
+PRINTED_MESSAGES = re.compile(r"\s*(\[\s*)?\{\s*'(role|content|from|value)': ")
 # Names that other data sets have for the columns instruction and output.
 QUESTIONS = ("instruction", "question", "query", "prompt", "user", "input")
 ANSWERS = ("output", "answer", "response", "completion", "assistant", "target", "reply")
@@ -198,7 +203,7 @@ def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
     lists = [name for name, value in read.items() if isinstance(value, list)]
     texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
     if lists and texts:
-        written = "a list of messages" if isinstance(row[lists[0]], list) else "a list of messages as JSON text"
+        written = "a list of messages" + (" as JSON text" if isinstance(row[lists[0]], str) else "")
         raise UserError(
             f"{texts[0]} is text and {lists[0]} is {written}; make both text, or both lists of messages (JSON that is meant "
             "as text can stand as the content of a message)."
@@ -212,22 +217,25 @@ def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
 
 
 def messages_or_text(value: Any, what: str) -> Any:
-    """Return `value`, or the list of messages that it holds as JSON text.
+    """Return a list of messages for a message, a list of them, or either as JSON text; any other value as it is.
 
     Raises:
-        UserError: a message in the list gives a key twice.
+        UserError: the text is no JSON but messages as Python prints them, or gives a key twice.
     """
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    try:
-        items = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return as_list(value, what) if items and all(_looks_like_message(item) for item in items) else value
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        if PRINTED_MESSAGES.match(value):
+            from_json(value, what)  # refuses it
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        items = found if isinstance(found, list) else [found]
+        value = from_json(value, what) if items and all(map(_looks_like_message, items)) else value
+    return [value] if isinstance(value, dict) else value
 
 
 def _looks_like_message(item: Any) -> bool:
-    return isinstance(item, dict) and "role" in item and ("content" in item or "tool_calls" in item)
+    return isinstance(item, dict) and any(names <= item.keys() for names in MESSAGE_KEYS)
 
 
 def _system(row: dict[str, Any]) -> str:

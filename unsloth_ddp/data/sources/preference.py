@@ -36,9 +36,8 @@ RENAMED = {"chosen_response": "chosen", "rejected_response": "rejected", "questi
 # Columns of the prompt; the others are passed on.
 CHATS = ("conversations", "messages")
 PROMPTS = ("prompt", *CHATS, "instruction", "input", "history")
-ACCEPTED = (
-    "chosen and rejected, with prompt, messages, conversations or instruction beside them, or as whole conversations"
-)
+BESIDE = "prompt, messages, conversations or instruction beside them, or as whole conversations"
+ACCEPTED = f"chosen and rejected, with {BESIDE}"
 
 # Values of the label, and names of the labelled answer.
 DESIRABLE = {"true": True, "1": True, "1.0": True, "desirable": True,
@@ -60,11 +59,11 @@ def to_pair(row: Any) -> Example:
     Raises:
         UserError: the row is no pair, or one of its answers cannot be read.
     """
-    row = _renamed(row, f"a pair has {ACCEPTED}")
+    given, row = row, _renamed(row, f"a pair has {ACCEPTED}")
     for name in ANSWERS:
         _check_answer(row, name)
     if missing := [name for name in ANSWERS if name not in row]:
-        raise UserError(_refusal(row, missing))
+        raise UserError(_refusal(given, row, missing))
     read, halves = _halves(row)
     chosen, rejected = (
         _read(name, {**_rest(row, ANSWERS), **half}) for name, half in zip(ANSWERS, halves, strict=True)
@@ -125,7 +124,7 @@ def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(prompt, str) and isinstance(answer, str):
         return column, {"prompt": prompt, "completion": answer}
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    rest = _without(asked, _turns(_one_or_more(answer)))
+    rest = _without(asked, _turns(answer))
     begin = next((i for i, turn in enumerate(rest) if _role(turn) == "assistant"), 0)
     asked, rest = asked + rest[:begin], rest[begin:]
     _check_one_question(asked, {given[0]: rest})
@@ -172,16 +171,19 @@ def _renamed(row: Any, needed: str) -> dict[str, Any]:
     return row
 
 
-def _refusal(row: dict[str, Any], missing: list[str]) -> str:
+def _refusal(given: dict[str, Any], row: dict[str, Any], missing: list[str]) -> str:
     if any(label in row for label in LABELS) and len(missing) == 2:
-        return f"the row is one answer with a label, which --task kto learns from; a pair has {ACCEPTED}."
+        return f"the row is one answer with a label; give --task kto, or write pairs, which have {ACCEPTED}."
     if len(missing) == 1:
         return f"the row has no {missing[0]} answer beside the other; add it or remove the row."
     try:
         to_example(row)
     except UserError:
-        return f"the row ({', '.join(map(str, row))[:200]}) is no pair of answers; it needs {ACCEPTED}."
-    return f"the row has one answer, which --task sft learns; a pair has {ACCEPTED}."
+        return (
+            f"the row ({', '.join(map(str, given))[:200]}) is no pair of answers that the kit knows; write the better answer as chosen and "
+            f"the other as rejected, with {BESIDE}."
+        )
+    return f"the row has one answer; give --task sft, or write pairs, which have {ACCEPTED}."
 
 
 def _read(name: str, half: dict[str, Any]) -> Example:
@@ -205,7 +207,7 @@ def _prompt(row: dict[str, Any]) -> tuple[str, Any]:
     if is_empty(row.get("prompt")):
         return "", None
     prompt = messages_or_text(row["prompt"], "prompt")
-    return "prompt", _turns(_one_or_more(prompt)) if isinstance(prompt, list | dict) else as_text(prompt, "prompt")
+    return "prompt", _turns(prompt) if isinstance(prompt, list) else as_text(prompt, "prompt")
 
 
 def _not_shown(row: dict[str, Any], columns: tuple[str, ...], read: str, example: Example) -> list[str]:
@@ -229,7 +231,7 @@ def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     column, prompt = _prompt(row)
     if not isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
         return column, _texts(prompt, answers)
-    whole = [_turns(_one_or_more(answer)) for answer in answers]
+    whole = [_turns(answer) for answer in answers]
     common = _common_messages(whole)
     # Some sets repeat the conversation in both answers; a text or a question beside them repeats what they hold.
     said = isinstance(prompt, str) or column == "instruction"
@@ -275,16 +277,11 @@ def _role(turn: Any) -> Any:
     return turn.get("role") if isinstance(turn, dict) else None
 
 
-def _one_or_more(answer: Any) -> list[Any]:
-    """Return an answer as a list of messages: a text is the assistant's, an object a single message."""
+def _turns(answer: list[Any] | str) -> list[Any]:
+    """Return messages of OpenAI's form; a text is the assistant's, and what is no turn is refused where the row is read."""
     if isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
-    return answer if isinstance(answer, list) else [answer]
-
-
-def _turns(turns: list[Any]) -> list[Any]:
-    """Return messages of OpenAI's form for turns of either form; what is no turn is refused where the row is read."""
-    return [read_sharegpt_turn(turn, []) if isinstance(turn, dict) and "from" in turn else turn for turn in turns]
+    return [read_sharegpt_turn(turn, []) if isinstance(turn, dict) and "from" in turn else turn for turn in answer]
 
 
 def _common_messages(whole: list[list[Any]]) -> list[Any]:

@@ -11,8 +11,8 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import DECODER
 
 DEEPEST = 50
-# Matches a list of objects as to_csv writes it.
-PRINTED_BY_PYTHON = re.compile(r"\s*\[\s*\{\s*'")
+# Matches an object or a list of objects as to_csv writes them.
+PRINTED_BY_PYTHON = re.compile(r"\s*(\[\s*)?\{\s*'")
 
 
 def as_list(value: Any, what: str) -> list[Any]:
@@ -51,7 +51,7 @@ def from_json(text: str, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         if PRINTED_BY_PYTHON.match(text):
             raise UserError(
-                f"{what} is a list as Python or NumPy prints it, which is not JSON; write the table again as JSONL or Parquet "
+                f"{what} is a list or object as Python or NumPy prints it, which is not JSON; write the table again as JSONL or Parquet "
                 "(to_json(..., orient='records', lines=True), to_parquet), which keep lists."
             ) from None
         why = "" if isinstance(error, (json.JSONDecodeError, RecursionError)) else f" ({error})"

@@ -6,6 +6,7 @@ the folder is executed, and of the weights only the headers are read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import zipfile
@@ -292,3 +293,25 @@ def read_model_file(model: str, name: str, revision: str | None = None) -> dict[
     except Exception:  # the Hub's errors and those of its HTTP client have no common class
         return None
     return content if isinstance(content, dict) else None
+
+
+def base_of_reference(settings: Settings) -> Settings | None:
+    """Return the settings that load the model of --reference_model, or the base model of the adapter that it names; None without one.
+
+    Raises:
+        UserError: the adapter does not name its base model.
+    """
+    reference = settings.of_reference
+    if reference is None:
+        return None
+    adapter = read_model_file(str(reference.model), ADAPTER_FILE, reference.model_revision)
+    if adapter is None:
+        return reference
+    base = str(adapter.get("base_model_name_or_path") or "").strip()
+    if not base:
+        raise UserError(
+            f"reference_model {reference.model} is an adapter whose {ADAPTER_FILE} does not name its base model; write the model's "
+            "name or folder there as base_model_name_or_path."
+        )
+    revision = settings.model_revision if base == settings.model else adapter.get("revision")
+    return dataclasses.replace(reference, model=base, model_revision=revision)

@@ -1,9 +1,12 @@
-"""Options of torch.compile with which two compilations compute the same bits, and passes without compilation."""
+"""Compile layers so that two compilations compute the same bits, and leave layers uncompiled."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import types
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +26,21 @@ def repeatable_options() -> dict[str, Any]:
 
     known = config.get_config_copy()
     return {name: value for name, value in REPEATABLE.items() if name in known}
+
+
+def own_call(module: Any) -> Callable[..., Any]:
+    """Return what computes a module: its call, or the forward pass of its class that Unsloth has wrapped in a compiled one."""
+    wrapped = type(module).forward
+    original = inspect.unwrap(wrapped)
+    return module._call_impl if original is wrapped else types.MethodType(original, module)
+
+
+def compile_in_training(module: Any) -> None:
+    """Compile a layer for inputs of any length, in its training mode only: evaluation has rows of other kinds."""
+    import torch
+
+    compiled, ordinary = torch.compile(own_call(module), dynamic=True, options=repeatable_options()), module._call_impl
+    module._compiled_call_impl = lambda *given, **named: (compiled if module.training else ordinary)(*given, **named)
 
 
 # Unsloth reads it before each call of a layer that it compiles as a whole.

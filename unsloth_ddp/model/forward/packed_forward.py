@@ -7,10 +7,8 @@ the boundaries on the host, so that attention is computed by varlen.py's kernel 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model.forward import varlen
-from unsloth_ddp.model.forward.compile_options import repeatable_options
+from unsloth_ddp.model.forward.compile_options import own_call, repeatable_options
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
 from unsloth_ddp.model.forward.short_convolution import convolving_layers
 from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced, text_decoder
@@ -157,7 +155,7 @@ class PackedForward:
         try:
             for module in modules:
                 module._compiled_call_impl = torch.compile(
-                    _own_forward(module), dynamic=False, options=repeatable_options()
+                    own_call(module), dynamic=False, options=repeatable_options()
                 )
             with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
                 yield
@@ -165,13 +163,6 @@ class PackedForward:
             for module in modules:
                 # torch has no way to take a module's compile() back.
                 module._compiled_call_impl = None
-
-
-def _own_forward(module: Any) -> Callable[..., Any]:
-    """Return what computes a module: its call, or the forward pass of its class that Unsloth has wrapped in a compiled one."""
-    wrapped = type(module).forward
-    original = inspect.unwrap(wrapped)
-    return module._call_impl if original is wrapped else types.MethodType(original, module)
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -164,7 +164,7 @@ def _set_attention(model: Any, name: str) -> None:
     model.set_attn_implementation({part: name})
 
 
-def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype that attention is computed in: under autocast, queries can be fp32 after an fp32 normalisation."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
@@ -174,7 +174,7 @@ def make_mask(**given: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     whole = given.get("attention_mask") is None and given["q_length"] == given["kv_length"]
-    if whole and _compute_dtype(given["dtype"], torch.device(given["device"])) in SIXTEEN_BIT:
+    if whole and compute_dtype(given["dtype"], torch.device(given["device"])) in SIXTEEN_BIT:
         return None
     mask: Tensor | None = sdpa_mask(**given)
     return mask
@@ -213,7 +213,7 @@ def attend(
         (batch, tokens, heads, size of a value), and None in place of attention weights.
     """
     batch, heads, tokens, size = query.shape
-    dtype = _compute_dtype(query.dtype, query.device)
+    dtype = compute_dtype(query.dtype, query.device)
     if attention_mask is not None or key.shape[2] != tokens or dtype not in SIXTEEN_BIT:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -18,6 +18,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import (
     ADAPTER_FILE,
     ADAPTER_WEIGHTS,
+    base_of_reference,
     check_adapter_file,
     check_local_model,
     check_quantization,
@@ -27,28 +28,6 @@ from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.model.forward.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.utils.errors import UserError
-
-
-def base_of_reference(settings: Settings) -> Settings | None:
-    """Return the settings that load the model of --reference_model, or the base model of the adapter that it names; None without one.
-
-    Raises:
-        UserError: the adapter does not name its base model.
-    """
-    reference = settings.of_reference
-    if reference is None:
-        return None
-    adapter = read_model_file(str(reference.model), ADAPTER_FILE, reference.model_revision)
-    if adapter is None:
-        return reference
-    base = str(adapter.get("base_model_name_or_path") or "").strip()
-    if not base:
-        raise UserError(
-            f"reference_model {reference.model} is an adapter whose {ADAPTER_FILE} does not name its base model; write the model's "
-            "name or folder there as base_model_name_or_path."
-        )
-    revision = settings.model_revision if base == settings.model else adapter.get("revision")
-    return dataclasses.replace(reference, model=base, model_revision=revision)
 
 
 def check_reference_files(settings: Settings, runtime: Runtime) -> None:
@@ -63,13 +42,9 @@ def check_reference_files(settings: Settings, runtime: Runtime) -> None:
         if reference is None or base is None:
             return
         name, revision = str(base.model), base.model_revision
-        try:
+        with _named(reference, base):
             check_local_model(name, safetensors_only=base.use_safetensors)
             check_quantization(base, runtime.backend, read_model_file(name, "config.json", revision))
-        except UserError as error:
-            if base == reference:
-                raise
-            raise UserError(f"the base model of reference_model {reference.model} cannot be loaded: {error}") from None
         if base != reference and is_folder(reference):
             check_adapter_file(Path(str(reference.model)).expanduser())
 
@@ -87,8 +62,10 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
         reference = base_of_reference(settings)
         if reference is None:
             return
-        check_class(reference)
-        ours, theirs = tokenizer.get_vocab(), load_tokenizer(reference).get_vocab()
+        with _named(settings.of_reference, reference):
+            check_class(reference)
+            theirs = load_tokenizer(reference).get_vocab()
+        ours = tokenizer.get_vocab()
         if ours != theirs:
             token = min(token for token, _ in ours.items() ^ theirs.items())
             raise UserError(
@@ -98,6 +75,16 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
             )
 
     runtime.on_main(check)
+
+
+@contextmanager
+def _named(reference: Settings | None, base: Settings) -> Iterator[None]:
+    """Say in an error of the block, which names a model only, that it is that of --reference_model."""
+    try:
+        yield
+    except UserError as error:
+        of = "" if reference in (None, base) else f"the base of {reference.model}, "
+        raise UserError(f"reference_model: {of}{error}") from None
 
 
 def load_reference(

@@ -77,23 +77,38 @@ def check_capture(
         tolerance: allowed difference of gradients, relative to their norm.
     """
     one = torch.ones((), device=captured.device)
-    before = [p.grad for p in captured.trained]
+    return check_pass(captured.trained, lambda: ordinary(batch), lambda: captured.run(batch, one)[0], tolerance)
+
+
+def check_pass(
+    trained: list[Any],
+    ordinary: Callable[[], Tensor],
+    other: Callable[[], Tensor],
+    tolerance: float = GRADIENT_TOLERANCE,
+) -> str | None:
+    """Return why another way to compute the gradients of a micro-batch is not used, as check_capture does.
+
+    Args:
+        trained: parameters.
+        ordinary: returns the loss with its autograd graph.
+        other: returns the loss after the backward pass.
+    """
+    before = [p.grad for p in trained]
     try:
-        for p in captured.trained:
+        for p in trained:
             p.grad = None
         with uncompiled_layers():
-            expected = ordinary(batch)
+            expected = ordinary()
             expected.backward()
         # Kept without a copy, because in full fine-tuning gradients are as large as the model.
-        gradients = [p.grad for p in captured.trained]
-        for p in captured.trained:
+        gradients = [p.grad for p in trained]
+        for p in trained:
             p.grad = None
-        loss, _ = captured.run(batch, one)
-        return _difference(expected, loss, gradients, captured.trained, tolerance)
+        return _difference(expected, other(), gradients, trained, tolerance)
     except Exception as error:
         return _failed(error)
     finally:
-        for p, gradient in zip(captured.trained, before, strict=True):
+        for p, gradient in zip(trained, before, strict=True):
             p.grad = gradient
 
 
@@ -124,8 +139,8 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
 
 
 def _failed(error: Exception) -> str:
-    logger.warning("the step is not captured: %s", error, exc_info=True)
-    return f"capturing it failed: {one_line(error, 120)}"
+    logger.warning("a trial of a faster step failed: %s", error, exc_info=True)
+    return f"trying it failed: {one_line(error, 120)}"
 
 
 def _difference(
@@ -136,11 +151,12 @@ def _difference(
         return f"its loss would differ by {off:.1e}"
     squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
     for p, gradient in zip(trained, gradients, strict=True):
-        wanted = torch.zeros_like(p) if gradient is None else gradient
-        difference = p.grad.float() - wanted.float()
+        # A batch without an image gives the weights of a tower none.
+        wanted, found = (torch.zeros_like(p) if one is None else one for one in (gradient, p.grad))
+        difference = found.float() - wanted.float()
         squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
     far, whole = squares.sqrt().tolist()
-    logger.info("a captured step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
+    logger.info("a faster step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
     if not far <= tolerance * max(whole, 1e-12):
         return f"its gradients would differ by {far / max(whole, 1e-12):.1e}"
     return None

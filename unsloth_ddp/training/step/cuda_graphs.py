@@ -23,6 +23,7 @@ from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, wit
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
     kind_obstacle,
+    may_compile_layers,
     reason_after,
     reason_before,
     refuse,
@@ -40,6 +41,7 @@ from unsloth_ddp.training.step.capture_check import (
     obstacle,
 )
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed, use_capture_stream
+from unsloth_ddp.training.step.compiled_layers import compile_layers, leave_uncompiled
 from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
 
 logger = logging.getLogger("unsloth_ddp")
@@ -106,6 +108,11 @@ class CudaGraphs:
             UserError: --cuda_graphs is on, but a CUDA graph cannot be used.
         """
         if not self.choice.uses_graphs:
+            runtime, against = self.runtime, self.choice.reason
+            if may_compile_layers(
+                self.settings, self.data.train, plan, against, precision=runtime.precision, sharding=runtime.sharding
+            ):
+                self._compile_layers(runner, decision)
             return
         shape = shape_of_run(self.settings, self.data.train, plan)
         reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._while_launching)
@@ -119,6 +126,19 @@ class CudaGraphs:
         self.choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
         self.collate.pad_to_shape(self.captured.shape if self.captured else None)
 
+    def _compile_layers(self, runner: MicroBatchRunner, decision: MicroBatchDecision) -> None:
+        """Compile the layers in place of capturing them, if that gives the same results on every rank."""
+        reason = compile_layers(runner, self._first_batch(runner, decision))
+        reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
+        if reason is not None:
+            leave_uncompiled(runner.model)
+        done = "the layers are compiled instead" if reason is None else f"nor are the layers compiled: {reason}"
+        self.choice = StepChoice(False, f"{self.choice.reason}; {done}")
+
+    def _first_batch(self, runner: MicroBatchRunner, decision: MicroBatchDecision) -> dict[str, Any]:
+        train = self.data.train
+        return runner.batch_of([train.examples[index] for index in range(min(decision.per_device, train.units))])
+
     def _try(
         self,
         runner: MicroBatchRunner,
@@ -126,14 +146,14 @@ class CudaGraphs:
         shape: FixedShape,
         gradients: GradientBuffers | None,
     ) -> tuple[CapturedStep | None, str | None]:
-        train, model, size = self.data.train, runner.model, decision.per_device
+        train, model = self.data.train, runner.model
         try:
             forward = PackedForward(model, shape, recompute=decision.kind == "torch")
         except NotImplementedError as error:
             return None, str(error)
         captured = CapturedStep(model, forward, runner.autocast, torch.bfloat16, self.device, gradients)
         self.collate.pad_to_shape(shape)
-        batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
+        batch = self._first_batch(runner, decision)
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
         with training_mode(model):
             self._random, reason = draws_random_numbers(captured, batch)

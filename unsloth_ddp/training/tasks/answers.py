@@ -25,10 +25,8 @@ class AnswerTask(Task):
     log_probabilities: AnswerLogProbabilities
     reference: Reference | None
 
-    @property
-    def head_chooses(self) -> bool:
-        """Return that a batch names its supervised tokens, since only their logits are computed."""
-        return True
+    # Only the logits of supervised tokens are computed.
+    head_chooses = True
 
     def begin(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
         """Prepare the reference, and refuse a model that should equal it before step 1 and differs."""

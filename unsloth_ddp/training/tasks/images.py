@@ -23,10 +23,8 @@ class ImageTask(TextTask):
     What a batch has beside tokens and labels goes to the model as it is (data/images/processing.py).
     """
 
-    @property
-    def head_chooses(self) -> bool:
-        """Return that a batch names its supervised tokens, since only their logits are computed."""
-        return True
+    # Only the logits of supervised tokens are computed.
+    head_chooses = True
 
     def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> Self:
         """Return the task as it is."""

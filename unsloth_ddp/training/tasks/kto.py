@@ -27,11 +27,6 @@ from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.training.tasks.reference import LogProbabilities, Reference, make_reference
 
-COLUMNS = (
-    "rows", "loss_sum", "divergence", "supervised_tokens", "correct", "desirable", "undesirable",
-    "rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False)
 class KtoTask(AnswerTask):
@@ -44,11 +39,17 @@ class KtoTask(AnswerTask):
     beta: float
     weights: tuple[float, float]
     reference: Reference = field(kw_only=True)
+    columns = (
+        "rows", "loss_sum", "divergence", "supervised_tokens", "correct", "desirable", "undesirable",
+        "rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected",
+    )  # fmt: skip
+    # The loss depends on the divergence.
+    units_need_model = True
 
     @classmethod
     def of(cls, settings: Settings, runtime: Runtime, model: Any, data: TrainingData) -> KtoTask:
         """Return the task that these settings name."""
-        compute = AnswerLogProbabilities.of(model)
+        compute = AnswerLogProbabilities(model)
 
         def of_examples(of_rows: LogProbabilities, model: Any, batch: dict[str, Any]) -> Tensor:
             return torch.stack([of_rows(model, batch), of_rows(model, mismatched(batch))], dim=1)
@@ -68,16 +69,6 @@ class KtoTask(AnswerTask):
         )
         return f"kto, beta {self.beta:g}{weights}; reference: {self.reference.described}"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the names of the sums that `measure` returns."""
-        return COLUMNS
-
-    @property
-    def units_need_model(self) -> bool:
-        """Return that the loss depends on the divergence, which `units` computes."""
-        return True
-
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner) -> Tensor:
         """Return the number of answers, and the summed divergence of the mismatched rows, float64 (2,)."""
         with runner.autocast():
@@ -96,7 +87,7 @@ class KtoTask(AnswerTask):
         return self.measure(model, batch, divisor if divisor.dim() else self._units(model, batch).float())[0]
 
     def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the sums of COLUMNS, float64; the divergence is divisor[1] / divisor[0]."""
+        """Return the loss, and the sums of columns, float64; the divergence is divisor[1] / divisor[0]."""
         # The reference comes first, so that its activations are gone before those of the policy are kept.
         reference, desirable = self.reference.of(model, batch), batch["desirable"]
         policy = self.log_probabilities(model, batch)

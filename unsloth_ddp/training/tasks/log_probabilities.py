@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,20 +24,11 @@ INPUTS = (
 )
 
 
-@dataclass(frozen=True)
 class AnswerLogProbabilities:
-    """Compute the log-probability of the supervised tokens of each row, with logits for these tokens only.
+    """Compute the log-probability of the supervised tokens of each row, with logits for these tokens only."""
 
-    Args:
-        head: selects the positions at which the model computes logits.
-    """
-
-    head: SupervisedHead
-
-    @classmethod
-    def of(cls, model: Any) -> AnswerLogProbabilities:
-        """Return what computes the log-probabilities of this model."""
-        return cls(SupervisedHead(model))
+    def __init__(self, model: Any) -> None:
+        self.head = SupervisedHead(model)
 
     def __call__(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Return log pi(y|x) of each row, float32 (rows,)."""

@@ -22,11 +22,6 @@ from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities,
 from unsloth_ddp.training.tasks.pair_losses import PairLoss, Two
 from unsloth_ddp.training.tasks.reference import Reference, make_reference
 
-COLUMNS = (
-    "pairs", "pair_loss", "chosen_tokens", "chosen_nll", "supervised_tokens", "rewards_chosen", "rewards_rejected",
-    "correct", "logps_chosen", "logps_rejected",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False)
 class PairTask(AnswerTask):
@@ -39,11 +34,15 @@ class PairTask(AnswerTask):
 
     pair_loss: PairLoss
     sft_weight: float
+    columns = (
+        "pairs", "pair_loss", "chosen_tokens", "chosen_nll", "supervised_tokens", "rewards_chosen", "rewards_rejected",
+        "correct", "logps_chosen", "logps_rejected",
+    )  # fmt: skip
 
     @classmethod
     def of(cls, settings: Settings, runtime: Runtime, model: Any, data: TrainingData) -> PairTask:
         """Return the task that these settings name."""
-        compute = AnswerLogProbabilities.of(model)
+        compute = AnswerLogProbabilities(model)
         reference: Reference | None = None
         if settings.task in REFERENCE_TASKS:
             of_pairs = lambda of_rows, model, batch: of_rows(model, batch).view(-1, 2)  # noqa: E731
@@ -57,18 +56,13 @@ class PairTask(AnswerTask):
         reference = f"; reference: {self.reference.described}" if self.reference else ""
         return f"{self.pair_loss.described}{nll}{reference}"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the names of the sums that `measure` returns."""
-        return COLUMNS
-
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the numbers of pairs and of tokens in chosen answers, (2,)."""
         tokens = answer_tokens(batch)
         return torch.stack([(tokens[0::2] > 0).sum(), tokens[0::2].sum()])
 
     def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the sums of COLUMNS, float64."""
+        """Return the loss, and the sums of columns, float64."""
         # The reference comes first, so that its activations are gone before those of the policy are kept.
         reference = None if self.reference is None else self.reference.of(model, batch)
         policy = self.log_probabilities(model, batch)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,18 +44,19 @@ LogProbabilities = Callable[[Any, dict[str, Any]], Tensor]
 OfExamples = Callable[[LogProbabilities, Any, dict[str, Any]], Tensor]
 
 
-class Reference(Protocol):
+class Reference:
     """Return the reference's log-probabilities of the rows of a micro-batch."""
 
     described: str
     # Whether the model equals it before step 1.
-    is_start: bool
+    is_start = True
 
     def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
         """Prepare the first step; every rank calls this."""
 
     def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Return the log-probability of each row's answer, (rows,), without gradient."""
+        raise NotImplementedError
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint what `prepare` needs to resume from it."""
@@ -105,25 +106,18 @@ def check_same(
         )
 
 
-class AdapterOff:
+class AdapterOff(Reference):
     """Compute the reference with the trained model without its adapter and without dropout, in each step."""
 
     described = "the model without its adapter"
-    is_start = True
 
     def __init__(self, compute: LogProbabilities) -> None:
         self.compute = compute
-
-    def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
-        """Do nothing: the base model's weights do not change."""
 
     def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Return the log-probability of each row's answer, (rows,), without gradient."""
         with torch.no_grad(), evaluation_mode(model), without_adapter(model):
             return self.compute(model, batch)
-
-    def save(self, folder: Path) -> None:
-        """Write nothing."""
 
 
 @contextmanager
@@ -144,8 +138,11 @@ def without_adapter(model: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-class ModelBeside:
-    """Compute the reference in each step with another model, which stays beside the trained one: of a stream no row is known before."""
+class ModelBeside(Reference):
+    """Compute the reference in each step with another model, which stays beside the trained one: of a stream no row is known before.
+
+    It is loaded at once, as trials of the memory compute with it. A resume checks that its files did not change.
+    """
 
     is_start = False
 
@@ -159,28 +156,21 @@ class ModelBeside:
                 f"reference_model {settings.reference_model} computes packs with another kernel than model {settings.model}; give "
                 "--packing off."
             )
-        self.compute = AnswerLogProbabilities.of(self.model)
-
-    def prepare(self, runner: MicroBatchRunner, runtime: Runtime, data: TrainingData, checkpoint: Path | None) -> None:
-        """Do nothing: the model was loaded already, as trials of the memory compute with it."""
+        self.compute = AnswerLogProbabilities(self.model)
 
     def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Return the log-probability of each row's answer, (rows,), without gradient."""
         with torch.no_grad():
             return self.compute(self.model, batch)
 
-    def save(self, folder: Path) -> None:
-        """Write nothing: the model's files do not change, which a resume checks."""
 
-
-class Precomputed:
+class Precomputed(Reference):
     """Compute the reference of every row once, before step 1, and keep it in the checkpoints.
 
     The values are added to the rows (TokenizedRows.added), so that a micro-batch holds those of its own rows.
     """
 
     described = "computed once before step 1"
-    is_start = True
     # Name and files of another model; it is the key of the metadata too.
     reference = ""
 
@@ -306,4 +296,4 @@ class OtherModel(Precomputed):
             assert isinstance(runner.collate, Collate)
             collate = dataclasses.replace(runner.collate, flatten=flatten)
             other = dataclasses.replace(runner, model=model, collate=collate)
-            self._compute_with(AnswerLogProbabilities.of(model), other, runtime, most)
+            self._compute_with(AnswerLogProbabilities(model), other, runtime, most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -18,17 +18,14 @@ class Task:
 
     The loss of an optimizer step is a mean over units, such as supervised tokens, of all ranks and micro-batches; or a sum of
     such means over different units.
+
+    Attributes:
+        columns: names of the sums that `measure` returns; `supervised_tokens` is one of them.
+        units_need_model: whether `units` computes more than counts, on which the sums of `measure` depend too.
     """
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the names of the sums that `measure` returns; `supervised_tokens` is one of them."""
-        raise NotImplementedError
-
-    @property
-    def units_need_model(self) -> bool:
-        """Return whether `units` computes more than counts, on which the sums of `measure` depend too."""
-        return False
+    columns: ClassVar[tuple[str, ...]]
+    units_need_model: ClassVar[bool] = False
 
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner) -> Tensor:
         """Return the number of units in a micro-batch, on its device, without waiting for the device.

@@ -36,15 +36,11 @@ class TextTask(Task):
     divides: bool
     fused_head: bool
     head: SupervisedHead | None = None
+    columns = ("loss_sum", "supervised_tokens")
 
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
         """Return the number of supervised tokens."""
         return supervised_tokens(batch["labels"])
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the names of the sums that `measure` returns."""
-        return ("loss_sum", "supervised_tokens")
 
     def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss, and the summed token losses and supervised tokens, float64 (2,)."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from tests.ranks import train
 from unsloth_ddp.checkpoints import manifest
 
 # Three epochs of three steps, with dropout, an evaluation an epoch and a checkpoint a step.
@@ -72,3 +76,24 @@ def assert_same(found, expected, where: str = "") -> None:
 def manifest_steps(run: Path) -> list[int]:
     """The steps of the complete checkpoints of a run; there must be no other."""
     return sorted(manifest.verify(folder).step for folder in run.glob("checkpoint*"))
+
+
+def signal_the_job_in(step: int) -> None:
+    """Let this rank and its workers get SIGTERM at the end of a step, as schedulers send it to all processes of a job."""
+    from unsloth_ddp.distributed.signals import StopRequest
+
+    os.setpgid(0, 0)
+    ask, asked = StopRequest.start_poll, itertools.count(1)
+
+    def ask_and_signal(self: StopRequest) -> None:
+        if next(asked) == step:
+            os.killpg(0, signal.SIGTERM)
+        ask(self)
+
+    StopRequest.start_poll = ask_and_signal  # type: ignore[method-assign]
+
+
+def train_and_signal_the_job(argv: list[str], cwd: str) -> None:
+    """train_ddp.py whose processes get SIGTERM in the first step."""
+    signal_the_job_in(1)
+    train(argv, cwd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,21 @@ TOLERANCE = 5e-6
 
 
 def run_once(
-    cwd: Path, name: str, processes: int, per_device: int, options: str, environ: dict[str, str] | None = None
+    cwd: Path,
+    name: str,
+    processes: int,
+    per_device: int,
+    options: str,
+    environ: dict[str, str] | None = None,
+    target: Callable[..., None] = train,
+    code: int = 0,
 ) -> Path:
     """Train the steps of a plain loop, unless a run of this name has; return the run's folder.
 
     Args:
         options: the model, the rows, the rate, and what differs between runs.
+        target: trains with a command line in a folder.
+        code: with which every rank ends.
     """
     if not (cwd / "outputs" / name / "summary.json").exists():
         argv = (
@@ -36,7 +45,9 @@ def run_once(
             f"--per_device_train_batch_size {per_device} --per_device_eval_batch_size 3 --logging_steps 1 --save_strategy no "
             f"--report_to none --gradient_checkpointing none {options}"
         ).split()
-        run_ranks(processes, train, argv, str(cwd), folder=cwd / f"{name}.out", environ=environ, timeout=600).check()
+        folder = cwd / f"{name}.out"
+        ended = run_ranks(processes, target, argv, str(cwd), folder=folder, environ=environ, timeout=600)
+        assert set(ended.codes) == {code}, f"exit codes {ended.codes}\n{ended.output}"
     return cwd / "outputs" / name
 
 

@@ -6,7 +6,11 @@ import base64
 import io
 import json
 import struct
+import threading
 import zlib
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ from PIL import Image
 
 from tests.conftest import write_jsonl
 from tests.tiny_vision import draw
-from unsloth_ddp.data.images import files
+from unsloth_ddp.config.task_options import ImageSettings
+from unsloth_ddp.data.images import downloads, files
 from unsloth_ddp.data.images.files import ImageFiles, open_image, stored
 from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.data.sources.formats import to_example
@@ -116,9 +121,9 @@ def broken_png() -> bytes:
     return png(size=(64, 64))[:-40]
 
 
-def huge_png() -> bytes:
-    """A file of some hundred bytes that says it has 30,000 x 30,000 pixels."""
-    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+def pretending_png(side: int) -> bytes:
+    """A file of some hundred bytes that says how many pixels it has on a side."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
     body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
     return b"\x89PNG\r\n\x1a\n" + body
@@ -134,6 +139,15 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["/nowhere/none.png"]}, "image /nowhere/none.png: there is no such file; check the path"),
         ({**SHOWN, "images": ["text.png"]}, "text.png is not an image in a known format (PNG, JPEG, "),
         ({**SHOWN, "images": ["broken.png"]}, "broken.png cannot be decoded: "),
+        ({**SHOWN, "images": ["cut.jpg"]}, "cut.jpg cannot be decoded: image file is truncated"),
+        ({**SHOWN, "images": ["none.gif"]}, "none.gif is not an image in a known format"),
+        ({**SHOWN, "images": ["large.png"]}, "large.png has 9,000 x 9,000 pixels, over the limit of 64,000,000; scale it down."),
+        ({**SHOWN, "images": ["pointer.png"]}, "pointer.png is a pointer of Git LFS, not the image; run git lfs pull"),
+        ({**SHOWN, "images": ["data:image/png,abc"]}, "an image in base64 cannot be decoded"),
+        ({**SHOWN, "images": ["data:text/plain;base64,aGVsbG8="]}, "image in the row is not an image in a known format"),
+        ({**SHOWN, "images": '["good.png"'}, "images is text that is not JSON"),
+        ({"messages": [asking({"type": "image", "file": "good.png"}), ANSWER]}, "the row has 0 images for 1 place"),
+        ({"messages": [asking({"type": "image", "image": ["good.png"]}), ANSWER]}, "an image is a list, not a path or bytes"),
         ({**SHOWN, "images": ["empty.png"]}, "empty.png is empty; fix it or remove the row."),
         ({**SHOWN, "images": ["huge.png"]}, "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
         ({**SHOWN, "images": ["drawing.svg"]}, "drawing.svg is not an image in a known format"),
@@ -147,14 +161,14 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": None}, "the row has 0 images for 1 place"),
         ({"messages": [asking({"type": "image", "image": "good.png"}, {"type": "text", "text": "<image> What?"}), ANSWER]},
          "the row has 1 image part and as often <image> in its texts; keep one of the two."),
-        ({**SHOWN, "images": ["https://example.com/a.png"]}, "https://example.com/a.png is an address, and training does not download images; download it and give its path."),
-        ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg is an address"),
-        ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address"),
+        ({**SHOWN, "images": ["https://example.com/a.png"]}, "the image https://example.com/a.png is an address, and download_images is off; set --download_images, or download it and give its path."),
+        ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg is an address, and download_images is off"),
+        ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address of another kind than http(s); download it"),
         ({**SHOWN, "images": ["/9j/" + "A" * 300 + "/AA"]}, "the image /9j/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA... of 307 characters is no path; put data:image/png;base64, before base64."),
         ({"messages": [asking({"type": "image", "index": "0"}), ANSWER], "images": ["good.png"]}, "the index of an image part is '0'"),
         ({"messages": [asking({"type": "image", "image": "good.png", "weight": 0}), ANSWER]}, "a content part has weight 0 or false"),
         ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, or give a path."),
-        (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places."),
+        (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places, in image parts or the column images."),
         ({**SHOWN, "images": ["good.png", "good.png"]}, "the row has 2 images for 1 place (image parts in its messages)"),
         ({"messages": [{"role": "user", "content": "<image> and <image>"}, ANSWER], "images": ["good.png"]}, "the row has 1 image for 2 places (<image> in its messages)"),
         ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": []}, "the row has 0 images for 1 place (<image> in its messages)"),
@@ -172,9 +186,13 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
     ],
 )  # fmt: skip
 def test_a_bad_image_is_refused_in_one_sentence_with_its_line(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    written = io.BytesIO()
+    Image.effect_noise((64, 64), 60).save(written, "JPEG")
+    jpeg = written.getvalue()
     contents = {
-        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": huge_png(), "line.png": png(size=(1, 4000)),
+        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": pretending_png(30_000), "large.png": pretending_png(9000), "none.gif": b"GIF89a" + bytes(7), "line.png": png(size=(1, 4000)),
         "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "pointer.png": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cut.jpg": jpeg[: len(jpeg) // 2],
     }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -196,7 +214,7 @@ def test_images_lie_in_the_given_folder_or_beside_the_rows(tmp_path: Path, monke
         draw(tmp_path / place / f"{color}.png", color, "square")
     monkeypatch.chdir(tmp_path / "here")
     rows = str(tmp_path / "rows" / "rows.jsonl")
-    beside, given = ImageFiles.of([], [rows]), ImageFiles.of([str(tmp_path / "given")], [rows])
+    beside, given = (ImageFiles.of(ImageSettings(image_folder=f), [rows]) for f in ([], [str(tmp_path / "given")]))
     assert beside.checked("red.png") == str(tmp_path / "rows" / "red.png")
     assert beside.checked("blue.png") == str(tmp_path / "here" / "blue.png")
     assert given.checked("green.png") == str(tmp_path / "given" / "green.png")
@@ -249,6 +267,63 @@ def test_a_transparent_color_of_a_palette_is_white_and_an_animation_is_its_first
     first.save(tmp_path / "moving.gif", save_all=True, append_images=[second])
     assert open_image(str(tmp_path / "clear.png")).getpixel((1, 1)) == (255, 255, 255)
     assert open_image(str(tmp_path / "moving.gif")).getpixel((1, 1)) == (10, 20, 30)
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Serve a folder with images, and keep what is downloaded in another."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "web").mkdir()
+    for name, content in {"a.png": png(), "broken.png": broken_png(), "page": b"<html>Not found", "empty": b""}.items():
+        (tmp_path / "web" / name).write_bytes(content)
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "web")) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_an_image_that_is_an_address_is_downloaded_once(address: str, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{**SHOWN, "images": [f"{address}/a.png?size=1"]}])
+
+    def read(**options: Any) -> list[str]:
+        asked = ImageSettings(download_images=True)
+        return next(iter(checked_rows(str(rows), "train", task="sft", images=asked, **options)))[1].images
+
+    assert read(decode_images=False) == [f"{address}/a.png?size=1"] and not (tmp_path / "home").exists()
+    found = read()
+    assert open_image(found[0]).getpixel((3, 3)) == (200, 30, 30)
+    # A run that is resumed trains on what it was trained on.
+    (tmp_path / "web" / "a.png").write_bytes(png((0, 0, 255)))
+    assert read() == found and len(list(Path(found[0]).parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none.png", "image {}/none.png cannot be downloaded: the server answers 404 File not found; check it"),
+        ("broken.png", "image {}/broken.png cannot be decoded: "),
+        ("page?secret=7", "image {}/page is not an image in a known format"),
+        ("empty", "image {}/empty is empty; fix it"),
+        ("large.png", "image {}/large.png has over 20 bytes, the limit; write it smaller."),
+        ("slow.png", "image {}/slow.png takes more than 0 seconds to download; download it first."),
+    ],
+)
+def test_an_address_without_an_image_is_refused_in_one_sentence(
+    name: str, said: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in ("large.png", "slow.png"):
+        (tmp_path / "web" / name).write_bytes(png())
+        monkeypatch.setattr(*((files, "MOST_BYTES", 20) if name == "large.png" else (downloads, "SECONDS", 0)))
+    with pytest.raises(UserError) as refused:
+        ImageFiles([], download=True).checked(f"{address}/{name}")
+    message = str(refused.value)
+    assert said.format(address) in message and "secret" not in message and message.endswith(".")
+    assert not [p for p in (tmp_path / "home").rglob("*") if p.is_file()]
 
 
 def test_images_of_datasets_in_parquet_are_read(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import DEMO_MODEL, demo_rows
 from tests.data.test_streaming import windows
-from tests.jobs import assert_same, copy_until, ends
+from tests.jobs import assert_same, copy_until, ends, signal_the_job_in
 from tests.peak_memory import most_memory
 from tests.ranks import run_ranks, train
 from unsloth_ddp.data.order.batch_plan import RowOrder
@@ -180,18 +180,8 @@ def test_a_bad_row_in_the_stream_ends_every_rank_with_its_sentence(place, tiny_m
 
 
 def train_and_signal_the_job(argv: list[str], cwd: str) -> None:
-    """train_ddp.py whose main process and readers get SIGTERM in the second step, as schedulers send it to all."""
-    from unsloth_ddp.distributed.signals import StopRequest
-
-    ask, asked = StopRequest.start_poll, itertools.count(1)
-
-    def ask_and_signal(self: StopRequest) -> None:
-        if next(asked) == 2 and os.environ["RANK"] == "0":
-            for process in (*psutil.Process().children(), psutil.Process()):
-                process.send_signal(signal.SIGTERM)
-        ask(self)
-
-    StopRequest.start_poll = ask_and_signal  # type: ignore[method-assign]
+    """train_ddp.py whose processes get SIGTERM in the second step."""
+    signal_the_job_in(2)
     train_in_small_windows(argv, cwd)
 
 

@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 from tests.tiny_vision import image_rows, save_vision
 from unsloth_ddp.config.checks import check_settings
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.task_options import ImageSettings
 from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.parity import __main__ as command
 from unsloth_ddp.parity import comparison, launches, run, weights
@@ -204,7 +205,7 @@ def test_the_copied_rows_have_the_images_of_the_users_rows(tmp_path):
     assert run.write_rows(settings, 5, copied) == 5
 
     def read(source: Path, folders: list[str]) -> list:
-        found = checked_rows(str(source), "train", task="sft", image_folder=folders)
+        found = checked_rows(str(source), "train", task="sft", images=ImageSettings(image_folder=folders))
         return [(one.messages, one.images) for _, one in itertools.islice(found, 5)]
 
     expected = [*read(rows, []), *read(shapes, [])[:2]]

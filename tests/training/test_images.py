@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import write_jsonl
+from tests.jobs import manifest_steps, train_and_signal_the_job
 from tests.plain_loop import PlainLoop, history, run_once, units_of
 from tests.tiny_vision import KINDS, image_rows, save_vision
 from unsloth_ddp.config.options import Settings
@@ -53,11 +54,11 @@ def job(tmp_path_factory, model_of, rows):
     """Run three steps once for each kind, layout and options; returns the run's folder."""
     cwd = tmp_path_factory.mktemp("images")
 
-    def run(kind: str, processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
+    def run(kind: str, processes: int, per_device: int, extra: str = "", name: str = "", environ=None, **more) -> Path:
         name = name or f"{kind}{processes}x{per_device}{extra.replace(' ', '')}".replace("/", "_")
         rate = FULL_RATE if "--method full" in extra else PACKED_RATE.get(kind, RATE) if PACKED in extra else RATE
         options = f"--model {model_of(kind)} --dataset {rows} --learning_rate {rate} --max_length 512 {extra}"
-        return run_once(cwd, name, processes, per_device, options, environ)
+        return run_once(cwd, name, processes, per_device, options, environ, **more)
 
     return run
 
@@ -270,8 +271,16 @@ def test_streamed_rows_have_their_images(packed, job):
     assert losses != pytest.approx([line["loss"] for line in history(job("qwen3_vl", 1, 8))], rel=1e-5)
 
 
-@pytest.mark.parametrize("packed", ["", f"{PACKED} 90"])
-def test_images_that_worker_processes_read_are_the_same(packed, job):
-    size = 4 if packed else 8
-    workers = job("qwen3_vl", 1, size, f'--trainer_args {{"dataloader_num_workers":2}} {packed}', f"workers{size}")
-    assert updates(workers, job("qwen3_vl", 1, size, packed)) == 0
+def test_packs_whose_images_worker_processes_read_are_the_same(job):
+    packed = f"{PACKED} 90"
+    workers = job("qwen3_vl", 1, 4, f'--trainer_args {{"dataloader_num_workers":2}} {packed}', "workers")
+    assert updates(workers, job("qwen3_vl", 1, 4, packed)) == 0
+
+
+def test_a_signal_to_all_processes_of_a_job_leaves_the_workers_that_read_images(job):
+    options = "--lora_dropout 0.1 --save_strategy steps --save_steps 9"
+    workers = f'{options} --trainer_args {{"dataloader_num_workers":2}}'
+    stopped = job("qwen3_vl", 2, 1, workers, "signalled", target=train_and_signal_the_job, code=75)
+    # The ranks may agree on it a step later.
+    assert manifest_steps(stopped) in ([1], [2])
+    assert updates(job("qwen3_vl", 2, 1, workers, "signalled"), job("qwen3_vl", 2, 1, options, "unsignalled")) == 0

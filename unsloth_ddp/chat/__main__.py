@@ -72,7 +72,7 @@ def chat(argv: list[str]) -> None:
     """Read the command line, load the run, and answer."""
     given = make_parser().parse_args(argv)
     check(given)
-    images = [ImageFiles([Path()]).checked(image_value(image)) for image in given.image]
+    images = [ImageFiles([Path()], download=True).checked(image_value(image)) for image in given.image]
     result = find_result(given.run)
     settings = result.settings
     use_cache_if_hub_is_unreachable(settings)

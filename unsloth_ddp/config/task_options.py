@@ -114,6 +114,13 @@ class ImageSettings:
         on_resume="allow",  # the images are compared themselves
         summary=False,
     )
+    download_images: bool = option(
+        False,
+        "Download images that rows name by http(s) addresses, once for all runs of a node, into HF_HOME; each has at most 100 MB and 60 "
+        "seconds.",
+        on_resume="allow",  # the images are compared themselves
+        summary=False,
+    )
     image_max_pixels: int | None = option(
         None,
         "Scale larger images down to about so many pixels before the model's processor sees them; fewer pixels are fewer tokens.",

@@ -113,7 +113,7 @@ def write_rows(settings: Settings, count: int, path: Path) -> int:
 def with_image_folders(settings: Settings) -> Settings:
     """Return settings that name the folders of the rows' images, since a copy of the rows lies elsewhere."""
     files = [one for one in checked_files(settings.dataset, streaming=settings.streaming) if is_file(one)]
-    folders = ImageFiles.of(settings.image_folder, files).folders
+    folders = ImageFiles.of(settings, files).folders
     return dataclasses.replace(settings, image_folder=[str(one.absolute()) for one in folders])
 
 

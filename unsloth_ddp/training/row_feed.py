@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.order.batch_plan import BalancedOrder, BatchPlan
+from unsloth_ddp.data.order.reading_processes import StayWithParent
 from unsloth_ddp.data.order.stream_steps import StreamedSteps, streamed_steps
 from unsloth_ddp.data.order.stream_windows import Unit, streamed_windows
 from unsloth_ddp.distributed.runtime import Runtime
@@ -28,7 +29,7 @@ def image_workers(given: int, runtime: Runtime, rows: TokenizedRows) -> int:
     """
     if given or rows.streamed or runtime.device_type != "cuda":
         return given
-    return min(IMAGE_WORKERS, max(1, (os.cpu_count() or 1) // runtime.ranks.local_world_size - 1))
+    return min(IMAGE_WORKERS, max(1, len(os.sched_getaffinity(0)) // runtime.ranks.local_world_size - 1))
 
 
 class RowFeed:
@@ -53,6 +54,7 @@ class RowFeed:
         )
         self._order: BalancedOrder | None = None
         self._streamed: StreamedSteps | None = None
+        self._stay = StayWithParent()
 
     @property
     def streamed(self) -> bool:
@@ -87,6 +89,14 @@ class RowFeed:
             return None if units is None else collate(units)
 
         return DataLoader(self._streamed, batch_size=None, collate_fn=collate_unless_skipped, pin_memory=pinned)
+
+    def kept(self, loader: Any) -> Any:
+        """Return a loader whose worker processes do not end by a signal to all processes of the job."""
+        # The loader of accelerate begins the workers of the one within.
+        within = getattr(loader, "base_dataloader", loader)
+        if within.num_workers:
+            within.worker_init_fn, within.multiprocessing_context = self._stay, "fork"
+        return loader
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the epoch of the order.

@@ -238,7 +238,7 @@ class DDPTrainer(ResumableTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return this rank's micro-batches."""
         if not self.feed.streamed:
-            return super().get_train_dataloader()
+            return self.feed.kept(super().get_train_dataloader())
         return self.feed.streamed_loader(self.plan, self.data_collator, pinned=self.args.dataloader_pin_memory)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -289,7 +289,7 @@ class DDPTrainer(ResumableTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of evaluation rows, including the filler row."""
-        return Trainer.get_eval_dataloader(self, eval_dataset)
+        return self.feed.kept(Trainer.get_eval_dataloader(self, eval_dataset))
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluate on the set given to the trainer."""

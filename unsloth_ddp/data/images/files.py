@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_ddp.data.images.values import DATA
+from unsloth_ddp.config.task_options import ImageSettings
+from unsloth_ddp.data.images.downloads import downloaded
+from unsloth_ddp.data.images.values import DATA, is_web_address, without_query
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
@@ -25,6 +27,7 @@ LONGEST_SIDE = 200
 THUMBNAIL, THUMBNAIL_START = 160, "data:image/jpeg;base64,"
 # Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass
@@ -33,34 +36,60 @@ class ImageFiles:
 
     Args:
         folders: in which relative paths are looked up, in this order.
+        download: whether images that are http(s) addresses are downloaded.
+        decode: whether images are downloaded and decoded, or files only looked up.
     """
 
     folders: Sequence[Path]
+    download: bool = False
+    decode: bool = True
     _known: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, image_folder: Sequence[str], sources: Sequence[str]) -> ImageFiles:
+    def of(cls, settings: ImageSettings, sources: Sequence[str], *, decode: bool = True) -> ImageFiles:
         """Return those of a run: in --image_folder, or else beside the rows' files and in the working folder.
 
         Args:
             sources: files with rows.
         """
-        own = [Path(one).expanduser() for one in image_folder]
-        return cls(own or list(dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])))
+        own = [Path(one).expanduser() for one in settings.image_folder]
+        beside = dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])
+        return cls(own or list(beside), settings.download_images, decode)
 
     def checked(self, value: str) -> str:
         """Return an image as an absolute path, or a data URI, after decoding it once.
 
         Raises:
-            UserError: there is no such file, it cannot be decoded, or it exceeds a limit.
+            UserError: there is no such file, it cannot be downloaded or decoded, or it exceeds a limit.
         """
         if value not in self._known:
-            found = value if value.startswith(DATA) else str(self._find(value))
-            open_image(found).close()
-            if found is value:
+            if value.startswith(DATA):
+                if self.decode:
+                    open_image(value).close()
                 return value
-            self._known[value] = found
+            self._known[value] = self._downloaded(value) if is_web_address(value) else self._decoded(self._find(value))
         return self._known[value]
+
+    def _decoded(self, path: Path) -> str:
+        if self.decode:
+            open_image(str(path)).close()
+        return str(path)
+
+    def _downloaded(self, address: str) -> str:
+        name = without_query(address)
+        if not self.download:
+            raise UserError(
+                f"the image {name} is an address, and download_images is off; set --download_images, or download it and give its path."
+            )
+        if not self.decode:
+            return address
+        path = downloaded(address, MOST_BYTES)
+        try:
+            return self._decoded(path)
+        except UserError as error:
+            # A page that says what is wrong with the address.
+            path.unlink(missing_ok=True)
+            raise UserError(str(error).replace(str(path), name)) from None
 
     def _find(self, value: str) -> Path:
         try:
@@ -171,6 +200,8 @@ def _content(value: str, name: str) -> io.BytesIO:
             raise UserError(f"image {name} has {size:,} bytes, over the limit of {MOST_BYTES:,}; write it smaller.")
     if not content:
         raise UserError(f"image {name} is empty; fix it or remove the row.")
+    if content.startswith(LFS_POINTER):
+        raise UserError(f"image {name} is a pointer of Git LFS, not the image; run git lfs pull in its repository.")
     return io.BytesIO(content)
 
 

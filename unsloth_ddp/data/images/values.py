@@ -44,6 +44,16 @@ class JoinedText(str):
         return made
 
 
+def is_web_address(value: str) -> bool:
+    """Return whether an image is to be downloaded."""
+    return value[:8].lower().startswith(("http://", "https://"))
+
+
+def without_query(address: str) -> str:
+    """Return an address to be printed, without what may hold a signature."""
+    return address.partition("?")[0][:200]
+
+
 def is_image_part(part: Any) -> bool:
     """Return whether a content part is an image."""
     return isinstance(part, dict) and (part.get("type") in PART_TYPES or ("type" not in part and "image" in part))
@@ -71,13 +81,13 @@ def image_of_part(part: dict[str, Any]) -> str | int | None:
 
 
 def image_value(value: Any) -> str:
-    """Return an image as a path or a data URI.
+    """Return an image as a path, an http(s) address or a data URI.
 
-    Accepted are a path, bytes, a data URI, a PIL image, and objects that hold one of these: Datasets' {"bytes", "path"}, OpenAI's
+    Accepted are a path, an address, bytes, a data URI, a PIL image, and objects that hold one of these: Datasets' {"bytes", "path"}, OpenAI's
     {"url"}, Anthropic's {"type": "base64", "data"}.
 
     Raises:
-        UserError: it is none of these, or the address of an image elsewhere.
+        UserError: it is none of these.
     """
     if isinstance(value, (bytes, bytearray)):
         return _data_uri(bytes(value))
@@ -87,9 +97,11 @@ def image_value(value: Any) -> str:
         return _of_object(value)
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"an image is {quoted(value)}, not a path or bytes; give one of them, or remove the row.")
+    if is_web_address(value):
+        return value
     if ADDRESS.match(value):
         raise UserError(
-            f"the image {value[:100]} is an address, and training does not download images; download it and give its path."
+            f"the image {without_query(value)} is an address of another kind than http(s); download it and give its path."
         )
     if value[: len(DATA)].lower() == DATA:
         return _from_base64(value.partition(",")[2])
@@ -204,7 +216,7 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     if places != len(given):
         raise UserError(
             f"the row has {_number(len(given), 'image')} for {_number(places, 'place')} ({'image parts' if inline else MARKER} in its "
-            "messages); give as many images as places."
+            "messages); give as many images as places, in image parts or the column images."
         )
     if not inline and places:
         for message in messages:

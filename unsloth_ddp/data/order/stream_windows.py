@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import dataclasses
 import functools
 import itertools
-import multiprocessing
-import os
-import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from multiprocessing import util
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +22,11 @@ from unsloth_ddp.data.images.files import ImageFiles
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.mismatched import join_mismatched
 from unsloth_ddp.data.order.packing import Packing
+from unsloth_ddp.data.order.reading_processes import StayWithParent
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
-from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
 
@@ -129,18 +122,6 @@ def _end_of_first_epoch(numbers: Sequence[tuple[int, int]]) -> int | None:
     return None
 
 
-def _stay_with_parent(closing: Any, worker: int) -> None:
-    """Keep a worker alive until the main process closes it or dies.
-
-    Launchers and schedulers signal all processes of a job, but the main process may need more rows before it saves. If
-    the main process dies, the worker must be killed, since it holds copies of its connections.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: os._exit(0) if closing.value else None)
-
-
 def _unchanged(item: T) -> T:
     return item
 
@@ -159,7 +140,7 @@ def streamed_windows(
         processing: of images, if the first rows have some.
     """
     encoder = make_encoder(settings, tokenizer, template_date, processing)
-    files = ImageFiles.of(settings.image_folder, [one for one in streamed_sources(settings.dataset) if is_file(one)])
+    files = ImageFiles.of(settings, [one for one in streamed_sources(settings.dataset) if is_file(one)])
     revisions = dataset_revisions(settings)
     sizes = _sizes(streamed_sources(settings.dataset))
 
@@ -217,30 +198,20 @@ def _changes(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
 def read_ahead(windows: StreamedWindows, start: StreamPosition, workers: int) -> Iterator[TokenizedWindow]:
     """Yield the windows from `start` on; `workers` processes make them WINDOWS_AHEAD windows ahead."""
     windows.start = start
-    # Fork, because a spawned process would import and load everything again.
-    context = multiprocessing.get_context("fork")
-    closing = context.RawValue(ctypes.c_bool, False)
+    stay = StayWithParent()
     loader = DataLoader(
         windows,
         batch_size=None,
         num_workers=workers,
         prefetch_factor=WINDOWS_AHEAD,
         collate_fn=_unchanged,
-        worker_init_fn=functools.partial(_stay_with_parent, closing),
-        multiprocessing_context=context,
+        worker_init_fn=stay,
+        # A spawned process would import and load everything again.
+        multiprocessing_context="fork",
         # Otherwise the workers' seeds would be drawn from the generator that dropout uses.
         generator=torch.Generator(),
     )
-    windows_ahead = iter(loader)
-
-    def close() -> None:
-        closing.value = True
-
-    # Both run before the exit handlers of torch (registered earlier) and multiprocessing, which wait for the workers.
-    atexit.register(close)
-    util.Finalize(None, close, exitpriority=100)
     try:
-        yield from windows_ahead
+        yield from loader
     finally:
-        close()
-        atexit.unregister(close)
+        stay.close()

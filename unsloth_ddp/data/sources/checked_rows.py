@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.task_options import ImageSettings
 from unsloth_ddp.data.images.files import ImageFiles
 from unsloth_ddp.data.images.values import COLUMNS
 from unsloth_ddp.data.sources.formats import Example
@@ -24,7 +25,8 @@ def checked_rows(
     revision: str | None = None,
     *,
     task: str,
-    image_folder: Sequence[str] = (),
+    images: ImageSettings | None = None,
+    decode_images: bool = True,
     streaming: bool = False,
     may_be_empty: bool = False,
 ) -> Iterator[tuple[str, Example]]:
@@ -32,13 +34,15 @@ def checked_rows(
 
     Args:
         task: --task, which says how a row is read.
-        image_folder: where the images are that rows name by relative paths; by default beside the file.
+        images: where the images of the rows are; by default beside the file.
+        decode_images: see ImageFiles.
 
     Raises:
         UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
             unless `may_be_empty`.
     """
-    location, convert, files = "", converter(task), ImageFiles.of(image_folder, [source] if is_file(source) else [])
+    location, convert = "", converter(task)
+    files = ImageFiles.of(images or ImageSettings(), [source] if is_file(source) else [], decode=decode_images)
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
             # Before a text, which has no place for them, is refused as such.
@@ -84,7 +88,9 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
                 source,
                 "train",
                 task=settings.task,
-                image_folder=settings.image_folder,
+                images=settings,
+                # Every rank reads these rows, and the images of all rows are decoded when they are read.
+                decode_images=False,
                 may_be_empty=source not in sources,
             )
             found.rows += sum(1 for _ in itertools.islice(rows, count))

@@ -112,7 +112,7 @@ def _examples(
                 settings.dataset_config,
                 revisions.get(source),
                 task=settings.task,
-                image_folder=settings.image_folder,
+                images=settings,
                 streaming=streaming,
                 # A folder may hold empty shards, but a file that the user names should hold rows.
                 may_be_empty=source not in sources,

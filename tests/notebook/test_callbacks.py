@@ -1,7 +1,7 @@
 """Callbacks that stop, save or evaluate by themselves, and what tells a tracker something inside functions."""
 
 import pytest
-from making import LOAD, TRAIN, body, convert_cells, kinds
+from making import LOAD, TRAIN, body, convert_cells, helpers, kinds
 
 STOPPER = """\
 import time
@@ -108,15 +108,20 @@ def test_await_in_blocks_and_comprehensions(cell: str) -> None:
     assert "run_async(" in body(done) and "fetch" in done.script
 
 
-def test_a_coroutine_of_a_block_hands_its_names_on() -> None:
-    import asyncio
-
-    done = convert_cells(
-        LOAD, "async def stream():\n    yield 1\n    yield 2", "rows = [x async for x in stream()]", TRAIN
-    )
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "rows = [x async for x in stream()]",
+        "async def one(x): return x\nimport asyncio\nrows = await asyncio.gather(one(1), one(2))",
+        "async def one(x): return x\nfrom asyncio import create_task\ntasks = [create_task(one(x)) for x in (1, 2)]\n"
+        "rows = [await task for task in tasks]",
+    ],
+)
+def test_what_needs_a_running_loop_hands_its_names_on(cell: str) -> None:
+    done = convert_cells(LOAD, "async def stream():\n    yield 1\n    yield 2", cell, TRAIN)
     text = body(done)
     cells = text[text.index("async def stream") : text.index("# %%\nfrom trl")]
-    space: dict = {"run_async": asyncio.run}
+    space: dict = helpers("run_async")
     exec(cells, space)
     assert space["rows"] == [1, 2]
 

@@ -159,6 +159,21 @@ def test_a_loop_that_saves_is_waited_for() -> None:
     assert text.index("wait_for_everyone()") < text.index("load_state_dict")
 
 
+@pytest.mark.parametrize(
+    ("line", "guarded"),
+    [
+        ("if i % 2: torch.save(model, 'a.pt')", "        if IS_MAIN:\n            torch.save(model, 'a.pt')"),
+        (
+            "best = 1; torch.save(model, 'a.pt')",
+            "    best = 1\n    if IS_MAIN:\n        torch.save(model, 'a.pt')",
+        ),
+        ("with open('a', 'a') as f: f.write('x')", "    if IS_MAIN:\n        with open('a', 'a') as f: f.write('x')"),
+    ],
+)
+def test_what_shares_a_line_in_a_loop_is_guarded(line: str, guarded: str) -> None:
+    assert guarded in body(convert_cells(*PLAIN[:2], PLAIN[2] + f"    {line}\n"))
+
+
 def test_what_saves_and_gives_back_a_path_saves_once() -> None:
     save = "def save(net):\n    torch.save(net.state_dict(), 'out.pt')\n    return 'out.pt'"
     text = body(convert_cells(*PLAIN[:2], save, PLAIN[2] + "    path = save(model)\n"))

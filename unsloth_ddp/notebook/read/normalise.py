@@ -12,7 +12,7 @@ from unsloth_ddp.notebook.read.displayed import print_value
 from unsloth_ddp.notebook.read.host_folders import change_folder, edit_chdir
 from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.commands import is_launcher_variable, variable_of
-from unsloth_ddp.notebook.syntax.effects import Effect, TrainerClasses, call_effects
+from unsloth_ddp.notebook.syntax.effects import ONCE, Effect, TrainerClasses, call_effects
 from unsloth_ddp.notebook.syntax.ipython import SHELL_METHODS, as_python_string, ipython_call
 from unsloth_ddp.notebook.syntax.lines import LineEditor, Small, is_empty, lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
@@ -22,6 +22,8 @@ _QUIET = {"matplotlib", "load_ext", "reload_ext", "unload_ext", "autoreload", "c
 _QUIET |= {"pinfo", "pinfo2", "psearch", "who", "whos", "ls", "ll", "pwd", "history", "timeit", "reset", "tensorboard"}
 _QUIET |= {"xmode", "colors", "automagic", "page", "pdoc", "psource", "lsmagic", "magic", "load", "cat", "less", "more"}
 _ALIASES = {"mkdir", "rmdir", "mv", "rm", "cp"}
+# What looks for the running event loop, where a coroutine's call alone does not.
+_MAKES_TASKS = re.compile(r"^asyncio\.(gather|create_task|ensure_future|as_completed|get_running_loop)$")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -232,17 +234,56 @@ class _Normaliser(LineEditor):
 
 def _parts(whole: cst.BaseStatement, number: int, context: ConversionContext) -> list[cst.BaseStatement]:
     """Return the statements that one of the notebook's becomes, each on lines of its own."""
-    split = _split(whole, context)
-    return [part for one in split for part in _as_coroutine(one, f"cell_{context.cell}_part_{number + 1}")]
+    inside = whole.visit(_OneALine(context))
+    assert isinstance(inside, cst.BaseStatement)
+    split = _split(inside, context, set(Effect) - {Effect.LOAD})
+    return [part for one in split for part in _as_coroutine(one, f"cell_{context.cell}_part_{number + 1}", context)]
 
 
-def _split(statement: cst.BaseStatement, context: ConversionContext) -> list[cst.BaseStatement]:
-    """Split `a; b` into two lines where one of them may belong on the main process only."""
-    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) < 2:
-        return [statement]
+def _may_need_a_guard(statement: cst.CSTNode, context: ConversionContext, guarded: set[Effect]) -> bool:
     sites = collect(statement).calls
     paths = [".".join([context.imports.get(s.root, s.root), *s.path.split(".")[1:]]) for s in sites]
-    if not any(call_effects(s, p, set(), TrainerClasses()) - {Effect.LOAD} for s, p in zip(sites, paths, strict=True)):
+    return any(call_effects(s, p, set(), TrainerClasses()) & guarded for s, p in zip(sites, paths, strict=True))
+
+
+class _OneALine(cst.CSTTransformer):
+    """Write `a; b` and `if x: a` of a block on lines of their own where one of them may belong on the main process only."""
+
+    def __init__(self, context: ConversionContext) -> None:
+        self.context = context
+        self.blocks = 0
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.blocks += 1
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        self.blocks -= 1
+        return updated_node
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self.blocks += 1
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self.blocks -= 1
+        parts = [_split(one, self.context, ONCE) for one in updated_node.body]
+        return updated_node.with_changes(body=[line for lines in parts for line in lines])
+
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.BaseSuite:
+        if not self.blocks or not _may_need_a_guard(original_node, self.context, ONCE):
+            return updated_node
+        line = cst.SimpleStatementLine(updated_node.body, trailing_whitespace=updated_node.trailing_whitespace)
+        return cst.IndentedBlock(_split(line, self.context, ONCE))
+
+
+def _split(statement: cst.BaseStatement, context: ConversionContext, guarded: set[Effect]) -> list[cst.BaseStatement]:
+    """Split `a; b` into two lines where one of them has one of these effects."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) < 2:
+        return [statement]
+    if not _may_need_a_guard(statement, context, guarded):
         return [statement]
     parts = [small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for small in statement.body]
     lines: list[cst.BaseStatement] = [cst.SimpleStatementLine(body=[part]) for part in parts]
@@ -251,12 +292,12 @@ def _split(statement: cst.BaseStatement, context: ConversionContext) -> list[cst
     return lines
 
 
-def _as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseStatement]:
-    """Return a top-level `async for`, `async with` or asynchronous comprehension as a coroutine and its `await`.
+def _as_coroutine(statement: cst.BaseStatement, name: str, context: ConversionContext) -> list[cst.BaseStatement]:
+    """Return a top-level statement that needs a running event loop as a coroutine and its `await`.
 
     Other statements are returned as they are: `await` in them becomes a call.
     """
-    if not _is_asynchronous(statement):
+    if not _is_asynchronous(statement, context):
         return [statement]
     written = sorted(collect(statement).writes)
     leading = statement.leading_lines  # type: ignore[attr-defined]
@@ -274,10 +315,12 @@ def _as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseState
     return [coroutine, cst.SimpleStatementLine(body=[cst.Expr(cst.Await(call))])]
 
 
-def _is_asynchronous(node: cst.CSTNode) -> bool:
-    """Return whether a node holds an asynchronous block or comprehension outside functions."""
-    if isinstance(node, cst.FunctionDef):
+def _is_asynchronous(node: cst.CSTNode, context: ConversionContext) -> bool:
+    """Return whether a node holds an asynchronous block or comprehension, or makes a task, outside functions."""
+    if isinstance(node, cst.FunctionDef | cst.Lambda):
         return False
+    if isinstance(node, cst.Call) and _MAKES_TASKS.match(full_path(dotted(node.func), context.imports)):
+        return True
     if isinstance(node, cst.For | cst.With | cst.CompFor) and node.asynchronous is not None:
         return True
-    return any(_is_asynchronous(part) for part in node.children)
+    return any(_is_asynchronous(part, context) for part in node.children)

@@ -262,7 +262,7 @@ class _Rewriter(LineEditor):
 
     def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.BaseStatement:
         """Guard a nested `with open(..., "w")` that leaves nothing behind but its file."""
-        if not self.nested or self.dead or self.context.on_one_process or self.trains:
+        if not self.nested or self.dead or self.context.on_one_process:
             return updated_node
         usage = collect(original_node)
         named = {code(item.asname.name) for item in original_node.items if item.asname is not None}

@@ -365,6 +365,7 @@ check_job() {
 
 train() {
   local since=$SECONDS watcher=""
+  in_vain=0
   rm -f "$folder/began"
   if ((NNODES > 1)); then
     # Its sleep outlives it, and who reads the output of this script would wait for that.
@@ -378,6 +379,7 @@ train() {
   fi
   [[ -z $watcher ]] || kill "$watcher" 2>/dev/null
   if ((code)) && [[ -z $stop && ! -e $code_file && -n $watcher && ! -e $folder/began ]] && ((SECONDS - since >= START_TIMEOUT)); then
+    in_vain=1
     say "node $NODE_RANK: not every node arrived at $MASTER_ADDR:$MASTER_PORT within $START_TIMEOUT s. Start node.sh on" \
       "all $NNODES nodes, with the same NNODES, MASTER_ADDR and MASTER_PORT and another NODE_RANK on each, and open that" \
       "port in the firewall; START_TIMEOUT makes them wait longer, and the preflight names who is missing"
@@ -444,10 +446,10 @@ is_named() {
 }
 
 # Check whether nothing is left to do, although this node's part ended with an error: its ranks had seen the result written, or
-# no node came and the run's folder has the result.
+# it waited for the others in vain and the run's folder has the result.
 is_finished() {
   [[ -e $code_file.done ]] && return
-  ((NNODES > 1)) && [[ ! -e $folder/began ]] && python - "${train_arguments[@]}" >/dev/null 2>&1 <<'PYTHON'
+  ((in_vain)) && timeout 60 python - "${train_arguments[@]}" >/dev/null 2>&1 <<'PYTHON'
 import sys
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.run.folder import is_finished

@@ -36,14 +36,15 @@ def uninterrupted(can_make_hosts: None, job: Job, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", [{}, {"UNSLOTH_FSDP2": "1"}], ids=["ddp", "fsdp2"])
 def test_two_nodes_go_on_as_one_and_then_as_two_again(
-    two_hosts: list[Host], uninterrupted: Path, job: Job, tmp_path: Path
+    sharding: dict[str, str], two_hosts: list[Host], uninterrupted: Path, job: Job, tmp_path: Path
 ):
     node2 = two_hosts[1]
     # 650 kB of gradients a step: about a fifth of a second a step.
     node2.slow("25mbit")
     words = [*words_of(job, "elastic"), "--min_nodes", "1"]
-    processes = start_nodes(two_hosts, words, tmp_path)
+    processes = start_nodes(two_hosts, words, tmp_path, **sharding)
     run = tmp_path / "outputs" / "elastic"
 
     def newest() -> int:
@@ -55,7 +56,7 @@ def test_two_nodes_go_on_as_one_and_then_as_two_again(
     lost_at = newest()
     wait_until(lambda: newest() > lost_at + 10, RUN_SECONDS, "checkpoints of the node that is left")
     again = tmp_path / "node2-again.txt"
-    back = node2.start(["bash", NODE_SH, *words], again, variables(two_hosts, 1), tmp_path)
+    back = node2.start(["bash", NODE_SH, *words], again, variables(two_hosts, 1, **sharding), tmp_path)
 
     def said() -> str:
         return "\n".join([*outputs(two_hosts, tmp_path), again.read_text()])

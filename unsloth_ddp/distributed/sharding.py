@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import counted
 
@@ -223,7 +224,8 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
         )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
-    if sharding == "fsdp2" and world_size == 1:
+    # An elastic job may come down to one process, which holds every shard until others are back.
+    if sharding == "fsdp2" and world_size == 1 and not node_range():
         raise UserError(
             "sharding fsdp2 shards a model over several GPUs, but one process was started; use "
             "accelerate_configs/single_gpu.yaml."

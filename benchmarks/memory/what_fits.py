@@ -92,7 +92,7 @@ def cell(name: str, shape: ModelShape, method: Method, gpu_gb: float, measured: 
 def read_measured() -> dict[tuple, float]:
     """Return measured peaks in GiB by model, method, sharding and number of GPUs."""
     found = {}
-    for file in ("gpu_check_large", "memory_two", "sharding_cost"):
+    for file in ("gpu_check_large", "memory_two", "sharding_cost", "sharding_cost_2"):
         for run in json.loads((RESULTS / f"{file}.json").read_text())["runs"]:
             summary = run.get("summary")
             if not summary:

@@ -5,16 +5,12 @@ Each case ends within bounds of time and memory, with one sentence and no stack 
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import ctypes
 import gzip
 import io
 import json
 import os
 import pickle
 import re
-import resource
 import shlex
 import shutil
 import struct
@@ -28,72 +24,58 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.bounded import train_bounded
 from tests.conftest import DEMO_MODEL, demo_rows, write_jsonl
-from tests.fuzz import UNPRINTABLE
-from tests.ranks import Result, run_ranks, train
+from tests.ranks import Result, run_ranks
 from tests.unpickled import Touch
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.utils.units import GIB
 
 # Far above what a case takes, even on a busy machine, and far below what hostile files ask for.
 SECONDS, MEMORY = 30.0, 2 * GIB
-OPTIONS = "--use_cpu --max_steps 2 --save_steps 1 --max_length 64 --report_to none --gradient_checkpointing none --run_name r"
+OPTIONS = (
+    "--use_cpu --max_steps 2 --save_steps 2 --max_length 64 --report_to none --gradient_checkpointing none --run_name r"
+)
 CHAT = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}\n'
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TRAINS = "Done: "
+# Found by training, and not by a look at the files.
+BROKEN = "the trained weights contain NaN or infinity"
 
 Act = Callable[[Path], object]
-
-
-def give_up_root() -> None:
-    """Let file modes bind this process, as they bind every user but root."""
-    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    ctypes.CDLL(None).capset(header, none)
-
-
-def run_hostile(argv: list[str], cwd: str, before_reading: Act | None) -> None:
-    """train_ddp.py with bounded memory and without root's rights, with `before_reading` done once its files were looked at."""
-    from unsloth_ddp.data.chat import render_limits
-    from unsloth_ddp.run import stages
-
-    render_limits.SECONDS = 2.0
-    give_up_root()
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(SECONDS), int(SECONDS)))
-    if before_reading is not None:
-        read = stages.read_examples
-        stages.read_examples = lambda run: (before_reading(Path(cwd)), read(run))  # type: ignore[assignment]
-    train(argv, cwd)
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder with rows, a model and a sentinel that hostile code would write beside."""
-    write_jsonl(tmp_path / "rows.jsonl", demo_rows()[:12])
+    write_jsonl(tmp_path / "rows.jsonl", demo_rows()[:4])
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
     return tmp_path
 
 
-def ended(place: Path, options: str, said: str, before_reading: Act | None = None) -> Result:
+def ended(place: Path, options: str, said: str, change: str = ":") -> Result:
     """Run the options, and check how the run ended and what it said."""
     argv = [*shlex.split(OPTIONS), *(["--model", "model"] if "--model " not in options else [])]
     argv += [*(["--dataset", "rows.jsonl"] if "--dataset " not in options else []), *shlex.split(options)]
+    environ = {"HF_HUB_OFFLINE": "1"}
     result = run_ranks(
-        1, run_hostile, argv, str(place), before_reading, folder=place / "said", environ={"HF_HUB_OFFLINE": "1"}, timeout=SECONDS
+        1, train_bounded, argv, str(place), MEMORY, change, folder=place / "said", environ=environ, timeout=SECONDS
     )
     output = result.output
     assert not (place / "ran").exists(), "code of a file was run"
-    assert "Traceback" not in output, output
+    assert "Traceback" not in output and "panicked at" not in output, output
     assert re.search(said, output), output
-    assert result.codes == [0 if TRAINS in output else 2], output
+    assert result.codes == [0 if TRAINS in output else 1 if BROKEN in output else 2], output
     told = [line for line in output.splitlines() if line.startswith("train_ddp.py: error: ")]
     assert len(told) == (TRAINS not in output), output
-    assert all(len(line) < 1500 and line.isprintable() for line in told), output
+    assert all(len(line) < 1500 and line.isprintable() and re.search(r"[;.:(] |, but ", line[22:]) for line in told), (
+        output
+    )
     return result
 
 
 # ---- rows ----
+
 
 def gzipped(content: bytes) -> bytes:
     return gzip.compress(content)
@@ -156,7 +138,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "a column twice": ("a.csv", b"text,text\na,b\n", r"a\.csv"),
     "too many cells": ("a.csv", b"text\n" + b"," * 1_000_000 + b"\n", r"a\.csv"),
     "NUL bytes in a table": ("a.csv", b"text\na\0b\n", r"a\.csv"),
-    "a cell of five megabytes": ("a.csv", b"text\n" + b"x" * 5_000_000 + b"\n", TRAINS),
+    "a cell of 300,000 characters": ("a.csv", b"text\n" + b"x" * 300_000 + b"\n", TRAINS),
 }  # fmt: skip
 
 
@@ -185,7 +167,7 @@ PLACES: dict[str, tuple[Act, str]] = {
     "a folder without a file": (lambda at: (at / "a.jsonl").mkdir(), "a.jsonl"),
     "a folder that holds itself": (lambda at: ((at / "a.jsonl").mkdir(), (at / "a.jsonl" / "b").symlink_to(at)), "a.jsonl"),
     "a file nobody may read": (lambda at: ((at / "a.jsonl").write_bytes(CHAT), mode(at / "a.jsonl", 0)), "a.jsonl.*[Pp]ermission"),
-    "a folder nobody may enter": (lambda at: ((at / "a.jsonl").mkdir(), mode(at / "a.jsonl", 0)), "a.jsonl.*[Pp]ermission"),
+    "a folder nobody may enter": (lambda at: ((at / "a.jsonl").mkdir(), mode(at / "a.jsonl", 0)), "a.jsonl is a folder"),
     "a line of a terabyte": (lambda at: ((at / "a.jsonl").write_bytes(b'{"'), truncate_to_a_terabyte(at / "a.jsonl")), "a.jsonl:1"),
     "not there": (lambda at: None, "a.jsonl: there is no such file"),
 }  # fmt: skip
@@ -202,21 +184,24 @@ def test_what_stands_in_the_place_of_rows(place: Path, name: str) -> None:
             mode(place / "a.jsonl", 0o700)
 
 
-CHANGES: dict[str, tuple[Act, str]] = {
-    "rows removed": (lambda at: (at / "rows.jsonl").unlink(), "rows.jsonl"),
-    "rows emptied": (lambda at: os.truncate(at / "rows.jsonl", 0), "rows.jsonl"),
-    "rows cut off": (lambda at: os.truncate(at / "rows.jsonl", 300), "rows.jsonl:3"),
-    "rows replaced by a pipe": (lambda at: ((at / "rows.jsonl").unlink(), os.mkfifo(at / "rows.jsonl")), "rows.jsonl"),
-    "weights removed": (lambda at: (at / "model" / SAFE).unlink(), "model"),
-    "weights cut off": (lambda at: os.truncate(at / "model" / SAFE, 5000), "model"),
-    "tokenizer removed": (lambda at: (at / "model" / "tokenizer.json").unlink(), "model"),
-}  # fmt: skip
+CHANGES = {
+    "rm rows.jsonl": "rows.jsonl",
+    "truncate -s 0 rows.jsonl": "rows.jsonl",
+    "truncate -s 300 rows.jsonl": "rows.jsonl:3",
+    "truncate -s 1T rows.jsonl": "rows.jsonl:5",
+    "rm rows.jsonl && mkfifo rows.jsonl": "rows.jsonl",
+    "rm rows.jsonl && ln -s /dev/zero rows.jsonl": "rows.jsonl",
+    "rm model/model.safetensors": "model",
+    "truncate -s 5000 model/model.safetensors": "model",
+    "rm model/tokenizer.json": "tokenizer",
+    "truncate -s 900 model/tokenizer.json": "tokenizer",
+    "echo [] >model/config.json": "model",
+}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_between_two_looks(place: Path, name: str) -> None:
-    act, said = CHANGES[name]
-    ended(place, "", said, act)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_two_looks(place: Path, change: str) -> None:
+    ended(place, "", CHANGES[change], change)
 
 
 # ---- models ----
@@ -306,7 +291,7 @@ MODELS: dict[str, tuple[Act, str]] = {
     "size is negative": (config(hidden_size=-128), "model"),
     "size is zero": (config(hidden_size=0), "model"),
     "size is a fraction": (config(hidden_size=128.5), "model"),
-    "size is enormous": (config(hidden_size=10**9), "hidden_size"),
+    "size is enormous": (config(hidden_size=10**9), "sizes of its weights differ"),
     "inner size is enormous": (config(intermediate_size=10**12), "intermediate_size|model"),
     "heads are enormous": (config(num_attention_heads=10**9), "model"),
     "no heads": (config(num_attention_heads=0), "model"),
@@ -334,9 +319,9 @@ MODELS: dict[str, tuple[Act, str]] = {
     "shape of another size": (header(lambda held: each(held)[0].update(shape=[3, 3])), "model"),
     "shape is enormous": (header(lambda held: each(held)[0].update(shape=[1 << 40, 1 << 40])), "model"),
     "dtype nobody knows": (header(lambda held: each(held)[0].update(dtype="F7")), "model"),
-    "dtype of integers": (header(lambda held: [one.update(dtype="I32") for one in each(held)]), "model"),
+    "dtype of integers": (header(lambda held: [one.update(dtype="I32") for one in each(held)]), BROKEN),
     "weights of other names": (lambda at: save_file({"a": torch.zeros(2)}, at / "model" / SAFE, {"format": "pt"}), "model"),
-    "weights are NaN": (lambda at: save_file({k: v * float("nan") for k, v in load_file(at / "model" / SAFE).items()}, at / "model" / SAFE, {"format": "pt"}), "model|NaN"),
+    "weights are NaN": (lambda at: save_file({k: v * float("nan") for k, v in load_file(at / "model" / SAFE).items()}, at / "model" / SAFE, {"format": "pt"}), BROKEN),
     "index names a file above": (index(every="../outside.safetensors"), "outside.safetensors"),
     "index names a file of the system": (index(every="/etc/passwd"), "/etc/passwd"),
     "index names a file that is missing": (index(every="none.safetensors"), "none.safetensors"),
@@ -363,7 +348,7 @@ MODELS: dict[str, tuple[Act, str]] = {
     "template that includes a file": (template("{% include '/etc/passwd' %}"), "template"),
     "template is nothing": (template(""), f"{TRAINS}|template|supervised"),
     "template of a power": (template("{{ 9 ** 9 ** 9 }}"), "template"),
-    "template of bytes": (put("chat_template.jinja", b"\xff\xfe"), "template|chat_template.jinja"),
+    "template of bytes": (put("chat_template.jinja", b"\xff\xfe"), "tokenizer"),
     "generation config is a list": (put("generation_config.json", "[]"), f"{TRAINS}|generation_config.json"),
     "generation config is text": (put("generation_config.json", '{"temperature": "hot"}'), f"{TRAINS}|generation_config|model"),
 }  # fmt: skip
@@ -381,7 +366,7 @@ def test_models(place: Path, name: str) -> None:
 SETTINGS: dict[str, tuple[str, str]] = {
     "anchors that double": ("a0: &a0 [1,1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "c.yaml"),
     "anchors in an option": ("trainer_args:\n  a0: &a0 [1,1]\n" + "".join(f"  a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "trainer_args|c.yaml"),
-    "an anchor of itself": ("trainer_args: &a {x: *a}", "trainer_args"),
+    "an anchor of itself": ("trainer_args: &a {x: *a}", "c.yaml is not YAML: an alias"),
     "a tag that calls": ("trainer_args: !!python/object/apply:os.mkdir [ran]", "c.yaml"),
     "a tag that makes an object": ("model: !!python/object/new:pathlib.Path [x]", "c.yaml"),
     "a tag that imports": ("model: !!python/module:antigravity", "c.yaml"),
@@ -399,7 +384,6 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "NaN": ("learning_rate: .nan\n", "learning_rate"),
     "a date": ("run_name: 2020-01-01\n", f"run_name|{TRAINS}"),
     "a path with NUL": ('output_dir: "a\\0b"\n', "output_dir|c.yaml"),
-    "a name that leads away": ("run_name: ../../x\n", "run_name"),
     "nested too deep": ("x: " + "[" * 100_000, "c.yaml"),
     "more than a megabyte": ("# " + "x" * 2_000_000, "c.yaml"),
 }  # fmt: skip
@@ -421,7 +405,7 @@ WORDS = {
     "--trainer_args '[1]'": "trainer_args", "--no_such 1": "no_such", "--seed": "seed", "--run_name ''": "run_name",
     "--run_name ../x": "run_name", f"--run_name {'x' * 300}": "run_name", "--output_dir /proc/x": "/proc/x",
     "--resume /dev/zero": "/dev/zero", "--chat_template /dev/zero": "/dev/zero", "--lora_target_modules '('": "lora_target_modules",
-    "--lora_target_modules '(a+)+$'": "lora_target_modules", "--max_time 1:2:3:4:5": "max_time", "--image_folder /dev/null": "/dev/null",
+    "--lora_target_modules '(a+)+$'": "lora_target_modules", "--max_time 1:2:3:4:5": "max_time",
     "--save_total_limit -3": "save_total_limit", "--dataset_split 'train[999%]'": "dataset_split|train", "--packing sometimes": "packing",
 }  # fmt: skip
 
@@ -436,9 +420,9 @@ def test_options(place: Path, options: str) -> None:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the checkpoints of steps 1 and 2, which was stopped before its end."""
+    """A run with the checkpoint of step 2 alone, without its result."""
     folder = tmp_path_factory.mktemp("stopped")
-    write_jsonl(folder / "rows.jsonl", demo_rows()[:12])
+    write_jsonl(folder / "rows.jsonl", demo_rows()[:4])
     shutil.copytree(DEMO_MODEL, folder / "model")
     ended(folder, "", TRAINS)
     (folder / "outputs/r/summary.json").unlink()
@@ -453,7 +437,9 @@ def described(change: Callable[[Path], object]) -> Act:
         content = json.loads((folder / manifest.FILE_NAME).read_text())
         content.pop("checksum")
         found = manifest.describe_files(folder)
-        content["files"] = {name: {"bytes": found[name][0], "xxh3_128": found[name][1]} for name in found if name != manifest.FILE_NAME}
+        content["files"] = {
+            name: {"bytes": found[name][0], "xxh3_128": found[name][1]} for name in found if name != manifest.FILE_NAME
+        }
         (folder / manifest.FILE_NAME).write_text(json.dumps({**content, "checksum": manifest._checksum_of(content)}))
 
     return act
@@ -488,9 +474,9 @@ def evil(path: Path) -> None:
     torch.save({"x": Touch(Path("ran"))}, path)
 
 
-SKIPPED = "checkpoint-2 is skipped"
+SKIPPED = "checkpoint-2 is not a complete checkpoint: "
 CHECKPOINTS: dict[str, tuple[Act, str]] = {
-    "no manifest": (lambda at: (at / "manifest.json").unlink(), TRAINS),
+    "no manifest": (lambda at: (at / "manifest.json").unlink(), SKIPPED),
     "manifest is a pipe": (instead("manifest.json", os.mkfifo), SKIPPED),
     "manifest is a device": (instead("manifest.json", lambda path: path.symlink_to("/dev/zero")), SKIPPED),
     "manifest is a link to itself": (instead("manifest.json", lambda path: path.symlink_to(path)), SKIPPED),
@@ -528,6 +514,5 @@ def test_checkpoints(stopped: Path, tmp_path: Path, name: str) -> None:
     act, said = CHECKPOINTS[name]
     place = tmp_path / "job"
     shutil.copytree(stopped, place, symlinks=True)
-    shutil.rmtree(place / "outputs/r/checkpoint-1")
     act(place / "outputs/r/checkpoint-2")
-    ended(place, "", said)
+    ended(place, "--resume outputs/r/checkpoint-2", said)

@@ -119,9 +119,7 @@ def _load(
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
-        # A name may be a Hub id or a mistyped path, such as outputs/RUM.
-        here = "" if Path(str(settings.model)).exists() else "is not a folder here, and as a Hub id it "
-        raise UserError(f"model {settings.model} {here}cannot be loaded: {describe_load_error(error)}") from error
+        raise _not_loaded(settings, error) from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     beside = trained_beside(model, settings.train_towers)
@@ -146,9 +144,17 @@ def load_tokenizer(settings: Settings) -> Any:
     except Exception as error:
         if not is_model_file_error(error):
             raise
-        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {describe_load_error(error)}") from None
+        raise _not_loaded(settings, error, "its tokenizer ") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
+
+
+def _not_loaded(settings: Settings, error: Exception, part: str = "") -> UserError:
+    # A name may be a Hub id or a mistyped path, such as outputs/RUM.
+    if not Path(str(settings.model)).exists():
+        part = "is not a folder here, and as a Hub id it "
+    fix = " Download its tokenizer files again, or correct them." if part == "its tokenizer " else ""
+    return UserError(f"model {settings.model} {part}cannot be loaded: {describe_load_error(error)}{fix}")
 
 
 def is_model_file_error(error: Exception) -> bool:
@@ -246,7 +252,7 @@ def _load_transformers(
 
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, **source)
+    tokenizer = load_tokenizer(settings)
     quantization = None
     if settings.method == "qlora":
         quantization = transformers.BitsAndBytesConfig(

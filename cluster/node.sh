@@ -445,11 +445,9 @@ is_named() {
   [[ -n $config ]] && grep -Es '^run_name *:' "$config" | grep -Eiqv '^run_name *: *(null|none|~)? *(#.*)?$'
 }
 
-# Check whether nothing is left to do, although this node's part ended with an error: its ranks had seen the result written, or
-# it waited for the others in vain and the run's folder has the result.
-is_finished() {
-  [[ -e $code_file.done ]] && return
-  ((in_vain)) && timeout 60 python - "${train_arguments[@]}" >/dev/null 2>&1 <<'PYTHON'
+# Check whether the run's folder holds the result of these settings.
+has_result() {
+  timeout 60 python - "${train_arguments[@]}" "${restart_arguments[@]}" >/dev/null 2>&1 <<'PYTHON'
 import sys
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.run.folder import is_finished
@@ -527,11 +525,17 @@ main() {
   local restarts=0 begun=0 furthest=0
   while :; do
     code=0 trained=0
+    # A node that was lost at the end of the job would wait for others that have ended.
+    if ((max_restarts)) && [[ -z $stop ]] && has_result; then
+      say "node $NODE_RANK: the run's folder holds the result of these settings, so nothing is left to do here"
+      break
+    fi
     [[ -n $stop ]] || check_job
     ((code == 0)) && [[ -z $stop ]] && trained=1 && train
     # A stop that came before the training began.
     ((trained)) || [[ -z $stop ]] || read_exit_code
-    if ((trained && code && code != 2)) && is_finished; then
+    # Its ranks have seen the result written, or it waited for the others in vain.
+    if ((trained && code && code != 2)) && { [[ -e $code_file.done ]] || { ((in_vain)) && has_result; }; }; then
       say "node $NODE_RANK: the result was written before, so nothing is left to do here"
       code=0
     fi

@@ -253,6 +253,15 @@ def test_a_process_that_dies_once_the_result_is_written_changes_nothing(node):
     assert "node 0: the result was written before, so nothing is left to do here" in text
 
 
+@pytest.mark.parametrize("starts", [0, 1])
+def test_a_node_that_may_restart_asks_for_the_result_before_it_waits_for_the_others(node, starts):
+    code, text = node(
+        "--no_preflight --max_restarts 2", **TWO | {"NODE_RANK": "0"}, SCRIPT="exit 1", FINISHED=str(starts)
+    )
+    assert code == 0 and len(node.calls()) == starts
+    assert "node 0: the run's folder holds the result of these settings, so nothing is left to do here" in text
+
+
 @pytest.mark.parametrize(
     ("words", "config", "named"),
     [

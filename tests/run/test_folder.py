@@ -46,6 +46,20 @@ def test_a_refused_folder_is_told_with_what_differs_and_checkpoints_only_where_t
         run_folder.choose_run_folder(settings, runtime)
 
 
+def test_a_run_is_finished_if_its_folder_holds_the_result_of_the_same_settings(tmp_path):
+    here = {"run_name": "r", "output_dir": str(tmp_path), "model": "owner/name"}
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "summary.json").write_text("{}")
+    assert not run_folder.is_finished(Settings(**here))
+    Settings(**here, model_revision="0123456").save(tmp_path / "r" / "settings.yaml")
+    assert run_folder.is_finished(Settings(**here, save_total_limit=3))
+    others = {"max_steps": 3}, {"overwrite": True}, {"resume": "no"}, {"run_name": None}, {"model_revision": "89ab"}
+    for other in others:
+        assert not run_folder.is_finished(Settings(**{**here, **other})), other
+    (tmp_path / "r" / "summary.json").unlink()
+    assert not run_folder.is_finished(Settings(**here))
+
+
 @pytest.fixture
 def other_job(tmp_path):
     """Another process that writes the run r, as long as it lives."""

@@ -74,8 +74,13 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
 
 
 def is_finished(settings: Settings) -> bool:
-    """Return whether the folder of a named run holds its result."""
-    return settings.run_name is not None and (_folder_of(settings, settings.run_name) / SUMMARY_FILE).exists()
+    """Return whether the folder of a named run holds the result of these settings, and no option asks for a new one."""
+    if settings.run_name is None or settings.overwrite or settings.resume != "auto":
+        return False
+    folder = _folder_of(settings, settings.run_name)
+    changed = _changed_settings(settings, folder) if (folder / SUMMARY_FILE).exists() else None
+    # A run pins the revisions that its command leaves open.
+    return changed is not None and all(name.endswith("_revision") and not getattr(settings, name) for name in changed)
 
 
 def _folder_of(settings: Settings, name: str) -> Path:

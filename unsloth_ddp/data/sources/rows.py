@@ -249,7 +249,9 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
                     yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
     except UserError:
         raise
-    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError, RecursionError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # pyarrow raises the same class, without a number, for bytes that it cannot decode
         reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
 

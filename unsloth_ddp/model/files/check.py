@@ -28,7 +28,7 @@ ADAPTER_FILE = "adapter_config.json"
 TRAINABLE = {"unsloth": ("bitsandbytes", "mxfp4", "fp8"), "transformers": ("bitsandbytes",)}
 LARGEST_JSON = 1 << 28
 # A config with more is compared with the weight files.
-MOST_LAYERS, MOST_WORDS = 1000, 1_000_000
+MOST_LAYERS, MOST_WORDS, MOST_TOKENS = 1000, 1_000_000, 10_000_000
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 ZIP = b"PK"
 # The weights in a checkpoint of full training with FSDP2 (checkpoints/shards.py).
@@ -61,7 +61,9 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
     """Refuse a folder that cannot be loaded completely."""
     for name in JSON_FILES:
         if (folder / name).is_file():
-            _read_json(folder, name)
+            content = _read_json(folder, name)
+            if name == "tokenizer.json":
+                _refuse_impossible_tokens(folder, content)
     weights = _weight_files(folder, SAFE)
     if weights is None and any(folder.glob(SHARDS)):
         raise UserError(
@@ -108,6 +110,18 @@ def _refuse_impossible_sizes(folder: Path, config: dict[str, Any], stored: dict[
             raise UserError(
                 f"model {folder}: config.json has {name} {value:,}, but the weight files hold only {counted(len(stored), 'tensor')}, "
                 f"none longer than {longest:,}; download the model again."
+            )
+
+
+def _refuse_impossible_tokens(folder: Path, tokenizer: dict[str, Any]) -> None:
+    """Refuse ids for which the tokenizer's library would reserve all memory, and end the process."""
+    model = tokenizer.get("model")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    for word, token in words.items() if isinstance(words, dict) else ():
+        if type(token) is not int or not 0 <= token < MOST_TOKENS:
+            raise UserError(
+                f"model {folder}: tokenizer.json gives {word[:50]!r} the id {str(token)[:50]}, but an id is a whole number below "
+                f"{MOST_TOKENS:,}; download the model again."
             )
 
 

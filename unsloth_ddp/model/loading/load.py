@@ -119,9 +119,7 @@ def _load(
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
-        # A name may be a Hub id or a mistyped path, such as outputs/RUM.
-        here = "" if Path(str(settings.model)).exists() else "is not a folder here, and as a Hub id it "
-        raise UserError(f"model {settings.model} {here}cannot be loaded: {describe_load_error(error)}") from error
+        raise _not_loaded(settings, error) from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     beside = trained_beside(model, settings.train_towers)
@@ -146,9 +144,16 @@ def load_tokenizer(settings: Settings) -> Any:
     except Exception as error:
         if not is_model_file_error(error):
             raise
-        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {describe_load_error(error)}") from None
+        raise _not_loaded(settings, error, ": its tokenizer") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
+
+
+def _not_loaded(settings: Settings, error: Exception, part: str = "") -> UserError:
+    # A name may be a Hub id or a mistyped path, such as outputs/RUM.
+    if not Path(str(settings.model)).exists():
+        part = " is not a folder here, and as a Hub id it"
+    return UserError(f"model {settings.model}{part} cannot be loaded: {describe_load_error(error)}")
 
 
 def is_model_file_error(error: Exception) -> bool:
@@ -172,9 +177,14 @@ def describe_load_error(error: Exception) -> str:
     text = one_line(error, 1000)
     if "ignore_mismatched_sizes" in text:
         return "the sizes of its weights differ from its config.json; download it again, or correct config.json."
-    said = text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
-    known = find_known_error(f"{type(error).__name__}: {text}")
-    return f"{said} What helps: {known.fix}" if known and known.name in EXPLAINED else said
+    named = f"{type(error).__name__}: {text}"
+    said = text if isinstance(error, (OSError, ValueError)) else named
+    if (known := find_known_error(named)) and known.name in EXPLAINED:
+        return f"{said} What helps: {known.fix}"
+    # These are written for people. Others come from values that no library has checked.
+    if isinstance(error, (OSError, ValueError, ImportError)):
+        return said
+    return f"{said.rstrip('.')}; correct the model's files, or download it again."
 
 
 def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
@@ -246,7 +256,9 @@ def _load_transformers(
 
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, **source)
+    # Before the tokenizer, whose class reads it too.
+    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    tokenizer = load_tokenizer(settings)
     quantization = None
     if settings.method == "qlora":
         quantization = transformers.BitsAndBytesConfig(
@@ -257,7 +269,6 @@ def _load_transformers(
             # FSDP2 shards floating-point tensors only, so the packed 4-bit weights are stored in such a dtype.
             bnb_4bit_quant_storage=DTYPES[runtime.precision] if runtime.sharding == "fsdp2" else torch.uint8,
         )
-    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
     with contextlib.nullcontext() if mesh is None else sharded_load.reading_shards(mesh, str(settings.model)):
         loaded: Any = auto.from_pretrained(
             str(settings.model),

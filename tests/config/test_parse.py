@@ -354,6 +354,9 @@ WRONG_FILES = {
     "--model {0} --dataset nowhere.jsonl": "nowhere.jsonl: there is no such file in",
     "--model {0} --dataset {0} --streaming --max_steps 1": "is a folder without a .jsonl, .parquet, .csv file;",
     "--model ./nowhere --dataset {0}/train.jsonl": "nowhere: there is no such folder; give",
+    "--model {0} --dataset {0}/pairs_train.jsonl --task dpo --reference_model ./nowhere": "nowhere: there is no such folder; give",
+    "--model {0} --dataset {0}/train.jsonl --task dpo": "train.jsonl:1: the row has one answer; give --task sft",
+    "--model {0} --dataset {0}/pairs_train.jsonl --task dpo --backend unsloth": "backend unsloth does not work with task dpo",
     "--model {0} --dataset {0}/../make_demo.py": "make_demo.py is not a .jsonl",
     "--model {0} --dataset {0}/train.jsonl --report_to wandb": "uv pip install wandb",
     "--model {0} --dataset {0}/train.jsonl --resume nope": "resume nope: there is no such folder",
@@ -370,7 +373,10 @@ def test_what_files_show_to_be_wrong_is_told_before_anything_slow_is_imported() 
         "        with open_run(parse_settings(options.split()), Ranks()): pass\n"
         "    except UserError as told: print(told, {'torch', 'transformers', 'datasets', 'pandas'} & {*sys.modules})"
     )
-    given = [options.format(REPO / "demo/model").replace("model/train", "train") for options in WRONG_FILES]
+    given = [
+        options.format(REPO / "demo/model").replace("model/train", "train").replace("model/pairs", "pairs")
+        for options in WRONG_FILES
+    ]
     done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True, cwd=REPO)
     for line, said in zip(done.stdout.splitlines(), WRONG_FILES.values(), strict=True):
         assert said in line and line.endswith(" set()")

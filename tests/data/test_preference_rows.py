@@ -124,8 +124,8 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
         ),
         ({"chosen": 3}, "chosen is a number, and an answer is text"),
         (
-            {"query": "Q", "chosen": "good", "rejected": "bad"},
-            "the row has no prompt, and chosen and rejected do not begin",
+            {"query": "Q", "chosen": "The good", "rejected": "The bad"},
+            "the row has no prompt, but a column query, which is not read; rename it prompt",
         ),
         (
             {"prompt": "", "chosen": "good", "rejected": "bad"},
@@ -209,9 +209,13 @@ def test_both_answers_are_supervised_as_in_other_rows_and_cut_after_the_same_pro
         ("--task simpo --reference_model other", "reference_model other is for --task dpo or kto"),
         (
             "--task dpo --reference_model other --reference adapter_off",
-            "reference adapter_off with reference_model does",
+            "reference adapter_off with reference_model other does",
         ),
         ("--task kto --reference_model_revision main", "reference_model_revision main names no model"),
+        (
+            "--task orpo --backend unsloth",
+            "backend unsloth does not work with task orpo: its fused loss returns no log-probabilities; give --backend",
+        ),
         ("--task dpo --loss_on all", "loss_on all does not work with task dpo"),
         ("--task dpo --desirable_weight 2", "desirable_weight 2.0 is for --task kto"),
         ("--task kto --preference_loss ipo", "preference_loss ipo is for --task dpo or cpo"),

@@ -102,7 +102,7 @@ def support(options: str, where: SimpleNamespace) -> str:
     if "--streaming" in options:
         options += " --max_steps 100"
     try:
-        settings = parse(options)
+        settings = parse(f"{options} --backend {where.backend}")
         processes._choose_precision(settings.precision, where.device_type == "cuda")
         check_sharding(where.sharding, settings, where.device_type, where.backend, 2)
         check_model(settings, where)

@@ -15,8 +15,8 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints.identity import run_identity
 from unsloth_ddp.checkpoints.manifest import compare_runs
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files.check import base_of_reference
-from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
+from unsloth_ddp.model.files.check import base_of_reference, check_reference
+from unsloth_ddp.model.loading.reference_model import check_reference_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CPU = cpu_runtime()
@@ -33,7 +33,7 @@ def with_reference(model: Path, reference: Path) -> Settings:
 
 def test_a_model_with_the_same_tokens_is_taken(tiny_model: Path, other: Path) -> None:
     settings = with_reference(tiny_model, other)
-    check_reference_files(settings, CPU)
+    check_reference(settings, "transformers")
     check_reference_tokens(settings, CPU, AutoTokenizer.from_pretrained(tiny_model))
 
 
@@ -60,7 +60,7 @@ def test_an_adapter_needs_its_base_and_its_weights(
     named = {"base_model_name_or_path": str(tiny_model) if base is None else base}
     (tmp_path / "adapter_config.json").write_text(json.dumps(named))
     with pytest.raises(UserError, match=reason):
-        check_reference_files(with_reference(tiny_model, tmp_path), CPU)
+        check_reference(with_reference(tiny_model, tmp_path))
 
 
 def test_an_adapter_is_loaded_on_its_base_with_the_commit_of_the_model(tiny_model: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_adapter_is_loaded_on_its_base_with_the_commit_of_the_model(tiny_mode
 def test_a_folder_without_weights_is_refused(tiny_model: Path, other: Path) -> None:
     (other / "model.safetensors").unlink()
     with pytest.raises(UserError, match="holds no weights"):
-        check_reference_files(with_reference(tiny_model, other), CPU)
+        check_reference(with_reference(tiny_model, other))
 
 
 def test_changed_files_of_the_reference_are_refused_at_a_resume(tiny_model: Path, other: Path) -> None:

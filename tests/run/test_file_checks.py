@@ -40,6 +40,11 @@ def settings(rows: str, **given: Any) -> Settings:
         ({"dataset_revision": ["main"]}, 1, "name 0 Hub datasets"),
         ({"model": "Qwen Qwen3"}, 1, "model Qwen Qwen3: there is no such folder"),
         ({"model": "https://hf.co/Qwen/Qwen3-8B/tree/main"}, 1, "is a URL; give .*on the Hub: Qwen/Qwen3-8B"),
+        (
+            {"reference_model": "a/missing/one"},
+            1,
+            "reference_model: model a/missing/one: there is no such folder; give",
+        ),
         ({"model": str(DEMO_MODEL.parent)}, 1, f"no config.json; did you mean {DEMO_MODEL}"),
     ],
 )

@@ -48,13 +48,15 @@ def check_task(settings: Settings) -> None:
             f"reference_model_revision {settings.reference_model_revision} names no model; give --reference_model with it."
         )
     refused = {
+        "backend unsloth": settings.backend == "unsloth"
+        and "its fused loss returns no log-probabilities; give --backend transformers, or auto",
         "cuda_graphs on": settings.cuda_graphs == "on"
         and "a captured step sums the losses of tokens and whole answers are compared; give --cuda_graphs auto",
         "loss_on all": settings.loss_on == "all" and "only answers are compared; leave it out",
         "reference adapter_off": settings.reference == "adapter_off"
         and settings.method == "full"
         and "method full has no adapter; give --reference precomputed",
-        "reference adapter_off with reference_model": settings.reference == "adapter_off"
+        f"reference adapter_off with reference_model {settings.reference_model}": settings.reference == "adapter_off"
         and settings.reference_model
         and "another model is no model without its adapter; leave one of them out",
         "reference precomputed": settings.reference == "precomputed"

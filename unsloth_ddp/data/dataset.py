@@ -274,10 +274,11 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         tokenized = tokenized.select(kept).flatten_indices()
     counts = _count(tokenized, dropped)
     if not counts.supervised:
-        raise UserError(
-            f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; check that the rows have assistant turns "
-            f"within max_length {settings.max_length}{'' if settings.trains_preferences else ', or use --loss_on all'}."
-        )
+        limit = f"max_length {settings.max_length}"
+        cut = f"{limit} cuts off every answer, so raise it"
+        fix = cut if counts.cut_answers == counts.rows else f"check that the rows have assistant turns within {limit}"
+        other = "" if settings.trains_preferences else ", or use --loss_on all"
+        raise UserError(f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; {fix}{other}.")
     features = _token_features(settings, images=encoder.processing is not None)
     if settings.task == "kto":
         for sentence in _balance(tokenized, settings, purpose):

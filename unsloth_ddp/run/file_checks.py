@@ -12,7 +12,7 @@ from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources.checked_rows import check_first_rows
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import checked_files
-from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model
+from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model, check_reference
 from unsloth_ddp.model.files.find import model_folder
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.missing import similar_path
@@ -33,6 +33,7 @@ def check_files(settings: Settings, processes: int) -> None:
         )
     _check_model_name(settings)
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+    check_reference(settings)
     if known := known_names("report_to"):
         choose_trackers(settings.report_to, known, installed_trackers())
     check_data(settings, processes)

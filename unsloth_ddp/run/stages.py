@@ -31,11 +31,12 @@ from unsloth_ddp.distributed.exit_codes import note_finished
 from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
+from unsloth_ddp.model.files.check import check_reference
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.forward.attention import choose_packing, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.forward.tower_attention import join_images
 from unsloth_ddp.model.loading import load
-from unsloth_ddp.model.loading.reference_model import check_reference_files, check_reference_tokens
+from unsloth_ddp.model.loading.reference_model import check_reference_tokens
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
@@ -57,7 +58,7 @@ Answered = tuple[list[answers.Question], list[str]]
 def check_model(run: Run) -> None:
     """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
     load.check_model(run.settings, run.runtime)
-    check_reference_files(run.settings, run.runtime)
+    run.runtime.on_main(lambda: check_reference(run.settings, run.runtime.backend))
     check_memory(run.settings, run.runtime)
     for sentence in [*ignored_settings(run.settings), *ignored_hub_options(run.settings)]:
         print(sentence, flush=True)

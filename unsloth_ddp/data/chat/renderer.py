@@ -35,6 +35,7 @@ Note = Literal[
     "unprompted",
     "python",
     "identical",
+    "repeated",
 ]
 NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
@@ -54,6 +55,8 @@ NOTES: dict[str, str] = {
     "unprompted": "the generation prompt opens a block of reasoning, which these answers do not have, so generation never "
     "begins as they do; give the answers their reasoning, or a template that does not open the block with --chat_template",
     "identical": "chosen and rejected are the same tokens, so there is nothing to prefer; remove such rows",
+    "repeated": "the answer begins with its prompt, so the model reads it twice and learns to repeat it; take it out of one of them "
+    "unless that is meant",
     "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as JSON; give "
     "a template that uses tojson with --chat_template, or write these values as text",
 }

@@ -117,6 +117,8 @@ class Encoder:
             raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
         if has_empty_answer(example):
             encoded.notes = (*encoded.notes, "empty")
+        if repeats_prompt(example):
+            encoded.notes = (*encoded.notes, "repeated")
         return encoded
 
     def _encode_text(self, example: Example) -> EncodedRow:
@@ -268,6 +270,17 @@ def has_empty_answer(example: Example) -> bool:
         and not message["content"].rpartition(THINK_END)[2].strip()
         for index, message in enumerate(example.messages)
     )
+
+
+def repeats_prompt(example: Example) -> bool:
+    """Return whether the answer to a prompt column begins with the same text, of more than a word such as Hello."""
+    if example.text is not None:
+        prompt, answer = example.text[: example.prompt_chars], example.text[example.prompt_chars :]
+    elif 0 < (first := example.prompt_messages) < len(example.messages):
+        prompt, answer = (example.messages[index]["content"] for index in (first - 1, first))
+    else:
+        return False
+    return len(prompt.split()) > 1 and answer.lstrip().startswith(prompt.strip())
 
 
 def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> list[int]:

@@ -220,8 +220,13 @@ def messages_or_text(value: Any, what: str) -> Any:
     """Return a list of messages for a message, a list of them, or either as JSON text; any other value as it is.
 
     Raises:
-        UserError: the text is no JSON but messages as Python prints them, or gives a key twice.
+        UserError: the text is no JSON but messages as Python prints them, or gives a key twice; the value is a list of texts.
     """
+    if isinstance(value, list) and (texts := [item for item in value if isinstance(item, str)]):
+        raise UserError(
+            f"{what} is a list of texts ({texts[0][:50]!r}{', ...' if len(value) > 1 else ''}); write it as one text, or as a list of "
+            "messages with role and content."
+        )
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         if PRINTED_MESSAGES.match(value):
             from_json(value, what)  # refuses it

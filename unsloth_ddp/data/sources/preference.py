@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
-from unsloth_ddp.data.sources.formats import LABELS, Example, alpaca_turns, messages_or_text, to_example
+from unsloth_ddp.data.sources.formats import LABELS, QUESTIONS, Example, alpaca_turns, messages_or_text, to_example
 from unsloth_ddp.data.sources.messages import read_sharegpt_turn
 from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
@@ -120,6 +120,7 @@ def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if prompt is None:
         if isinstance(answer, list):
             return column, _last_answer(_turns(answer))
+        _refuse_other_name(row)
         raise UserError(f"the row has an answer and no prompt; it needs {ACCEPTED_LABELLED}.")
     if isinstance(prompt, str) and isinstance(answer, str):
         return column, {"prompt": prompt, "completion": answer}
@@ -230,7 +231,7 @@ def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     answers = [messages_or_text(row[name], name) for name in ANSWERS]
     column, prompt = _prompt(row)
     if not isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
-        return column, _texts(prompt, answers)
+        return column, _texts(row, prompt, answers)
     whole = [_turns(answer) for answer in answers]
     common = _common_messages(whole)
     # Some sets repeat the conversation in both answers; a text or a question beside them repeats what they hold.
@@ -291,10 +292,19 @@ def _common_messages(whole: list[list[Any]]) -> list[Any]:
     return whole[0][:count]
 
 
-def _texts(prompt: Any, answers: list[Any]) -> list[dict[str, Any]]:
+def _refuse_other_name(row: dict[str, Any]) -> None:
+    """Refuse a row whose prompt seems to be in a column that is not read."""
+    if other := next((name for name in row if str(name).lower() in QUESTIONS and not is_empty(row[name])), None):
+        raise UserError(
+            f"the row has no prompt, but a column {other}, which is not read; rename it prompt, or instruction to use the chat template."
+        )
+
+
+def _texts(row: dict[str, Any], prompt: Any, answers: list[Any]) -> list[dict[str, Any]]:
     """Return texts after their prompt; without one, it is what both begin with, up to a whole word."""
     if prompt is not None:
         return [{"prompt": as_text(prompt, "prompt"), "completion": answer} for answer in answers]
+    _refuse_other_name(row)
     differs = (i for i, (one, other) in enumerate(zip(*answers, strict=False)) if one != other)
     common = answers[0][: next(differs, min(map(len, answers)))]
     if common in answers or not common[-1:].isspace():

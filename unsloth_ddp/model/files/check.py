@@ -10,6 +10,8 @@ import dataclasses
 import json
 import shlex
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -329,3 +331,35 @@ def base_of_reference(settings: Settings) -> Settings | None:
         )
     revision = settings.model_revision if base == settings.model else adapter.get("revision")
     return dataclasses.replace(reference, model=base, model_revision=revision)
+
+
+def check_reference(settings: Settings, backend: str | None = None) -> None:
+    """Refuse a reference model that is incomplete or cannot be loaded, by its small files.
+
+    Args:
+        backend: None before it is chosen, when only folders are checked.
+
+    Raises:
+        UserError: naming the model.
+    """
+    reference = settings.of_reference
+    if reference is None or (backend is None and HUB_ID.fullmatch(str(reference.model)) and not is_folder(reference)):
+        return
+    base = base_of_reference(settings)
+    assert base is not None
+    with of_reference(reference, base):
+        check_local_model(str(base.model), safetensors_only=base.use_safetensors)
+        if backend is not None:
+            check_quantization(base, backend, read_model_file(str(base.model), "config.json", base.model_revision))
+    if base != reference and is_folder(reference):
+        check_adapter_file(Path(str(reference.model)).expanduser())
+
+
+@contextmanager
+def of_reference(reference: Settings | None, base: Settings) -> Iterator[None]:
+    """Say in an error of the block, which names a model only, that it is that of --reference_model."""
+    try:
+        yield
+    except UserError as error:
+        of = "" if reference in (None, base) else f"the base of {reference.model}, "
+        raise UserError(f"reference_model: {of}{error}") from None

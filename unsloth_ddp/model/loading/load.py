@@ -59,10 +59,6 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError(
             "gradient_checkpointing unsloth needs the unsloth backend, and this run uses transformers; use torch."
         )
-    if runtime.backend == "unsloth" and settings.trains_preferences:
-        raise UserError(
-            f"task {settings.task} needs log-probabilities, which Unsloth's fused loss does not return; use --backend transformers."
-        )
 
 
 def load_model(settings: Settings, runtime: Runtime, adapter: Path | None = None) -> tuple[Any, Any]:

@@ -15,40 +15,11 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.check import (
-    ADAPTER_FILE,
-    ADAPTER_WEIGHTS,
-    base_of_reference,
-    check_adapter_file,
-    check_local_model,
-    check_quantization,
-    read_model_file,
-)
+from unsloth_ddp.model.files.check import ADAPTER_FILE, ADAPTER_WEIGHTS, base_of_reference, of_reference
 from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.model.forward.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.utils.errors import UserError
-
-
-def check_reference_files(settings: Settings, runtime: Runtime) -> None:
-    """Refuse a reference model that is incomplete or cannot be loaded, by its small files; every rank calls this.
-
-    Raises:
-        UserError: on every rank, naming the model.
-    """
-
-    def check() -> None:
-        reference, base = settings.of_reference, base_of_reference(settings)
-        if reference is None or base is None:
-            return
-        name, revision = str(base.model), base.model_revision
-        with _named(reference, base):
-            check_local_model(name, safetensors_only=base.use_safetensors)
-            check_quantization(base, runtime.backend, read_model_file(name, "config.json", revision))
-        if base != reference and is_folder(reference):
-            check_adapter_file(Path(str(reference.model)).expanduser())
-
-    runtime.on_main(check)
 
 
 def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any) -> None:
@@ -62,7 +33,7 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
         reference = base_of_reference(settings)
         if reference is None:
             return
-        with _named(settings.of_reference, reference):
+        with of_reference(settings.of_reference, reference):
             check_class(reference)
             theirs = load_tokenizer(reference).get_vocab()
         ours = tokenizer.get_vocab()
@@ -75,16 +46,6 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
             )
 
     runtime.on_main(check)
-
-
-@contextmanager
-def _named(reference: Settings | None, base: Settings) -> Iterator[None]:
-    """Say in an error of the block, which names a model only, that it is that of --reference_model."""
-    try:
-        yield
-    except UserError as error:
-        of = "" if reference in (None, base) else f"the base of {reference.model}, "
-        raise UserError(f"reference_model: {of}{error}") from None
 
 
 def load_reference(

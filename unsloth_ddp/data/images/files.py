@@ -51,8 +51,13 @@ class ImageFiles:
 
         Args:
             sources: files with rows.
+
+        Raises:
+            UserError: an --image_folder is no folder.
         """
         own = [Path(one).expanduser() for one in settings.image_folder]
+        if missing := next((one for one in own if not one.is_dir()), None):
+            raise UserError(f"image_folder {missing} is no folder; give one that holds images.")
         beside = dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])
         return cls(own or list(beside), settings.download_images, decode)
 
@@ -108,7 +113,7 @@ class ImageFiles:
             raise UserError(f"image {value[:200]} is not a file ({other}); give the path of an image.")
         looked = f" in {' or '.join(str(one) for one in self.folders)}" if not path.is_absolute() else ""
         raise UserError(
-            f"image {value[:200]}: there is no such file{looked}; check the path, or give the folder as --image_folder."
+            f"image {value[:200]}: there is no such file{looked}; check the path, or give its folder as --image_folder."
         )
 
 

@@ -73,11 +73,6 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     return folder
 
 
-def is_finished(settings: Settings) -> bool:
-    """Return whether the folder of a named run holds its result."""
-    return settings.run_name is not None and (_folder_of(settings, settings.run_name) / SUMMARY_FILE).exists()
-
-
 def _folder_of(settings: Settings, name: str) -> Path:
     return Path(settings.output_dir).expanduser().resolve() / name
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from unsloth_ddp.config.task_options import ImageSettings
 from unsloth_ddp.data.images.downloads import downloaded
-from unsloth_ddp.data.images.values import DATA, is_web_address, without_query
+from unsloth_ddp.data.images.values import DATA, image_value, is_web_address, without_query
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
@@ -185,9 +185,7 @@ def plain_image(width: int, height: int, grey: int = 127) -> str:
     """Return an image in one grey as a data URI."""
     from PIL import Image
 
-    written = io.BytesIO()
-    Image.new("RGB", (width, height), (grey,) * 3).save(written, "PNG")
-    return f"{DATA}image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+    return image_value(Image.new("RGB", (width, height), (grey,) * 3))
 
 
 def _scaled(width: int, height: int, most_pixels: int) -> tuple[int, int]:

@@ -39,11 +39,9 @@ def joined_layers(model: Any) -> Module | None:
     if (tower := image_tower(model)) is None:
         return None
     modules = list(parts_beside_text(model)[tower.path].modules())
-    codes = [inspect.unwrap(type(module).forward).__code__ for module in modules]
-    told = "cu_seqlens" in inspect.signature(type(tower.blocks[0]).forward).parameters
-    if not told and not any(
-        "is_flash_attention_requested" in code.co_names and "position_ids" in code.co_varnames for code in codes
-    ):
+    codes = [c for m in modules if (c := getattr(inspect.unwrap(type(m).forward), "__code__", None)) is not None]
+    placed = any("is_flash_attention_requested" in c.co_names and "position_ids" in c.co_varnames for c in codes)
+    if not placed and "cu_seqlens" not in inspect.signature(type(tower.blocks[0]).forward).parameters:
         return None
     return next(m for m in modules if any(isinstance(c, ModuleList) and tower.blocks[0] in c for c in m.children()))
 

@@ -91,31 +91,47 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_vision(kind: str, folder: Path) -> Any:
-    """Write a tiny image-text model with its processor; return the model."""
+def vision_tokenizer(kind: str) -> tuple[Any, dict[str, int]]:
+    """Return the demo's tokenizer with the tokens and the chat template of a kind, and the fields of its config with their ids."""
     import transformers
 
     spec = KINDS[kind]
     named = {name: token for name, token in spec["tokens"].items() if name.endswith("_token")}
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL, extra_special_tokens=named)
     tokenizer.add_tokens(list(spec["tokens"].values()), special_tokens=True)
-    config = tiny_config(kind, len(tokenizer))
-    for part, name in ((config, "config"), (config.vision_config, "vision")):
-        for field, value in spec.get(name, {}).items():
-            setattr(part, field, value)
-    for field, token in spec["ids"].items():
-        setattr(config, field, tokenizer.convert_tokens_to_ids(spec["tokens"][token]))
-    model = tiny_model(kind, spec["model"], len(tokenizer), tokenizer, config=config)
-    model.save_pretrained(folder)
-    images, given = spec["images"]
-    parts = {"image_processor": getattr(transformers, images)(**given), "tokenizer": tokenizer}
+    tokenizer.chat_template = spec["template"]
+    return tokenizer, {
+        field: tokenizer.convert_tokens_to_ids(spec["tokens"][token]) for field, token in spec["ids"].items()
+    }
+
+
+def save_processor(kind: str, folder: Path, tokenizer: Any, sizes: dict[str, Any] | None = None) -> None:
+    """Write the processor of a kind; `sizes` replace the arguments of its image processor."""
+    import transformers
+
+    spec = KINDS[kind]
+    images, small = spec["images"]
+    parts = {
+        "image_processor": getattr(transformers, images)(**(small if sizes is None else sizes)),
+        "tokenizer": tokenizer,
+    }
     parts |= {"video_processor": getattr(transformers, spec["videos"])()} if "videos" in spec else {}
     parts |= {"feature_extractor": getattr(transformers, spec["audio"])()} if "audio" in spec else {}
-    processor = getattr(transformers, spec["processor"])(
-        **parts, chat_template=spec["template"], **spec.get("arguments", {})
-    )
-    tokenizer.chat_template = spec["template"]
-    processor.save_pretrained(folder)
+    given = spec.get("arguments", {}) if sizes is None else {}
+    getattr(transformers, spec["processor"])(**parts, chat_template=spec["template"], **given).save_pretrained(folder)
+
+
+def save_vision(kind: str, folder: Path) -> Any:
+    """Write a tiny image-text model with its processor; return the model."""
+    spec = KINDS[kind]
+    tokenizer, ids = vision_tokenizer(kind)
+    config = tiny_config(kind, len(tokenizer))
+    for part, fields in ((config, spec.get("config", {}) | ids), (config.vision_config, spec.get("vision", {}))):
+        for field, value in fields.items():
+            setattr(part, field, value)
+    model = tiny_model(kind, spec["model"], len(tokenizer), tokenizer, config=config)
+    model.save_pretrained(folder)
+    save_processor(kind, folder, tokenizer)
     return model
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.speed.images --json benchmarks/results/speed/images.json
     python -m benchmarks.speed.images --cpu --json FILE            tries the script with a tiny model
 
-A random-weight model of Qwen3-VL-2B's shape answers questions about one image a row: 384 to 640 pixels a side, 144 to 400 image
-tokens. LoRA of rank 16. The rows of a step are the same number for all but the notebooks' settings (8). Tokens are counted without padding.
+A random-weight model of the shape of Qwen3-VL-2B or Gemma 4 E2B (`--model`) answers questions about one image a row: 384 to 640
+pixels a side, 144 to 400 image tokens, or at most 280 (Gemma 4). LoRA of rank 16. The rows of a step are the same number for all but the notebooks' settings (8). Tokens are counted without padding.
 Unsloth's collator supervises the assistant's answer and all text around it; `kit_all` does so too.
 """
 
@@ -20,19 +20,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.models import scale_query_norms
 from benchmarks.common.runs import REPO, launch_command, log_history, run_logged, train, write_results
 from unsloth_ddp.utils.versions import versions
 
 ROWS_A_STEP = 32
 MAX_LENGTH = 2048
-TEXT = {
-    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
-}  # fmt: skip
-VISION = {
-    "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2048,
-    "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
+# Values of the published config.json, and arguments of the image processor.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": ({
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
+        },
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    # Most of its 5 billion weights are embeddings that each layer adds.
+    "gemma4": ({
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0, "sliding_window": 512,
+            "hidden_size_per_layer_input": 256, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        },
+        "vision_config": {"use_clipped_linears": True}, "audio_config": {},
+    }, {}),
 }  # fmt: skip
 TUNED = ["--bits", "16", "--adapt", "text", "--checkpointing", "none", "--optim", "adamw_torch_fused", "--logging_steps", "5",
          "--workers", "4", "--keep_size"]  # fmt: skip
@@ -50,40 +67,28 @@ KIT = {
 }
 
 
-def write_model(folder: Path, *, tiny: bool) -> None:
+def write_model(kind: str, folder: Path, *, tiny: bool) -> None:
     """Write the random model and its processor; the tokenizer is the demo's."""
     import torch
     import transformers
 
-    from tests.tiny_vision import KINDS, save_vision
+    from tests.tiny_vision import KINDS, save_processor, save_vision, vision_tokenizer
 
     if tiny:
-        save_vision("qwen3_vl", folder)
+        save_vision(kind, folder)
         return
-    spec = KINDS["qwen3_vl"]
-    named = {name: token for name, token in spec["tokens"].items() if name.endswith("_token")}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(REPO / "demo/model", extra_special_tokens=named)
-    tokenizer.add_tokens(list(spec["tokens"].values()), special_tokens=True)
-    tokenizer.chat_template = spec["template"]
-    ids = {field: tokenizer.convert_tokens_to_ids(spec["tokens"][token]) for field, token in spec["ids"].items()}
-    text = TEXT | {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=VISION, tie_word_embeddings=True, **ids)
+    tokenizer, ids = vision_tokenizer(kind)
+    values, sizes = MODELS[kind]
+    model_class = getattr(transformers, KINDS[kind]["model"])
+    config = model_class.config_class(**values, **ids)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config.text_config, name, getattr(tokenizer, name))
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+        model = model_class._from_config(config, dtype=torch.bfloat16)
+    scale_query_norms(model)
     model.save_pretrained(folder)
-    sizes = {
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-    }
-    transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(**sizes),
-        tokenizer=tokenizer,
-        video_processor=transformers.Qwen3VLVideoProcessor(),
-        chat_template=spec["template"],
-    ).save_pretrained(folder)
+    save_processor(kind, folder, tokenizer, sizes)
 
 
 def write_rows(path: Path, count: int, *, tiny: bool) -> None:
@@ -162,6 +167,7 @@ def figures(speeds: list[float], tokens_a_row: float, peak: int) -> dict[str, fl
 def main() -> None:
     """Read the command line, and measure one after the other on the first visible GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3_vl")
     parser.add_argument("--work", type=Path, default=Path("/tmp/images_speed"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument(
@@ -181,12 +187,12 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="write the model and the rows, and end")
     given = parser.parse_args()
     sys.path.insert(0, str(REPO))
-    work, tiny = given.work.absolute(), given.tiny or given.cpu
+    work, tiny = given.work.absolute() / given.model, given.tiny or given.cpu
     rows = work / "rows" / "rows.jsonl"
     if given.prepare:
         rows.parent.mkdir(parents=True, exist_ok=True)
         write_rows(rows, 32 if tiny else 1024, tiny=tiny)
-        write_model(work / "model", tiny=tiny)
+        write_model(given.model, work / "model", tiny=tiny)
         return
     if not (work / "model" / "tokenizer_config.json").is_file():
         # In a process of its own, which gives the GPU's memory back.
@@ -198,7 +204,9 @@ def main() -> None:
         results.append({"name": name, **found})
         shown = ("tokens_per_second", "rows_per_second", "tokens_a_row", "peak_gib", "error")
         print(f"{name:20} { {key: found.get(key) for key in shown} }", flush=True)
-        write_results(given.json, versions=versions(), rows_a_step=given.rows_a_step, tiny=tiny, runs=results)
+        write_results(
+            given.json, versions=versions(), model=given.model, rows_a_step=given.rows_a_step, tiny=tiny, runs=results
+        )
 
 
 if __name__ == "__main__":

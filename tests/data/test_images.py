@@ -78,7 +78,6 @@ URI = "data:image/png;base64," + base64.b64encode(png()).decode()
         # Rows of text among them.
         ({"messages": [ASK, ANSWER], "images": []}, {}, []),
         ({"messages": [ASK, ANSWER], "images": None}, {}, []),
-        ({"messages": [{"role": "user", "content": "In HTML, <image> is no tag."}, ANSWER]}, {}, []),
     ],
 )  # fmt: skip
 def test_images_stand_where_the_row_has_them(row: dict[str, Any], parts: dict, images: list[str]) -> None:
@@ -219,9 +218,19 @@ def test_images_lie_in_the_given_folder_or_beside_the_rows(tmp_path: Path, monke
     assert beside.checked("blue.png") == str(tmp_path / "here" / "blue.png")
     assert given.checked("green.png") == str(tmp_path / "given" / "green.png")
     with pytest.raises(
-        UserError, match=r"no such file in .*given; check the path, or give the folder as --image_folder"
+        UserError, match=r"no such file in .*given; check the path, or give its folder as --image_folder"
     ):
         given.checked("red.png")
+    with pytest.raises(UserError, match=r"image_folder .*green.png is no folder; give one that holds images\."):
+        ImageFiles.of(ImageSettings(image_folder=[str(tmp_path / "given" / "green.png")]), [rows])
+
+
+def test_a_marker_without_a_column_of_images_stays_text_and_is_told() -> None:
+    row = {"messages": [{"role": "user", "content": "<image>What is this?"}, ANSWER], "image_path": "a.png"}
+    found = to_example(row)
+    assert (found.messages[0]["content"], found.parts, found.images) == ("<image>What is this?", {}, [])
+    assert found.unread == ["<image> in texts of rows without a column images", "image_path"]
+    assert not to_example({"messages": [ASK, ANSWER]}).unread
 
 
 def test_an_image_is_upright_in_rgb_and_at_most_as_large_as_asked(tmp_path: Path) -> None:
@@ -324,6 +333,20 @@ def test_an_address_without_an_image_is_refused_in_one_sentence(
     message = str(refused.value)
     assert said.format(address) in message and "secret" not in message and message.endswith(".")
     assert not [p for p in (tmp_path / "home").rglob("*") if p.is_file()]
+
+
+def test_another_attempt_to_download_does_not_print_the_query(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import logging
+
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    logger.addHandler(caplog.handler)
+    monkeypatch.setattr(downloads, "RETRIES", 1)
+    with pytest.raises(UserError, match="cannot be downloaded"):
+        ImageFiles([], download=True).checked("http://127.0.0.1:1/a.png?signature=7")
+    logger.removeHandler(caplog.handler)
+    assert "http://127.0.0.1:1/a.png" in caplog.text and "signature" not in caplog.text
 
 
 def test_images_of_datasets_in_parquet_are_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from unsloth_ddp.model.forward import tower_attention
 from unsloth_ddp.model.towers import image_tower
 
 # Their towers join the patches of all images.
-JOINED = ("qwen3_vl", "qwen3_5")
+JOINED = ("qwen3_vl", "qwen3_5", "mistral3")
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -40,24 +40,33 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_images_together_are_as_they_are_apart(kind: str, kernel: bool, tmp_path: Path, monkeypatch) -> None:
     save_vision(kind, tmp_path)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
-    tower = image_tower(model)
     images = [draw(tmp_path / f"{size}.png", "red", "circle", (size, 56)) for size in (28, 84, 56)]
     processing = load_processing(Settings(model=str(tmp_path)))
     shown = processing.processor.image_processor(
         images=[processing._open(str(one)) for one in images], return_tensors="pt"
     )
-    given = shown["pixel_values"], shown["image_grid_thw"]
-    expected = model.model.visual(*given).pooler_output
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def features_and_gradients() -> list[torch.Tensor]:
+        features = torch.cat(tuple(model.get_image_features(**shown, return_dict=True).pooler_output))
+        gradients = torch.autograd.grad(features.square().sum(), weights, allow_unused=True)
+        return [features.detach(), *(one for one in gradients if one is not None)]
+
+    expected = features_and_gradients()
     calls = as_on_a_gpu(monkeypatch) if kernel else []
-    assert tower_attention.use(tower.blocks)
-    torch.testing.assert_close(model.model.visual(*given).pooler_output, expected, rtol=1e-5, atol=1e-5)
+    layers = tower_attention.joined_layers(model)
+    assert layers is not None and tower_attention.use(layers)
+    monkeypatch.setattr("transformers.models.pixtral.modeling_pixtral.generate_block_attention_mask", None)
+    for found, wanted in zip(features_and_gradients(), expected, strict=True):
+        assert (found - wanted).norm() <= 1e-6 * wanted.norm()
     if kernel:
         # Of one call a layer, with patches of 14 x 14.
-        assert calls == [(0, 8, 32, 48)] * len(tower.blocks)
+        tower = image_tower(model)
+        assert tower is not None and calls == [(0, 8, 32, 48)] * len(tower.blocks)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {*JOINED, "smolvlm"}))
 def test_other_towers_stay_as_they_are(kind: str, tmp_path: Path) -> None:
     save_vision(kind, tmp_path)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert not tower_attention.joins_images(image_tower(model))
+    assert tower_attention.joined_layers(model) is None

@@ -53,6 +53,13 @@ def model(tokenizer: Any, calls: list[tuple[torch.Tensor, dict[str, Any]]]) -> A
     return SimpleNamespace(generate=generate, device="cpu", training=False, eval=lambda: None, train=lambda mode: None)
 
 
+def test_a_question_names_its_images_but_not_by_the_hash_of_their_bytes() -> None:
+    assert (
+        Question([ASK], "", images=["/photos/cat.jpg", "/rows/" + "7f" * 32]).shown
+        == "Hi (cat.jpg, an image of the row)"
+    )
+
+
 def test_only_rows_with_a_question_and_an_answer_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = {"role": "tool", "content": "5"}

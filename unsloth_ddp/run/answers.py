@@ -11,7 +11,6 @@ import torch
 
 from unsloth_ddp.data.chat.prompt import inputs_of, rendered
 from unsloth_ddp.data.images.processing import ImageProcessing
-from unsloth_ddp.data.images.values import DATA
 from unsloth_ddp.data.sources.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.redaction import printable_lines
@@ -45,8 +44,10 @@ class Question:
 
     @property
     def shown(self) -> str:
-        """Return the last turn, with the names of the images."""
-        names = ", ".join("an image of the row" if one.startswith(DATA) else Path(one).name[:24] for one in self.images)
+        """Return the last turn, with the names of the images; those of bytes and downloads have no name with an ending."""
+        names = ", ".join(
+            path.name[:24] if (path := Path(one)).suffix else "an image of the row" for one in self.images
+        )
         return f"{self.turns[-1]['content']}{f' ({names})' if names else ''}"
 
 

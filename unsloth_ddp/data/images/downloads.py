@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -15,6 +17,13 @@ from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 SECONDS, SILENT_SECONDS, RETRIES = 60.0, 15.0, 2
 
 
+def folder() -> Path:
+    """Return where downloaded images are kept."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "unsloth_ddp" / "images"
+
+
 def downloaded(address: str, most_bytes: int) -> Path:
     """Return the file with the image of an address, in a folder beside the Hub's cache.
 
@@ -23,9 +32,7 @@ def downloaded(address: str, most_bytes: int) -> Path:
     Raises:
         UserError: it cannot be downloaded or written, or has more bytes.
     """
-    from huggingface_hub.constants import HF_HOME
-
-    path = Path(HF_HOME) / "unsloth_ddp" / "images" / hashlib.sha256(address.encode()).hexdigest()
+    path = folder() / hashlib.sha256(address.encode()).hexdigest()
     if path.exists():
         return path
     content = _content(address, most_bytes)
@@ -45,6 +52,7 @@ def downloaded(address: str, most_bytes: int) -> Path:
 def _content(address: str, most_bytes: int) -> bytes:
     from huggingface_hub.utils import http_stream_backoff
 
+    logging.getLogger(http_stream_backoff.__module__).addFilter(_without_queries)
     name, content, end = without_query(address), bytearray(), time.monotonic() + SECONDS
     try:
         with http_stream_backoff(
@@ -66,6 +74,12 @@ def _content(address: str, most_bytes: int) -> bytes:
         reason = one_line(str(error) or type(error).__name__, 150).rstrip(".").replace(address, name)
         raise UserError(_refused(name, reason)) from None
     return bytes(content)
+
+
+def _without_queries(record: logging.LogRecord) -> bool:
+    """Take what may hold a signature out of a message about another attempt."""
+    record.msg, record.args = re.sub(r"(https?://[^\s?]+)\?\S*", r"\1", record.getMessage()), ()
+    return True
 
 
 def _refused(name: str, reason: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from unsloth_ddp.config.task_options import ImageSettings
 from unsloth_ddp.data.images.downloads import downloaded
-from unsloth_ddp.data.images.values import DATA, is_web_address, without_query
+from unsloth_ddp.data.images.values import DATA, image_value, is_web_address, without_query
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
@@ -51,8 +51,13 @@ class ImageFiles:
 
         Args:
             sources: files with rows.
+
+        Raises:
+            UserError: an --image_folder is no folder.
         """
         own = [Path(one).expanduser() for one in settings.image_folder]
+        if missing := next((one for one in own if not one.is_dir()), None):
+            raise UserError(f"image_folder {missing} is no folder; give one that holds images.")
         beside = dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])
         return cls(own or list(beside), settings.download_images, decode)
 
@@ -108,7 +113,7 @@ class ImageFiles:
             raise UserError(f"image {value[:200]} is not a file ({other}); give the path of an image.")
         looked = f" in {' or '.join(str(one) for one in self.folders)}" if not path.is_absolute() else ""
         raise UserError(
-            f"image {value[:200]}: there is no such file{looked}; check the path, or give the folder as --image_folder."
+            f"image {value[:200]}: there is no such file{looked}; check the path, or give its folder as --image_folder."
         )
 
 
@@ -180,9 +185,7 @@ def plain_image(width: int, height: int, grey: int = 127) -> str:
     """Return an image in one grey as a data URI."""
     from PIL import Image
 
-    written = io.BytesIO()
-    Image.new("RGB", (width, height), (grey,) * 3).save(written, "PNG")
-    return f"{DATA}image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+    return image_value(Image.new("RGB", (width, height), (grey,) * 3))
 
 
 def _scaled(width: int, height: int, most_pixels: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.images import downloads
 from unsloth_ddp.data.images.files import stored
 from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.sources.checked_rows import checked_rows
@@ -43,6 +44,10 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
 
     @room_for_rows(folder)
     def read() -> None:
+        if settings.download_images:
+            print(
+                f"Images that rows name by addresses are downloaded once, and kept in {downloads.folder()}.", flush=True
+            )
         train = _examples(settings, settings.dataset, settings.dataset_split, folder, streaming=settings.streaming)
         if settings.eval_dataset:
             evaluation = _examples(settings, settings.eval_dataset, settings.eval_dataset_split, folder)

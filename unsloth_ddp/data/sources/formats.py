@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unsloth_ddp.data.images.values import COLUMNS as IMAGE_COLUMNS
-from unsloth_ddp.data.images.values import JoinedText, images_of_row, place_images
+from unsloth_ddp.data.images.values import MARKER, JoinedText, images_of_row, place_images
 from unsloth_ddp.data.sources.messages import (
     Message,
     is_loss_flag,
@@ -273,7 +273,10 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
         messages, trained = [{"role": "system", "content": system}, *messages], [True, *trained]
         prompt = prompt and messages[: len(prompt) + 1]
     left_out = [i for i, message in enumerate(messages) if message["role"] == "assistant" and not trained[i]]
-    images = place_images(messages, images_of_row(row))
+    column = images_of_row(row)
+    images = place_images(messages, column)
+    if column is None and not images and any(MARKER in str(message["content"]) for message in messages):
+        unread.append(f"{MARKER} in texts of rows without a column images")
     contents = [(str(i), message["content"]) for i, message in enumerate(messages)]
     # JSON, in which examples are stored, has only texts as keys.
     parts = {

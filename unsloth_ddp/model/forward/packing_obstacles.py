@@ -16,8 +16,7 @@ from unsloth_ddp.model.modules import base_model, text_decoder
 
 # Layers that carry a state from one token to the next, and so from the end of a row into the next row of the pack.
 STATEFUL_LAYERS = re.compile(
-    r"mamba|deltanet|rwkv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor",
-    re.IGNORECASE,
+    r"mamba|deltanet|rwkv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor", re.IGNORECASE
 )
 # Of these, the package flash-linear-attention has kernels that begin a new state with each row.
 WITH_KERNELS = re.compile("deltanet|linear_?attention", re.IGNORECASE)

@@ -2,20 +2,23 @@
 
 Towers that join the patches of all images (Qwen's, GLM's) know where each image ends. Transformers splits the patches there for
 every kernel but flash attention's: it waits for the GPU and starts a kernel for each image and layer, in which the GPU idles.
+Pixtral's gets a mask of all patches by all patches instead, and none for flash attention.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, ModuleList
 
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.varlen import LARGEST_FLASH_HEAD, SIXTEEN_BIT, compute_dtype, is_available
-from unsloth_ddp.model.towers import ImageTower, image_tower
+from unsloth_ddp.model.parts import parts_beside_text
+from unsloth_ddp.model.towers import image_tower
 
 # Transformers hands the boundaries of images to functions with "flash" in their names.
 NAME = "torch_varlen_flash_images"
@@ -23,32 +26,54 @@ NAME = "torch_varlen_flash_images"
 
 def join_images(runtime: Runtime, model: Any) -> None:
     """Compute attention within images in one call a layer, if the tower joins the patches of all images."""
-    tower = image_tower(model)
     capable = runtime.device_type == "cuda" and is_available() and torch.cuda.get_device_capability() >= AMPERE
-    if capable and joins_images(tower):
-        use(tower.blocks)
+    if capable and (layers := joined_layers(model)) is not None:
+        use(layers)
 
 
-def joins_images(tower: ImageTower | None) -> TypeGuard[ImageTower]:
-    """Return whether the layers of a tower get the patches of all images, and where each image ends."""
-    return tower is not None and "cu_seqlens" in inspect.signature(type(tower.blocks[0]).forward).parameters
+def joined_layers(model: Any) -> Module | None:
+    """Return what runs the layers of a tower, if they get the patches of all images and can know where each image ends.
+
+    They get the boundaries, or the tower gives flash attention the position of each patch in its image in place of a mask.
+    """
+    if (tower := image_tower(model)) is None:
+        return None
+    modules = list(parts_beside_text(model)[tower.path].modules())
+    codes = [c for m in modules if (c := getattr(inspect.unwrap(type(m).forward), "__code__", None)) is not None]
+    placed = any("is_flash_attention_requested" in c.co_names and "position_ids" in c.co_varnames for c in codes)
+    if not placed and "cu_seqlens" not in inspect.signature(type(tower.blocks[0]).forward).parameters:
+        return None
+    return next(m for m in modules if any(isinstance(c, ModuleList) and tower.blocks[0] in c for c in m.children()))
 
 
-def use(blocks: list[Any]) -> bool:
+def use(layers: Module) -> bool:
     """Switch the attention of a tower's layers; return whether it is Transformers' sdpa, which alone is replaced."""
     from transformers import AttentionInterface
 
-    configs = {id(c): c for block in blocks for m in block.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {id(c): c for m in layers.modules() if (c := getattr(m, "config", None)) is not None}
     if not configs or any(config._attn_implementation != "sdpa" for config in configs.values()):
         return False
     AttentionInterface.register(NAME, attend)
     for config in configs.values():
         config._attn_implementation = NAME
+    layers.register_forward_pre_hook(_with_boundaries, with_kwargs=True)
     return True
 
 
+def _with_boundaries(
+    _: Module, inputs: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the boundaries of images to positions of patches (patches, axes); an image begins where all are 0."""
+    positions = given.get("position_ids")
+    if positions is None:
+        return inputs, given
+    starts = (positions == 0).all(-1).nonzero()[:, 0]
+    ends = torch.nn.functional.pad(starts, (0, 1), value=len(positions)).int()
+    return inputs, given | {"cu_seq_lens_q": ends, "max_length_q": int(ends.diff().max())}
+
+
 def attend(
-    module: torch.nn.Module,
+    module: Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -141,10 +141,8 @@ def _two_row_pack(device: torch.device) -> dict[str, Any]:
     return {
         "input_ids": torch.ones((1, 6), dtype=torch.int64, device=device),
         "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]], device=device),
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": 4,
-        "max_length_k": 4,
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), boundaries),
+        **dict.fromkeys(("max_length_q", "max_length_k"), 4),
     }
 
 
@@ -325,13 +323,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: in
 
 @torch.library.custom_op("unsloth_ddp::wide_attention_backward", mutates_args=())
 def wide_attention_backward(
-    grad: Tensor,
-    inputs: list[Tensor],
-    attended: Tensor,
-    sums: Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
+    grad: Tensor, inputs: list[Tensor], attended: Tensor, sums: Tensor, longest: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; `inputs` are these and the boundaries of rows."""
     query, key, value, boundaries = inputs

@@ -114,7 +114,6 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:

@@ -82,7 +82,6 @@ class ReportProgress(TrainerCallback):
         self.progress = progress
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Enter a step."""
         self.progress.begin_step(state.global_step + 1)
 
     def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -91,7 +90,6 @@ class ReportProgress(TrainerCallback):
     on_substep_end = on_prediction_step = _move
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave a step."""
         self.progress.end_step()
 
 
@@ -111,7 +109,6 @@ class CountCompilations(TrainerCallback):
         return None if self.before is None else compiled_functions() - self.before
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count a step."""
         self.steps += 1
         if self.steps == WARM_UP_STEPS:
             self.before = compiled_functions()
@@ -137,7 +134,6 @@ class CountOverflows(TrainerCallback):
         self.left_out = self.steps = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step."""
         self.steps += 1
         self.left_out += self.accelerator.optimizer_step_was_skipped
 

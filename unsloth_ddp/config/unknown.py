@@ -7,13 +7,16 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from unsloth_ddp.config.aliases import ALIASES, TOOLS
 from unsloth_ddp.config.options import OPTIONS
 from unsloth_ddp.config.trainer_args import OWNED_ARGS
 from unsloth_ddp.config.upstream_names import sft_config_fields
 from unsloth_ddp.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from unsloth_ddp.config.command_line import Parser
 
 # Names that are shown, fewer where the file is to be ported.
 SHOWN, FEW = 25, 5
@@ -22,38 +25,19 @@ LONGEST_NAME = 60
 MANY = 3
 # What a file is for that is given without an option, by its suffix.
 OPTION_OF_FILE = {
-    ".jsonl": "dataset",
-    ".json": "dataset",
-    ".parquet": "dataset",
-    ".csv": "dataset",
-    ".yaml": "config",
-    ".yml": "config",
-}
-
-
-class Command(NamedTuple):
-    """A command with options of its own.
-
-    Args:
-        prog: the command, as a user types it.
-        own: the names of its options.
-        takes_settings: those of train_ddp.py may stand beside them.
-    """
-
-    prog: str
-    own: tuple[str, ...]
-    takes_settings: bool
+    ".jsonl": "dataset", ".json": "dataset", ".parquet": "dataset", ".csv": "dataset", ".yaml": "config", ".yml": "config",
+}  # fmt: skip
 
 
 def unknown_options(
-    given: Mapping[str, Any], source: str | Path, command: Command | None = None, empty: Sequence[str] = ()
+    given: Mapping[str, Any], source: str | Path, command: Parser | None = None, empty: Sequence[str] = ()
 ) -> UserError:
     """Return the refusal of all options of a file or command line that do not exist.
 
     Args:
         given: Their values by name.
         source: The file, or "command line".
-        command: Whose command line it is, if it is not train_ddp.py's.
+        command: The parser of the command line, if it is not train_ddp.py's.
         empty: Options that exist, but were given without a value.
     """
     of_command_line = not isinstance(source, Path)

@@ -1,22 +1,17 @@
 """Refuse options that do not exist, and say what to give instead."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES, TOOLS
 from unsloth_ddp.config.options import OPTIONS
 from unsloth_ddp.config.trainer_args import OWNED_ARGS
 from unsloth_ddp.config.upstream_names import sft_config_fields
 from unsloth_ddp.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from unsloth_ddp.config.command_line import Parser
 
 # Names that are shown, fewer where the file is to be ported.
 SHOWN, FEW = 25, 5
@@ -30,14 +25,14 @@ OPTION_OF_FILE = {
 
 
 def unknown_options(
-    given: Mapping[str, Any], source: str | Path, command: Parser | None = None, empty: Sequence[str] = ()
+    given: Mapping[str, Any], source: str | Path, command: Any = None, empty: Sequence[str] = ()
 ) -> UserError:
     """Return the refusal of all options of a file or command line that do not exist.
 
     Args:
         given: Their values by name.
         source: The file, or "command line".
-        command: The parser of the command line, if it is not train_ddp.py's.
+        command: The Parser (command_line.py) of the command line, if it is not train_ddp.py's.
         empty: Options that exist, but were given without a value.
     """
     of_command_line = not isinstance(source, Path)

@@ -1,7 +1,5 @@
 """Define the command lines: that of train_ddp.py, with one group of options per topic, and those of the commands."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

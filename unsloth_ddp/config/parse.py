@@ -5,8 +5,6 @@ because the settings decide what may be imported next (Unsloth has to come befor
 is also why TRL's own TrlParser, whose conventions this follows, is not used.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

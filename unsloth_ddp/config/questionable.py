@@ -1,7 +1,5 @@
 """Name settings that do nothing beside others, or with which a run trains without sense although nothing is wrong with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings

@@ -6,8 +6,6 @@ is reduced to one 64-bit checksum on its device. The ranks exchange one number t
 only if that number differs. Of several copies of a sharded model the ranks that hold the same part are compared.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Read from the launcher's variables which process of the job this is, and name ranks in messages."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Work for one process (read the rows, choose the run's name) runs there, and its 
 so that no rank is left waiting.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

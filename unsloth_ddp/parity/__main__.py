@@ -11,8 +11,6 @@ steps.) The change of the weights and the losses are compared. Exit code 0: they
 failed; 2: a mistake in the options.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

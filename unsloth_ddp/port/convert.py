@@ -1,7 +1,5 @@
 """Port the keys of a file, by the table of aliases and a few rules for keys that say more than one thing."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping

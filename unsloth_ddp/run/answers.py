@@ -1,7 +1,5 @@
 """Answer held-out questions before and after training, greedily, and compare them letter by letter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@ keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The 
 top; FILLED is left for them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Choose whether micro-batches are replayed as CUDA graphs or computed by the backend: pure arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

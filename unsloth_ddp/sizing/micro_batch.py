@@ -1,7 +1,5 @@
 """Choose gradient checkpointing and the rows (packs) in a micro-batch by what fits: the search, without torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

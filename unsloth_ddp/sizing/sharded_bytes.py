@@ -4,8 +4,6 @@ Most of them follow from the weights and the rules of DeepSpeed and FSDP2. docs/
 to the shape of a model, with measured runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

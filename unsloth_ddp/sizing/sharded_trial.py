@@ -8,8 +8,6 @@ layer need. Weights, gradients and optimizer states are computed (sharded_bytes.
 that all make the same choice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence

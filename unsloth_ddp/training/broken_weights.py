@@ -1,7 +1,5 @@
 """End a run whose trained weights contain NaN or infinity: it cannot recover, and its checkpoints would replace good ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Act between steps: save totals, report progress, compare weights, stop all ranks together."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Import this after the backend: with Unsloth imported, `trl.SFTTrainer` is Unslot
 below replaces one step of the loop and says what upstream does there instead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

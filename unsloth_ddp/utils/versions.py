@@ -1,7 +1,5 @@
 """Read the versions of Python and of the packages that affect the result of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import platform

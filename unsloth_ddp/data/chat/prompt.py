@@ -1,7 +1,5 @@
 """Render a chat with the tokenizer's template for generation, in the form in which rows are rendered for training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ own text that is this scaffold, filled with the row's parts, holds each of them 
 parts alone would not show that, since an answer "assistant" also stands in the scaffold.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

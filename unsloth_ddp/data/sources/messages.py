@@ -1,7 +1,5 @@
 """Convert one message of OpenAI's or ShareGPT's format into the form that chat templates read."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Show a run while it trains: aligned lines, below them its progress on a terminal, and trackers."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

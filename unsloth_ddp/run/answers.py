@@ -86,7 +86,7 @@ def answer(
         FastLanguageModel.for_inference(model)
     model.eval()
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
-    length, answers = new_tokens(tokenizer, asked), []
+    length, answers = min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS), []
     for batch in batches(tokenizer, mine, length, processing):
         answers += _generate(model, tokenizer, batch, length, processing)
     tokenizer.padding_side = side
@@ -113,10 +113,6 @@ def batches(
         longest = max(longest, prompt)
     if batch:
         yield batch
-
-
-def new_tokens(tokenizer: Any, asked: list[Question]) -> int:
-    return min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS)
 
 
 def say_too_long(tokenizer: Any, asked: list[Question]) -> None:

@@ -280,6 +280,19 @@ def test_memory_of_models_loaded_in_shards_is_near_what_h200s_used(method):
     assert max(map(abs, errors.values())) < 0.06, errors
 
 
+def test_with_fsdp2_the_logits_count_beside_the_head_and_a_recomputed_block_beside_its_weights():
+    work = dataclasses.replace(WORK, processes=2, tokens=1000)
+
+    def gathered(**changes):
+        return estimate_memory(dataclasses.replace(SHAPE, **changes), "lora", "fsdp2", work).copies
+
+    # Each is far above everything else that is gathered, so that it alone decides the peak.
+    assert gathered(vocabulary=100_000) - gathered(vocabulary=50_000) == 1000 * 50_000 * 2
+    assert gathered(layer_kept=9_000_000) - gathered(layer_kept=8_000_000) == 1000 * 1_000_000
+    # More logits than LOGITS_AT_ONCE exist in slices.
+    assert gathered(vocabulary=4_000_000) == gathered(vocabulary=2_000_000)
+
+
 def test_deepspeed_allocates_its_whole_bucket_for_a_model_of_any_size():
     runs = json.loads((REPO / "benchmarks/results/correctness/sharding_parity.json").read_text())["runs"]
     found = 0

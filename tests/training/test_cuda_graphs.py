@@ -20,7 +20,6 @@ from unsloth_ddp.sizing import graphs
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
     busy_without,
-    busy_without_before,
     dealt,
     obstacle_on_gpus,
     reason_after,
@@ -275,12 +274,12 @@ def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:
     mixed = packs_of([*[500] * 1900, *[2048] * 100], 2)
     large, small = tokens_while_launching(2**28), tokens_while_launching(2**12)
     plan = BatchPlan(1, 8, 1)
-    assert busy_without_before(settings, mixed, plan, small) is None
-    reason = busy_without_before(settings, mixed, plan, large)
+    assert reason_before(settings, None, mixed, plan, small) is None
+    reason = reason_before(settings, None, mixed, plan, large)
     # Four packs are the smallest micro-batch of 8,192 tokens.
     assert reason is not None and reason.startswith("micro-batches of 2,310 tokens on average would be padded to")
     mixed.streamed = True
-    assert busy_without_before(settings, mixed, plan, large) is None
+    assert reason_before(settings, None, mixed, plan, large) is None
 
 
 class Captured:

@@ -11,8 +11,6 @@ conversation, /reset starts a new one, and /exit or the end of the input ends it
 options or a run that cannot be loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -5,8 +5,6 @@ are those of axolotl 067b021, LLaMA-Factory ff6d4d1, TRL 1.15 with Transformers 
 unsloth-cli.py, and the fine-tuning scripts of Qwen's and MiniCPM's guides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

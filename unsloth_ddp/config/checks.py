@@ -1,7 +1,5 @@
 """Refuse settings that contradict each other or cannot be meant, before torch is imported."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Define the command lines: that of train_ddp.py, with one group of options per topic, and those of the commands."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -11,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from unsloth_ddp.config.options import OPTIONS, TOPICS, TYPES, Settings
-from unsloth_ddp.config.unknown import Command, unknown_options, unknown_words
+from unsloth_ddp.config.unknown import unknown_options, unknown_words
 from unsloth_ddp.utils.errors import UserError
 
 # Stands for the value of an option that was given none; no word of a command line can hold it.
@@ -41,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does; unknown options are refused with the nearest one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            raise unknown_options(unknown_words(unknown), "command line", self.command())
+            raise unknown_options(unknown_words(unknown), "command line", self)
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -52,10 +50,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}.")
 
-    def command(self) -> Command:
-        """Return what a refusal has to know of this command."""
-        own = tuple(name.lstrip("-") for action in self._actions for name in action.option_strings)
-        return Command(self.prog, own, self.takes_settings)
+    @property
+    def own(self) -> list[str]:
+        """Return the names of the command's own options."""
+        return [name.lstrip("-") for action in self._actions for name in action.option_strings]
 
 
 def make_command_parser(prog: str, description: str | None) -> Parser:

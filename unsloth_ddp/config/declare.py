@@ -1,7 +1,5 @@
 """Declare an option: its default, help text and bounds, and what a resumed run and the summary do with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -3,13 +3,11 @@
 Contradictions between options are refused in checks.py; parse.py reads options from a YAML file and the command line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 
@@ -398,7 +396,7 @@ class Settings(
         return self.max_length * (2 if self.trains_preferences else 1)
 
     @property
-    def of_reference(self) -> Settings | None:
+    def of_reference(self) -> Self | None:
         """Return the settings that load --reference_model as the model is loaded; None without one.
 
         An adapter is the smallest one, which changes nothing before it is trained.

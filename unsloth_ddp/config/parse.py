@@ -5,8 +5,6 @@ because the settings decide what may be imported next (Unsloth has to come befor
 is also why TRL's own TrlParser, whose conventions this follows, is not used.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,7 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     given, unknown = make_parser(description).parse_known_args(argv)
     empty = [name for name, value in vars(given).items() if NO_VALUE in (value if isinstance(value, list) else [value])]
     if unknown:
-        known_command = command.command() if command else None
-        raise unknown_options(unknown_words(unknown), "command line", known_command, empty)
+        raise unknown_options(unknown_words(unknown), "command line", command, empty)
     if empty:
         taken = ", ".join(f"{name} takes {accepted_values(name)}" for name in empty)
         raise UserError(f"command line: no value is given for {' and '.join(empty)}; {taken}.")

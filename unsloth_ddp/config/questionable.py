@@ -1,7 +1,5 @@
 """Name settings that do nothing beside others, or with which a run trains without sense although nothing is wrong with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
@@ -39,88 +37,50 @@ def questionable_settings(
         unsupervised: Rows without a supervised token, of a stream among its first rows.
         cut_answers: Those of them that were over max_length.
     """
-    return [
-        sentence
-        for sentence in (
-            _warmup(settings, steps),
-            _learning_rate(settings),
-            _batch(rows, rows_per_step, steps_per_epoch),
-            _length(settings, rows, truncated),
-            _unsupervised(settings, unsupervised, cut_answers),
-            _steps(settings, steps),
-            _evaluation(settings),
-        )
-        if sentence
-    ]
-
-
-def _warmup(settings: Settings, steps: int) -> str | None:
-    warmup = settings.warmup_steps
+    sentences = []
+    warmup, rate = settings.warmup_steps, settings.learning_rate
     # A short run has a sentence of its own.
-    if warmup < 1 or warmup < steps or steps < FEW_STEPS or settings.lr_scheduler_type == "constant":
-        return None
-    return (
-        f"warmup_steps {warmup:g} is not below the {counted(steps, 'step')} of the run, so learning_rate is never reached; give fewer, "
-        "or a fraction of all steps such as 0.05."
-    )
-
-
-def _learning_rate(settings: Settings) -> str | None:
+    if warmup >= 1 and warmup >= steps >= FEW_STEPS and settings.lr_scheduler_type != "constant":
+        sentences.append(
+            f"warmup_steps {warmup:g} is not below the {counted(steps, 'step')} of the run, so learning_rate is never reached; give fewer, "
+            "or a fraction of all steps such as 0.05."
+        )
     usual = (USUAL_PREFERENCE_RATE if settings.trains_preferences else USUAL_RATE)[settings.method]
-    if "adam" not in settings.optim or usual / FAR < settings.learning_rate < usual * FAR:
-        return None
-    much = "high" if settings.learning_rate > usual else "low"
-    return (
-        f"learning_rate {settings.learning_rate:g} is {much} for method {settings.method} with {settings.optim}; "
-        f"{usual:g} is usual."
-    )
-
-
-def _batch(rows: int | None, rows_per_step: float, steps_per_epoch: int | None) -> str | None:
-    if rows is None or rows_per_step <= rows or steps_per_epoch != 1:
-        return None
-    return (
-        f"A step takes {counted(round(rows_per_step), 'row')}, more than the {rows:,} of the set, so an epoch is one step; lower "
-        "--global_batch_size."
-    )
-
-
-def _length(settings: Settings, rows: int | None, truncated: int) -> str | None:
-    if not rows or truncated < MANY_CUT * rows:
-        return None
-    return (
-        f"max_length {settings.max_length} cuts {truncated:,} of {counted(rows, 'row')}, so their ends are not learned; raise "
-        "--max_length."
-    )
-
-
-def _unsupervised(settings: Settings, unsupervised: int, cut_answers: int) -> str | None:
-    if not unsupervised:
-        return None
-    fix = "remove such rows"
-    if cut_answers:
-        answers = counted(cut_answers, "answer")
-        fix = f"max_length {settings.max_length} cuts off {answers}, so raise it, or give --overlong drop"
-    return f"Nothing is learned from {counted(unsupervised, 'row')} without a supervised token; {fix}."
-
-
-def _steps(settings: Settings, steps: int) -> str | None:
-    if steps >= FEW_STEPS:
-        return None
-    # max_steps, where given, is the length of the run, whatever the epochs and the batch are.
-    more = "--max_steps" if settings.max_steps > 0 else "--num_train_epochs or lower --global_batch_size"
-    return f"The run has {counted(steps, 'optimizer step')}, which is little to learn from; raise {more}."
-
-
-def _evaluation(settings: Settings) -> str | None:
+    if "adam" in settings.optim and not usual / FAR < rate < usual * FAR:
+        sentences.append(
+            f"learning_rate {rate:g} is {'high' if rate > usual else 'low'} for method {settings.method} with {settings.optim}; "
+            f"{usual:g} is usual."
+        )
+    if rows is not None and rows_per_step > rows and steps_per_epoch == 1:
+        sentences.append(
+            f"A step takes {counted(round(rows_per_step), 'row')}, more than the {rows:,} of the set, so an epoch is one step; lower "
+            "--global_batch_size."
+        )
+    if rows and truncated >= MANY_CUT * rows:
+        sentences.append(
+            f"max_length {settings.max_length} cuts {truncated:,} of {counted(rows, 'row')}, so their ends are not learned; raise "
+            "--max_length."
+        )
+    if unsupervised:
+        fix = "remove such rows"
+        if cut_answers:
+            answers = counted(cut_answers, "answer")
+            fix = f"max_length {settings.max_length} cuts off {answers}, so raise it, or give --overlong drop"
+        sentences.append(f"Nothing is learned from {counted(unsupervised, 'row')} without a supervised token; {fix}.")
+    if steps < FEW_STEPS:
+        # max_steps, where given, is the length of the run, whatever the epochs and the batch are.
+        more = "--max_steps" if settings.max_steps > 0 else "--num_train_epochs or lower --global_batch_size"
+        sentences.append(
+            f"The run has {counted(steps, 'optimizer step')}, which is little to learn from; raise {more}."
+        )
     trained = {_whole_name(name, settings.dataset_split) for name in settings.dataset}
     both = [name for name in settings.eval_dataset if _whole_name(name, settings.eval_dataset_split) in trained]
-    if not both:
-        return None
-    return (
-        f"eval_dataset {both[0]} is trained on too, so its loss does not show what the model does with other rows; give other "
-        "rows, or --eval_fraction."
-    )
+    if both:
+        sentences.append(
+            f"eval_dataset {both[0]} is trained on too, so its loss does not show what the model does with other rows; give other "
+            "rows, or --eval_fraction."
+        )
+    return sentences
 
 
 def _whole_name(source: str, split: str) -> tuple[str, str]:

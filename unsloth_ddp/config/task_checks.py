@@ -1,7 +1,5 @@
 """Refuse options that do nothing, or do not work, with the task."""
 
-from __future__ import annotations
-
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.task_options import PAIR_TASKS, PREFERENCE_TASKS, REFERENCE_TASKS, TaskSettings
 from unsloth_ddp.utils.errors import UserError

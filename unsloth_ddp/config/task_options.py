@@ -1,7 +1,5 @@
 """Declare the options of tasks: what is trained, preferences between answers, and images beside text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ The kit reads, orders, pads and packs the rows, computes the loss and evaluates 
 be accepted and then do nothing; the others would undo what it does.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from typing import Any

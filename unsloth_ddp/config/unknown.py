@@ -1,13 +1,11 @@
 """Refuse options that do not exist, and say what to give instead."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES, TOOLS
 from unsloth_ddp.config.options import OPTIONS
@@ -22,38 +20,19 @@ LONGEST_NAME = 60
 MANY = 3
 # What a file is for that is given without an option, by its suffix.
 OPTION_OF_FILE = {
-    ".jsonl": "dataset",
-    ".json": "dataset",
-    ".parquet": "dataset",
-    ".csv": "dataset",
-    ".yaml": "config",
-    ".yml": "config",
-}
-
-
-class Command(NamedTuple):
-    """A command with options of its own.
-
-    Args:
-        prog: the command, as a user types it.
-        own: the names of its options.
-        takes_settings: those of train_ddp.py may stand beside them.
-    """
-
-    prog: str
-    own: tuple[str, ...]
-    takes_settings: bool
+    ".jsonl": "dataset", ".json": "dataset", ".parquet": "dataset", ".csv": "dataset", ".yaml": "config", ".yml": "config",
+}  # fmt: skip
 
 
 def unknown_options(
-    given: Mapping[str, Any], source: str | Path, command: Command | None = None, empty: Sequence[str] = ()
+    given: Mapping[str, Any], source: str | Path, command: Any = None, empty: Sequence[str] = ()
 ) -> UserError:
     """Return the refusal of all options of a file or command line that do not exist.
 
     Args:
         given: Their values by name.
         source: The file, or "command line".
-        command: Whose command line it is, if it is not train_ddp.py's.
+        command: The Parser (command_line.py) of the command line, if it is not train_ddp.py's.
         empty: Options that exist, but were given without a value.
     """
     of_command_line = not isinstance(source, Path)

@@ -3,8 +3,6 @@
 Transformers takes seconds to import and has to be imported after Unsloth, so its names are read from its source.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

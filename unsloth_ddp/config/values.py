@@ -1,7 +1,5 @@
 """Convert one value, from YAML or the command line, to the type of its option."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Read a YAML file of plain values in which no key is given twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The first process of each node tokenizes into a folder beside the datasets cache
 same files into memory. batch_plan.py decides which rows a rank sees, and in which order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -5,8 +5,6 @@ TRL takes y' from the same micro-batch, so its estimate depends on the layout. H
 answer form a cycle in random order, and each takes the answer of the next. So every answer is y' once an epoch.
 """
 
-from __future__ import annotations
-
 import datasets
 import numpy as np
 

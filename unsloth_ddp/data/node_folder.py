@@ -1,7 +1,5 @@
 """Share a folder between the ranks of a node during a run."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Hold the prepared rows of a run, and the plan of its steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from unsloth_ddp.data.dataset import TokenizedRows

@@ -1,7 +1,5 @@
 """Refuse ranks that were started with other code, packages, options or devices than the main process."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

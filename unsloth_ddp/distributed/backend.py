@@ -4,8 +4,6 @@ The order process group, Unsloth, Transformers is what Unsloth needs: it patches
 imported, and pins each rank to its GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

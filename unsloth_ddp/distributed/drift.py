@@ -6,8 +6,6 @@ is reduced to one 64-bit checksum on its device. The ranks exchange one number t
 only if that number differs. Of several copies of a sharded model the ranks that hold the same part are compared.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -36,17 +34,13 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
     found: list[Tensor] = []
     positions: Tensor | None = None
     for tensor in tensors:
-        needed = _positions_needed(tensor)
+        needed = min(CHUNK, tensor.numel() * (2 if tensor.element_size() >= 8 else 1))
         if positions is None or positions.device != tensor.device or len(positions) < needed:
             positions = position_weights(needed, tensor.device)
         found.append(_checksum(tensor, positions))
     if not found:
         return torch.zeros(0, dtype=torch.int64)
     return torch.stack([one.to(found[0].device) for one in found])
-
-
-def _positions_needed(tensor: Tensor) -> int:
-    return min(CHUNK, tensor.numel() * (2 if tensor.element_size() >= 8 else 1))
 
 
 def position_weights(count: int, device: torch.device | str) -> Tensor:

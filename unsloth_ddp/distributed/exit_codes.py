@@ -1,7 +1,5 @@
 """End a process with an exit code and a sentence, and pass the code on where launchers lose it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Explain why torch sees no GPU on a machine where one was evidently expected, before a run uses the CPU instead."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Decide the precision that a run computes in, from the options and the GPU."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from unsloth_ddp.utils.errors import UserError

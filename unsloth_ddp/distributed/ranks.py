@@ -1,7 +1,5 @@
 """Read from the launcher's variables which process of the job this is, and name ranks in messages."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping
@@ -71,9 +69,9 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return ranks
 
 
-def node_range(environ: Mapping[str, str] = os.environ) -> range:
+def node_range() -> range:
     """Return the numbers of nodes with which an elastic job may go on (node.sh --min_nodes); empty for other jobs."""
-    least, _, most = environ.get("UNSLOTH_DDP_NODES", "").partition(":")
+    least, _, most = os.environ.get("UNSLOTH_DDP_NODES", "").partition(":")
     return range(int(least), int(most) + 1) if least.isdigit() and most.isdigit() else range(0)
 
 

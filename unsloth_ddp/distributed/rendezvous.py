@@ -6,8 +6,6 @@ interface. Over several machines torch's store remains, and the ranks prove to e
 that the launch files gave to every node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

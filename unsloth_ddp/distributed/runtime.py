@@ -5,8 +5,6 @@ Work for one process (read the rows, choose the run's name) runs there, and its 
 so that no rank is left waiting.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -227,7 +225,9 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     check_offload(runtime.offload, runtime.sharding, settings, runtime.backend, runtime.device_type)
     complete_environment(runtime.sharding, os.environ)
     if settings.trainer_args.get("full_determinism"):
-        repeat_bits()
+        # The Trainer sets it once the model has computed, and cuBLAS refuses to compute deterministically where it came too
+        # late (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     quiet_imports()
     with rendezvous(ranks, settings.ddp_timeout) as meeting:
         _start_processes(runtime, settings, meeting)
@@ -278,15 +278,6 @@ def keep_tuned_kernels() -> None:
     time all of them before its first step. A resumed run takes the variants of the run that it continues.
     """
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
-
-
-def repeat_bits() -> None:
-    """Set what full_determinism of Transformers' Trainer needs before the GPU is used; variables that are set stay.
-
-    The Trainer sets its own variable once it is made. The model has computed by then, and cuBLAS refuses to compute
-    deterministically where its variable came too late (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def quiet_imports() -> None:

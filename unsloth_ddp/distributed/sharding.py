@@ -14,8 +14,6 @@ optimizer   optimizer states and the fp32 copies of trained weights, with the op
 parameters  the weights too
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

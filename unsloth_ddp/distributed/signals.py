@@ -7,8 +7,6 @@ A thread of its own reads the signals from a pipe, because Python runs signal ha
 may be blocked inside a collective or a kernel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -5,8 +5,6 @@ Here a value is made of None, booleans, numbers, strings, bytes, paths, lists, t
 arrays and dataclasses that are marked with `sendable`; anything else is refused on both sides.
 """
 
-from __future__ import annotations
-
 import array
 import base64
 import dataclasses

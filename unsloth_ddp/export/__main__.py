@@ -10,8 +10,6 @@ The export is written to a temporary folder, loaded and asked a question, and on
 needed. Exit code: 0, or 2 for a mistake in the options, a missing program, or a run that cannot be exported.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """Build the folder of an export aside, and move it into place once it is whole and has answered."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Export a run as a GGUF file for llama.cpp, and with a Modelfile for Ollama, in whose language its template is written."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find the programs of llama.cpp, and run them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

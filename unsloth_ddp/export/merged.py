@@ -1,7 +1,5 @@
 """Export a run with an adapter as a whole 16-bit model, and ask that model a question."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

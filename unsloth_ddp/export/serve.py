@@ -1,7 +1,5 @@
 """Write the command that serves a run with vLLM."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Name the dtypes of a model, unwrap it from PEFT, find its text decoder, count a layer's weights, and change what it computes with for a block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Everything is found from the modules of the model, so that it holds for architectures of which nothing is known here.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

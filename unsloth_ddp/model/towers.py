@@ -1,7 +1,5 @@
 """Find the tower of images of a model, its projectors, and the work of an image, from the modules of the model."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

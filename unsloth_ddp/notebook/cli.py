@@ -1,7 +1,5 @@
 """Parse the command line of notebook_to_script.py, convert, and write the script and the report."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

@@ -1,7 +1,5 @@
 """Hold what the edits of one conversion share: options, names, and the report they write to."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

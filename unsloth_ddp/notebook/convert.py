@@ -1,7 +1,5 @@
 """Convert a notebook: read it, turn magics into Python, decide where statements run, edit them, write the script."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter

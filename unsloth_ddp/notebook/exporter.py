@@ -1,7 +1,5 @@
 """Offer the converter as an nbconvert exporter: `jupyter nbconvert --to unsloth-ddp notebook.ipynb`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nbconvert.exporters import Exporter

@@ -1,7 +1,5 @@
 """Define the plain values that the steps of a conversion pass to each other."""
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, field

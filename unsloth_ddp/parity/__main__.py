@@ -11,8 +11,6 @@ steps.) The change of the weights and the losses are compared. Exit code 0: they
 failed; 2: a mistake in the options.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os
@@ -165,7 +163,7 @@ COLUMNS = [
 ]
 
 
-def render_comparisons(rows: Sequence[LaunchComparison], *, width: int | None = None, colour: bool = False) -> str:
+def render_comparisons(rows: Sequence[LaunchComparison], *, colour: bool) -> str:
     """Return the table, its first line the reference."""
     cells = []
     for row in rows:
@@ -177,7 +175,7 @@ def render_comparisons(rows: Sequence[LaunchComparison], *, width: int | None = 
         numbers = [str(launch.processes), launch.shape, *differences, f"{row.seconds:.0f}"]
         cells.append([launch.launcher, *numbers, row.verdict])
     title = "Relative difference from the first line"
-    return render_table(COLUMNS, cells, title=title, width=width, colour=colour)
+    return render_table(COLUMNS, cells, title=title, colour=colour)
 
 
 def write_result(

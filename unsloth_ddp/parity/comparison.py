@@ -1,7 +1,5 @@
 """Compare the outcome of each launch with the first one: differences, tolerances, verdict."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Plan the launches of a parity check: launchers, processes, shapes of one global batch, and their plain steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

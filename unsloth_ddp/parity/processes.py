@@ -1,7 +1,5 @@
 """Run the processes of launches, and end each with every process that it started."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

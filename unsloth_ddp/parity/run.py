@@ -1,7 +1,5 @@
 """Run the launches of a parity check, each in processes of its own, and compare their results."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

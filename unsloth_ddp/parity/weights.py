@@ -1,7 +1,5 @@
 """Compute the difference between the weight updates of two finished runs from their saved weights."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

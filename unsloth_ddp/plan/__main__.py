@@ -77,6 +77,8 @@ def plan(argv: list[str]) -> None:
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
+    import transformers
+
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
     from unsloth_ddp.model.files.check import base_of_reference
     from unsloth_ddp.plan.compute import Hardware, make_plan
@@ -85,7 +87,8 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.sizing.count import read_model_shape
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
-    _silence_transformers()
+    # Rows over the model's length are only counted here.
+    transformers.utils.logging.set_verbosity_error()
     hardware = Hardware(
         given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability, given.tokens_per_second
     )
@@ -172,13 +175,6 @@ def with_precision_of(settings: Settings, capability: tuple[int, int]) -> Settin
     precision = choose_precision(settings.precision, gpu, has_bf16(capability))
     check_full_weights(settings.method, settings.full_weights, precision)
     return dataclasses.replace(settings, precision=precision)
-
-
-def _silence_transformers() -> None:
-    """Silence warnings about rows over the model's length, which are only counted here."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,5 @@
 """Compute a plan from the shape of the model, the rows and the hardware: pure arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import get_args

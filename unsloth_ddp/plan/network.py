@@ -4,8 +4,6 @@ Only link bandwidth and uneven rows are modelled. NCCL's start-up time, congesti
 left out, so real figures are lower, and more so with more machines (docs/plan.md, Time).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Write a plan as tables and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

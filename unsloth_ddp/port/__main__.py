@@ -7,8 +7,6 @@ Options that the file leaves out get the other tool's default where the kit's di
 installed.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

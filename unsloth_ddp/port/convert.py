@@ -1,10 +1,9 @@
 """Port the keys of a file, by the table of aliases and a few rules for keys that say more than one thing."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,30 +169,19 @@ def _template(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) ->
         ported.left_out[key] = ALIASES["template"].note
 
 
-def _split_names(option: str) -> Rule:
-    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-        names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-        ported.add({option: ["all-linear"] if names in (["all"], ["all-linear"]) else names}, key)
-
-    return rule
+def _split_names(option: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    ported.add({option: ["all-linear"] if names in (["all"], ["all-linear"]) else names}, key)
 
 
-def _a_number_per_epoch(strategy: str) -> Rule:
-    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-        ported.add({strategy: "epoch" if value else "no"}, key)
-        if value not in (0, 1):
-            ported.left_out[key] = (
-                f"once an epoch instead of {value} times; give {strategy.split('_')[0]}_steps for more"
-            )
-
-    return rule
+def _a_number_per_epoch(strategy: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    ported.add({strategy: "epoch" if value else "no"}, key)
+    if value not in (0, 1):
+        ported.left_out[key] = f"once an epoch instead of {value} times; give {strategy.split('_')[0]}_steps for more"
 
 
-def _datasets(option: str) -> Rule:
-    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-        port_mappings(ported, key, value, option)
-
-    return rule
+def _datasets(option: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    port_mappings(ported, key, value, option)
 
 
 def _dataset_names(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
@@ -210,19 +198,16 @@ def _dataset_name(ported: Ported, key: str, value: Any, given: Mapping[str, Any]
         ported.add({"eval_dataset": [plain_path(str(value))]}, key)
 
 
-def _path(option: str) -> Rule:
-    return lambda ported, key, value, given: ported.add({option: plain_path(str(value))}, key)
+def _model(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    ported.add({"model": plain_path(str(value))}, key)
 
 
-def _upstream_name(option: str) -> Rule:
-    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-        name = OTHER_VALUES[option].get(str(value).lower(), value)
-        if (known := known_names(option)) and name not in known:
-            ported.left_out[key] = f"{str(value)[:100]} is not a name that Transformers knows; the default is used"
-        else:
-            ported.add({option: name}, key)
-
-    return rule
+def _upstream_name(option: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    name = OTHER_VALUES[option].get(str(value).lower(), value)
+    if (known := known_names(option)) and name not in known:
+        ported.left_out[key] = f"{str(value)[:100]} is not a name that Transformers knows; the default is used"
+    else:
+        ported.add({option: name}, key)
 
 
 def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
@@ -249,21 +234,21 @@ def _pair_loss(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -
         ported.add({"sft_weight": found["sft"]}, key)
 
 
-def _leave_out(why: str) -> Rule:
-    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-        ported.left_out[key] = why
+def _leave_out(why: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    ported.left_out[key] = why
 
-    return rule
+
+def _read_elsewhere(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """Do nothing: the key says something only together with another one, whose rule reads it."""
 
 
 RULES: dict[str, Rule] = {
-    # Read with the names of data sets.
-    "dataset_dir": lambda ported, key, value, given: None,
+    "dataset_dir": _read_elsewhere,
     "output_dir": _run_folder,
     "gradient_checkpointing": _recompute,
     "gradient_checkpointing_kwargs": _recompute,
     "tf32": _tf32,
-    "attn_implementation": _leave_out(ALIASES["flash_attention"].note),
+    "attn_implementation": partial(_leave_out, ALIASES["flash_attention"].note),
     "deepspeed": _sharding,
     "fsdp": _sharding,
     "fsdp_config": _sharding,
@@ -271,28 +256,28 @@ RULES: dict[str, Rule] = {
     "wandb_project": _wandb,
     "wandb_name": _wandb,
     "chat_template": _template,
-    "lora_target": _split_names("lora_target_modules"),
-    "lora_target_modules": _split_names("lora_target_modules"),
-    "lora_target_parameters": _split_names("lora_target_parameters"),
-    "additional_target": _split_names("lora_modules_to_save"),
-    "evals_per_epoch": _a_number_per_epoch("eval_strategy"),
-    "saves_per_epoch": _a_number_per_epoch("save_strategy"),
-    "datasets": _datasets("dataset"),
-    "test_datasets": _datasets("eval_dataset"),
+    "lora_target": partial(_split_names, "lora_target_modules"),
+    "lora_target_modules": partial(_split_names, "lora_target_modules"),
+    "lora_target_parameters": partial(_split_names, "lora_target_parameters"),
+    "additional_target": partial(_split_names, "lora_modules_to_save"),
+    "evals_per_epoch": partial(_a_number_per_epoch, "eval_strategy"),
+    "saves_per_epoch": partial(_a_number_per_epoch, "save_strategy"),
+    "datasets": partial(_datasets, "dataset"),
+    "test_datasets": partial(_datasets, "eval_dataset"),
     "dataset": _dataset_names,
     "eval_dataset": _dataset_names,
     "dataset_name": _dataset_name,
-    "base_model": _path("model"),
-    "model_name_or_path": _path("model"),
-    "optimizer": _upstream_name("optim"),
-    "optim": _upstream_name("optim"),
-    "lr_scheduler": _upstream_name("lr_scheduler_type"),
-    "lr_scheduler_type": _upstream_name("lr_scheduler_type"),
+    "base_model": _model,
+    "model_name_or_path": _model,
+    "optimizer": partial(_upstream_name, "optim"),
+    "optim": partial(_upstream_name, "optim"),
+    "lr_scheduler": partial(_upstream_name, "lr_scheduler_type"),
+    "lr_scheduler_type": partial(_upstream_name, "lr_scheduler_type"),
     "warmup_ratio": _warmup,
     "loss_type": _pair_loss,
-    "loss_weights": lambda ported, key, value, given: None,
-    "disable_dropout": lambda ported, key, value, given: None,
-    "env": _leave_out("set these variables in the environment"),
+    "loss_weights": _read_elsewhere,
+    "disable_dropout": _read_elsewhere,
+    "env": partial(_leave_out, "set these variables in the environment"),
 }
 
 

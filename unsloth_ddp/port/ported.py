@@ -1,7 +1,5 @@
 """Collect the options of a ported file, and what was left out and why."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Port the data sets of a file: lists of mappings (axolotl, TRL), and names in dataset_info.json (LLaMA-Factory)."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tell which task a file of TRL asks for, since TRL's files do not name their trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, get_args
 

@@ -9,8 +9,6 @@ Give all options of the run: they are checked and compared too. Exit code: 0 wit
 after a failure, 2 for a mistake in the options.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

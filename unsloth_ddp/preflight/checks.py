@@ -1,7 +1,5 @@
 """Run checks with a time limit, merge them over nodes, and write them as a table for people and as JSON for programs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

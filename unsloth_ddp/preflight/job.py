@@ -1,7 +1,5 @@
 """Read and check the environment variables that describe the job and this process's position in it."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping, Sequence

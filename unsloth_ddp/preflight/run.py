@@ -1,7 +1,5 @@
 """Run a preflight in one process of the job: check this node, meet the others, compare, measure, print."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

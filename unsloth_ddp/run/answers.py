@@ -1,7 +1,5 @@
 """Answer held-out questions before and after training, greedily, and compare them letter by letter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +87,7 @@ def answer(
         FastLanguageModel.for_inference(model)
     model.eval()
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
-    length, answers = new_tokens(tokenizer, asked), []
+    length, answers = min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS), []
     for batch in batches(tokenizer, mine, length, processing):
         answers += _generate(model, tokenizer, batch, length, processing)
     tokenizer.padding_side = side
@@ -116,10 +114,6 @@ def batches(
         longest = max(longest, prompt)
     if batch:
         yield batch
-
-
-def new_tokens(tokenizer: Any, asked: list[Question]) -> int:
-    return min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS)
 
 
 def say_too_long(tokenizer: Any, asked: list[Question]) -> None:

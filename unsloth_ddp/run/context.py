@@ -1,7 +1,5 @@
 """Open a run: refuse early mistakes, start its processes and their watchdog, choose its folder; close it in order."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time

@@ -1,7 +1,5 @@
 """Refuse what a run's options and the files of this machine show to be wrong, without importing torch."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Choose, lock and open the folder of a run, and refuse one that another run needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl

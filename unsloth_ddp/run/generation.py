@@ -1,7 +1,5 @@
 """Generate one answer of a trained model, written piece by piece while it is generated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Write one log file a rank, and keep libraries from writing over the run's own output."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

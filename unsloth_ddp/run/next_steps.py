@@ -1,7 +1,5 @@
 """Write out the commands with which a run is resumed, repeated, talked to and served."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ways in which a run ends in order, on every rank alike, without having finished."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, describe_exit_code

@@ -1,7 +1,5 @@
 """Find what a run has written: the result of a finished run, or the last complete checkpoint of an unfinished one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from dataclasses import dataclass

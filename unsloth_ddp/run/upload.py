@@ -1,7 +1,5 @@
 """Upload a finished run to the Hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

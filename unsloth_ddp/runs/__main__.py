@@ -8,8 +8,6 @@ A run is named by its name in the folder of the runs, or by its path.
 Reads what the runs left on the disk; no model is loaded and no GPU is needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

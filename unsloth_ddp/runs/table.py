@@ -1,7 +1,5 @@
 """Describe runs in one line each."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Choose how a GPU computes a step from estimates, with the rules of a run: pure arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal, cast

@@ -4,8 +4,6 @@ To count the activations kept for the backward pass, a forward pass is run over 
 and every tensor that autograd saves is added up.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

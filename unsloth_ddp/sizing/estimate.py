@@ -6,9 +6,8 @@ keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The 
 top; FILLED is left for them.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -211,63 +210,43 @@ def _outside_and_layers(shape: ModelShape, method: Method, work: Workload, froze
 
 
 def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
-    if work.backend == "transformers":
-        return _loaded_in_shards(shape, method, work, frozen)
-    trained, master, parts = shape.trained(method), _master_bytes(method, work), work.processes // work.copies
+    """Estimate for weights that every rank reads in parts (Transformers), or that are split once they are loaded (Unsloth).
+
+    The former was held against runs of 8B to 72B on two GPUs: what is gathered at the peak stands beside the logits, or
+    beside a block that is recomputed.
+    """
+    in_shards, full = work.backend == "transformers", method == "full"
+    trained, parts = shape.trained(method), work.processes // work.copies
+    # Adapters beside 4-bit weights that are read in parts have 16 bit (model/sharded_load.py, wrap).
+    master = work.precision if in_shards and method == "qlora" else _master_bytes(method, work)
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
     outside, layers = _outside_and_layers(shape, method, work, frozen)
-    head, block, full = shape.head * work.precision, layers / 2, method == "full"
-    gathered = fsdp2_gathered_bytes(
-        (head, shape.head * full), (block, block / work.precision * full), outside, work.precision
+    head, block = shape.head * work.precision, layers / 2
+    gathered = functools.partial(
+        fsdp2_gathered_bytes,
+        (head, shape.head * full),
+        (block, block / work.precision * full),
+        precision=work.precision,
     )
-    # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
-    # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
-    loading = held + (0 if method == "qlora" else held / parts)
-    bound = (method, "fsdp2") not in MEASURED or work.copies > 1
-    return MemoryEstimate(
-        held / parts,
-        trained * master / parts,
-        states / parts,
-        gathered,
-        activations,
-        loading=loading,
-        lower_bound=bound,
-    )
-
-
-def _loaded_in_shards(shape: ModelShape, method: Method, work: Workload, frozen: float) -> MemoryEstimate:
-    """Estimate for weights that every rank reads in parts; held against runs of 8B to 72B on two GPUs.
-
-    Beside its parts a GPU holds, at the peak, one of: the output head while it is gathered, when torch has it twice; the
-    head with its logits, and its gradient in 16 bit and in fp32 if it is trained; a block that is recomputed, with the
-    next one gathered and a third being copied.
-    """
-    trained, parts = shape.trained(method), work.processes // work.copies
-    # Adapters beside 4-bit weights have 16 bit (model/sharded_load.py, wrap).
-    master = work.precision if method == "qlora" else _master_bytes(method, work)
-    held = frozen + trained * master
-    states = optimizer_state_bytes(shape, method, work.optimizer, master)
-    kept, recomputed, logits, added = _activations(shape, method, work)
-    head = shape.head * work.precision
-    outside = (shape.parameters - shape.linear - shape.experts) * work.precision
-    block = (frozen + trained * work.precision - outside) / max(1, shape.layers)
-    gradients = work.precision + 4 if method == "full" else 0
-    at_once = max(
-        2 * head,
-        head + shape.head * gradients + logits,
-        3 * block + block / work.precision * gradients + recomputed + added,
-    )
-    # Adapters are made whole, and then split.
-    loading = held / parts + (0 if method == "full" else trained * master)
+    if in_shards:
+        activations, recomputed, logits, added = _activations(shape, method, work)
+        at_once = gathered(outside=0, beside_head=logits, beside_block=recomputed + added)
+        # Adapters are made whole, and then split.
+        loading = held / parts + (0 if full else trained * master)
+    else:
+        at_once = gathered(outside=outside)
+        # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
+        # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
+        loading = held + (0 if method == "qlora" else held / parts)
     return MemoryEstimate(
         held / parts,
         trained * master / parts,
         states / parts,
         at_once,
-        kept,
+        activations,
         loading=loading,
-        lower_bound=work.copies > 1,
+        lower_bound=work.copies > 1 or not (in_shards or (method, "fsdp2") in MEASURED),
     )
 
 

@@ -1,7 +1,5 @@
 """Choose whether micro-batches are replayed as CUDA graphs or computed by the backend: pure arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -94,9 +92,10 @@ def reason_before(
     """
     if settings.cuda_graphs == "off":
         return "as set"
-    if against is None and settings.cuda_graphs == "auto" and settings.method != "full":
-        return busy_without_before(settings, train, plan, while_launching)
-    return against
+    if against is not None or settings.cuda_graphs == "on" or settings.method == "full" or train.streamed:
+        return against
+    plan = with_micro_batch(plan, sizes_to_replay(settings, train, plan)[-1])
+    return busy_without(settings, train, plan, shape_of_run(settings, train, plan), while_launching)
 
 
 def reason_after(
@@ -168,16 +167,6 @@ def busy_without(
     return f"micro-batches of {mean:,.0f} tokens on average would be padded to {padded:,.0f}"
 
 
-def busy_without_before(
-    settings: Settings, train: Units, plan: BatchPlan, while_launching: float = ENOUGH_TOKENS
-) -> str | None:
-    """Return what `busy_without` would, before the micro-batch is chosen."""
-    if train.streamed:
-        return None
-    plan = with_micro_batch(plan, sizes_to_replay(settings, train, plan)[-1])
-    return busy_without(settings, train, plan, shape_of_run(settings, train, plan), while_launching)
-
-
 def tokens_while_launching(weights: int) -> float:
     """Return how many tokens a GPU computes while the host launches the kernels of a micro-batch, roughly.
 
@@ -209,11 +198,6 @@ def shape_of_run(settings: Settings, train: Units, plan: BatchPlan) -> FixedShap
     return dataclasses.replace(shape, smaller=smaller)
 
 
-def are_single_rows(train: Units) -> bool:
-    """Return whether every pack holds one row; False for streamed rows, which are not known in advance."""
-    return not train.streamed and train.packing is not None and bool(np.diff(train.packing.starts).max() == 1)
-
-
 def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
     """Return a shape that any micro-batch of `size` packs can be padded to, with few exceptions for streamed rows.
 
@@ -225,7 +209,7 @@ def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
         return FixedShape.that_holds(tokens, tokens // TOKENS_A_ROW, max_length)
     rows = np.sort(np.diff(train.packing.starts))[::-1][:size].sum()
     joined = FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
-    if not are_single_rows(train):
+    if np.diff(train.packing.starts).max() > 1:
         return joined
     # More tokens than the largest micro-batch has may not fit.
     apart = FixedShape.of_single_rows(size, train.packing.longest)

@@ -1,7 +1,5 @@
 """Choose gradient checkpointing and the rows (packs) in a micro-batch by what fits: the search, without torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,19 +72,15 @@ def sizes_of(settings: Settings, plan: BatchPlan) -> list[int]:
     return [plan.per_device]
 
 
-def up_to_enough(sizes: list[int], tokens: Callable[[int], int]) -> list[int]:
-    """Return the sizes up to the first with enough tokens; larger ones do not make a replayed CUDA graph faster."""
-    below = [size for size in sizes if tokens(size) < ENOUGH_TOKENS]
-    return sizes[: len(below) + 1]
-
-
 def sizes_to_replay(settings: Settings, rows: Units, plan: BatchPlan) -> list[int]:
     """Return the sizes of a micro-batch to choose from if it is replayed as a CUDA graph; see `sizes_of`."""
     sizes = sizes_of(settings, plan)
     if settings.method == "full":
         # Each micro-batch casts all weights and adds to all gradients, so larger sizes save time.
         return sizes
-    return up_to_enough(sizes, lambda size: largest_tokens(rows, size, settings.longest_example))
+    # Up to the first with enough tokens: larger ones are not faster.
+    below = [size for size in sizes if largest_tokens(rows, size, settings.longest_example) < ENOUGH_TOKENS]
+    return sizes[: len(below) + 1]
 
 
 def with_micro_batch(plan: BatchPlan, per_device: int) -> BatchPlan:

@@ -1,7 +1,5 @@
 """Count the bytes that an optimizer keeps for each trained weight."""
 
-from __future__ import annotations
-
 OF_THE_WEIGHTS_TYPE = ("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop")
 OF_BITSANDBYTES = (
     "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ademamix_8bit", "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit",

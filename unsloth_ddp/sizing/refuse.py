@@ -4,8 +4,6 @@ Only weights, and with --method full their gradients and optimizer states, are c
 out of memory; `python -m unsloth_ddp.plan` estimates the rest.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

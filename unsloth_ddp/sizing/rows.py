@@ -1,10 +1,9 @@
 """The lengths of rows or packs that a step is chosen for, and the largest micro-batch of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class RowLengths:
             most = math.ceil(tokens * self.supervised.sum() / self.unpadded.sum())
         return selected_positions(min(most, tokens), tokens)
 
-    def packed(self, packing: Packing | None) -> RowLengths:
+    def packed(self, packing: Packing | None) -> Self:
         """Return the same rows in packs; the rows themselves without packing."""
         if packing is None:
             return self

@@ -1,7 +1,5 @@
 """The counts of one model with one adapter that memory and time are estimated from."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Most of them follow from the weights and the rules of DeepSpeed and FSDP2. docs/
 to the shape of a model, with measured runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -164,7 +162,13 @@ def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
 
 
 def fsdp2_gathered_bytes(
-    head: tuple[float, float], block: tuple[float, float], outside: float, precision: int
+    head: tuple[float, float],
+    block: tuple[float, float],
+    outside: float,
+    precision: int,
+    *,
+    beside_head: float = 0,
+    beside_block: float = 0,
 ) -> float:
     """Return the peak bytes of gathered weights and of gradients that are not reduced yet.
 
@@ -176,10 +180,13 @@ def fsdp2_gathered_bytes(
         head: (bytes in the dtype of passes, trained elements) of the output head.
         block: the same of the largest layer.
         outside: bytes of the weights outside the layers if they form one group; 0 if they do not.
+        beside_head, beside_block: bytes of activations that exist only beside the gathered head, or a layer's backward pass.
     """
     gradient = precision + REDUCED
     grouped = outside + 2 * block[0] if outside else 0
-    return max(2 * head[0], head[0] + head[1] * gradient, 3 * block[0] + block[1] * gradient, grouped)
+    of_head = head[0] + head[1] * gradient + beside_head
+    of_block = 3 * block[0] + block[1] * gradient + beside_block
+    return max(2 * head[0], of_head, of_block, grouped)
 
 
 def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:

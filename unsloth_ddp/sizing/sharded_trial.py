@@ -8,8 +8,6 @@ layer need. Weights, gradients and optimizer states are computed (sharded_bytes.
 that all make the same choice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
@@ -114,7 +112,6 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:

@@ -6,8 +6,6 @@ leaves gradients, random numbers and memory as they were; the optimizer does not
 compiled in trials when training begins.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -4,8 +4,6 @@ Each optimizer and each schedule has packages and keywords of its own, so trying
 after the backend: Unsloth has to be imported before Transformers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Feed each rank the rows of its micro-batches, prepared or streamed, from the first step or a checkpoint's step."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

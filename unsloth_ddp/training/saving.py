@@ -4,8 +4,6 @@ Each method below replaces one step of Transformers' saving or resuming and says
 Transformers 5.17 offers no callback at these places; tests check the signatures of the private methods.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import random

@@ -3,8 +3,6 @@
 Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's own version of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ saves the adapter, which is small. The finished adapter or model is gathered wei
 weights and the optimizer's state in the memory of rank 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Import this after the backend: with Unsloth imported, `trl.SFTTrainer` is Unslot
 below replaces one step of the loop and says what upstream does there instead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math
@@ -49,7 +47,6 @@ from unsloth_ddp.training.callbacks import (
     CountCompilations,
     CountOverflows,
     LogSteps,
-    NameUntrained,
     ReportProgress,
     StopTogether,
 )
@@ -173,7 +170,6 @@ class DDPTrainer(ResumableTrainer):
         self.callback_handler.callbacks = [*shown_callbacks(upstream, trackers), self.shown]
         self.drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         self.add_callback(CompareWeights(self.drift))
-        self.add_callback(NameUntrained(self.model, self.runtime))
         self.compilations = CountCompilations()
         self.add_callback(self.compilations)
         if self.runtime.precision == "fp16":

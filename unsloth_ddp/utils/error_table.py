@@ -1,7 +1,5 @@
 """List the errors that users meet from the libraries below, with cause and fix. The first match wins."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Read how much host memory is available to new allocations, within the limit of a container."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The original error is always printed too. Only the lines of a traceback that car
 file name or a source line in a stack frame never matches.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """How much of a GPU a run may take, and the bytes of a number: one table for runs, plan and preflight."""
 
-from __future__ import annotations
-
 # Bytes of a number in each type.
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Bytes of a 4-bit value (nf4 with double quantization): two per byte, a one-byte scale per 64, an fp32 scale per 256 of those.

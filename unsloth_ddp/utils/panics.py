@@ -1,7 +1,5 @@
 """Raise the panics of libraries in Rust as exceptions that callers catch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 What nobody can read any more (`| head`, a `tee` that was killed, a closed terminal) goes to the log file of this rank.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import errno

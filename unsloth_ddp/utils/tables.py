@@ -1,7 +1,5 @@
 """Render text tables that fit the terminal, or 100 columns in a file or pipe, without breaking words."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

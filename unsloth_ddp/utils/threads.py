@@ -1,7 +1,5 @@
 """Run work that may hang, or that training must not wait for, in a thread that does not keep the process alive."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

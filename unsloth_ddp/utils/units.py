@@ -1,7 +1,5 @@
 """Parse amounts as people write them (25Gbps, 450GB/s, 80GB, 139GiB), and print bytes, seconds and bandwidth."""
 
-from __future__ import annotations
-
 import re
 
 from unsloth_ddp.utils.errors import UserError

@@ -1,7 +1,5 @@
 """Read the versions of Python and of the packages that affect the result of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import platform
@@ -14,13 +12,13 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "u
 KIT = Path(__file__).resolve().parents[1]
 
 
-def kit_checksum(package: Path = KIT) -> str:
+def kit_checksum() -> str:
     """Return the SHA-256 of the kit's Python files and configs."""
-    files = [path for path in package.rglob("*.py") if "__pycache__" not in path.parts]
-    files += [package.parent / "train_ddp.py", *(package.parent / "accelerate_configs").glob("*.yaml")]
+    files = [path for path in KIT.rglob("*.py") if "__pycache__" not in path.parts]
+    files += [KIT.parent / "train_ddp.py", *(KIT.parent / "accelerate_configs").glob("*.yaml")]
     digest = hashlib.sha256()
     for path in sorted(path for path in files if path.is_file()):
-        digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(KIT.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -1,7 +1,5 @@
 """Judge the parts of a row that a template leaves out: refused, or accepted as at inference. Pure functions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ A stand-in has the roles, keys, markup and structure of a row, and a word of its
 template does with a row is found from the stand-in, so it cannot depend on other rows, and rows with equal stand-ins share it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Show a tokenized row as the model sees it."""
 
-from __future__ import annotations
-
 import re
 from itertools import accumulate, groupby, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Render a chat with the tokenizer's template for generation, in the form in which rows are rendered for training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +10,12 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import Message
 
 
-def example_of(messages: Sequence[Message], tools: list[Any] | None = None) -> Example:
+def example_of(messages: Sequence[Message]) -> Example:
     """Return messages as an example; contents may be JoinedText, with the values of their images."""
     joined = {str(i): m["content"] for i, m in enumerate(messages) if getattr(m["content"], "images", None)}
     parts = {index: text.parts for index, text in joined.items() if isinstance(text, JoinedText)}
-    return Example(
-        list(messages), tools, parts=parts, images=[image for text in joined.values() for image in text.images]
-    )
+    images = [image for text in joined.values() for image in text.images]
+    return Example(list(messages), parts=parts, images=images)
 
 
 def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, prompt: bool = False) -> str:

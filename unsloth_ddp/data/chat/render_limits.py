@@ -3,8 +3,6 @@
 A template comes with a model. Jinja's sandbox denies it files and Python, but does not limit nested loops.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal

@@ -5,8 +5,6 @@ instead if the own template leaves out a part of the row that has to arrive, or 
 cannot be found.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -5,8 +5,6 @@ own text that is this scaffold, filled with the row's parts, holds each of them 
 parts alone would not show that, since an answer "assistant" also stands in the scaffold.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -83,7 +81,10 @@ def _slots(text: str, made: StandIn) -> Iterator[tuple[Span, Slot]]:
     taken: list[Span] = []
     # The outer values come first: an object that is printed as JSON is one slot.
     for part, value in sorted(made.whole.items(), key=lambda one: len(one[0].place)):
-        styles: list[tuple[int | str, str]] = [*_printed_as_json(value), (PYTHON, str(value))]
+        styles: list[tuple[int | str, str]] = [
+            *enumerate(json.dumps(value, ensure_ascii=False, **style) for style in JSON_STYLES),
+            (PYTHON, str(value)),
+        ]
         for style, printed in styles:
             at = text.find(printed)
             if at >= 0 and not _inside(at, taken):
@@ -97,10 +98,6 @@ def _slots(text: str, made: StandIn) -> Iterator[tuple[Span, Slot]]:
         part_of_word = made.words.get(match[0])
         if part_of_word is not None and not _inside(match.start(), taken):
             yield match.span(), Slot(part_of_word)
-
-
-def _printed_as_json(value: Any) -> Iterator[tuple[int, str]]:
-    return ((number, json.dumps(value, ensure_ascii=False, **style)) for number, style in enumerate(JSON_STYLES))
 
 
 def _inside(at: int, spans: Iterable[Span]) -> bool:

@@ -4,8 +4,6 @@ A tokenizer may hold one template or named variants of it. TRL keeps a training 
 what the assistant writes; some of these variants also render a chat differently from the tokenizer's own template.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

@@ -3,8 +3,6 @@
 The token that ends a supervised turn is supervised too, so that the model learns to stop.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from datetime import date

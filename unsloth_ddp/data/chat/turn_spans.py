@@ -5,8 +5,6 @@ The end of a span comes from the first of three sources: a template that marks w
 rendered up to a turn and through it. A span begins where the generation prompt ends, even if the marks include a part of it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Write a row in the forms that templates differ in: reasoning apart from the content, arguments as text. Pure functions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

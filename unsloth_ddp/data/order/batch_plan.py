@@ -10,8 +10,6 @@ step, rows are arranged by length, which changes which process computes a row an
 packed (packing.py), a "row" here is a pack.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

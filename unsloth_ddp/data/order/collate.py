@@ -1,7 +1,5 @@
 """Collate rows into padded batches, and packs into one flat sequence."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

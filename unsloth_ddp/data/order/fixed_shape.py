@@ -242,15 +242,11 @@ def smaller_sizes(needed: np.ndarray, largest: int, micro_batches: int) -> tuple
         options = list(itertools.combinations(found.tolist(), count))
         if not options:
             break
-        costs = [_mean_padded(needed, (*option, largest)) for option in options]
+        padded = [np.array((*option, largest)) for option in options]
+        costs = [float(sizes[np.searchsorted(sizes, needed)].mean()) for sizes in padded]
         best = int(np.argmin(costs))
         saved = cost - costs[best]
         if saved < LEAST_SAVED * cost or saved * micro_batches < TOKENS_OF_COMPILING:
             break
         cost, chosen = costs[best], options[best]
     return chosen
-
-
-def _mean_padded(needed: np.ndarray, sizes: tuple[int, ...]) -> float:
-    array = np.array(sizes)
-    return float(array[np.searchsorted(array, needed)].mean())

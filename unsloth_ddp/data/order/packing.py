@@ -4,12 +4,10 @@ A pack is several rows concatenated into one sequence, each with its own positio
 boundaries, so the loss of a row is the same as without packing. Which rows share a pack depends only on the row lengths.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 
@@ -236,7 +234,7 @@ class BatchRequest:
         self.plan = plan_batch(self.per_device, self.processes, self.global_batch, self.accumulation)
 
     @classmethod
-    def of(cls, settings: Settings, processes: int) -> BatchRequest:
+    def of(cls, settings: Settings, processes: int) -> Self:
         """Return the request that these settings make."""
         per_device, accumulation = settings.rows_at_once, settings.gradient_accumulation_steps
         if settings.per_device_train_batch_size == "auto" and accumulation and settings.global_batch_size:

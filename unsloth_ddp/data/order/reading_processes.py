@@ -1,7 +1,5 @@
 """Keep the processes that read rows alive until the main process closes them or dies."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import multiprocessing

@@ -1,7 +1,5 @@
 """Compute the prompt of a pair once: its second row leaves it out, and attends to that of its first row."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from unsloth_ddp.data.chat.labels import IGNORED

@@ -4,8 +4,6 @@ The order is a function of (sources, shuffle buffer, seed, epoch) alone. A check
 ended (`StreamPosition`); a resumed run reads the rows of that epoch again up to it, without tokenizing them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ rank the rows of its micro-batches. So a source is read only once, and every ran
 step. The content of a step depends only on the order of the rows (stream_order.py) and the global batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Read and tokenize windows of streamed rows ahead of training, in worker processes of the main process."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Read the rows of a source as examples, each checked, and check the first rows of all files of a run."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read and check the rows of a run, and store them as examples in a folder of the node."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

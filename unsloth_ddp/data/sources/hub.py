@@ -1,7 +1,5 @@
 """Test whether the Hub can be reached, before its libraries are imported."""
 
-from __future__ import annotations
-
 import os
 import socket
 

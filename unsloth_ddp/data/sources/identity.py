@@ -1,7 +1,5 @@
 """Identify the training data of a run, so that a resumed run and every node can be checked against it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

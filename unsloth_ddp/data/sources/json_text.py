@@ -1,7 +1,5 @@
 """Read text and JSON from files of any size, a row at a time, in memory for one row; an error names file and line."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -1,7 +1,5 @@
 """Convert one message of OpenAI's or ShareGPT's format into the form that chat templates read."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any
@@ -107,7 +105,9 @@ def read_message(message: Any, unread: list[str]) -> Message:
     if not isinstance(role, str) or role not in (*ROLES, *RENAMED_ROLES):
         raise UserError(f"a message has {quoted(role)} as role; accepted: {', '.join(ROLES)}.")
     message["role"] = RENAMED_ROLES.get(role, role)
-    _check_trained(message)
+    for name, fix in NOT_TRAINED.items():
+        if message.get(name):
+            raise UserError(f"a message has {name}, which is not trained; {fix}, or remove the row.")
     _read_calls(message, unread)
     _read_reasoning(message)
     content = message.get("content")
@@ -191,12 +191,6 @@ def _check_all_learned(keys: dict[str, Any], what: str) -> None:
                 f"{what} has {name[:100]} 0 or false; only whole messages can be left out of the loss, so write the parts as "
                 "messages of their own, or remove the row."
             )
-
-
-def _check_trained(message: Message) -> None:
-    for name, fix in NOT_TRAINED.items():
-        if message.get(name):
-            raise UserError(f"a message has {name}, which is not trained; {fix}, or remove the row.")
 
 
 def _read_calls(message: Message, unread: list[str]) -> None:

@@ -4,8 +4,6 @@ The main process queries the Hub for the commit of each branch or tag once. The 
 settings, so settings.yaml and the manifest of every checkpoint contain them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read rows from files and Hub datasets, each with its location, so that an error can name the row."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import re

@@ -5,8 +5,6 @@ trained with arguments and properties that nobody wrote. The table does not reco
 of the called tool decides: a null in a required argument is kept.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Check the values of a row and name their types in error messages."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Both sides prove that they hold the same key: each sends a random text and answe
 so that the key itself never travels. Every caller has a thread, and one deadline.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Connect the main process with every other rank of a run, apart from the connections that the collectives use."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

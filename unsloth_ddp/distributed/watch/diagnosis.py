@@ -1,7 +1,5 @@
 """Decide from the last messages of every rank whether one of them has failed: plain values in, one sentence out."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Record the phase, the step and the progress of this process, for the watchdog."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

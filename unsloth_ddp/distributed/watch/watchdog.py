@@ -8,8 +8,6 @@ training thread may be blocked in a collective forever. Each rank detects the lo
 the first rank of each node prints it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

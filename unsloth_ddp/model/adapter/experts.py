@@ -1,7 +1,5 @@
 """Find the experts of an MoE model, which Transformers stacks in 3-dim tensors instead of linear layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

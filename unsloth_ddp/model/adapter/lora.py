@@ -1,7 +1,5 @@
 """Configure the adapter for PEFT and Unsloth, and refuse module names that the model does not have."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from typing import Any

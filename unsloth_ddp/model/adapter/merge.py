@@ -5,8 +5,6 @@ else (other quantized bases, DoRA, adapted embeddings and experts, models whose 
 is merged by PEFT, which holds the whole model.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """Check a merged model against its base with the adapter, on a few rows."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Sequence

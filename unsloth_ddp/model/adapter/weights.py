@@ -3,8 +3,6 @@
 PEFT only warns of such keys, and the model then answers as its base.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

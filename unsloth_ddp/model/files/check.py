@@ -4,8 +4,6 @@ The libraries below fail on a damaged folder with unclear errors, or train weigh
 the folder is executed, and of the weights only the headers are read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

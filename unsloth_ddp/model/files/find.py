@@ -1,7 +1,5 @@
 """Find a model's files on this machine, in its folder or its snapshot in the Hub's cache, and download those that are missing."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -5,8 +5,6 @@ A model from the Hub is identified by its commit (data/revisions.py), a local fo
 page cache. Modification times are not compared, because they differ between copies on different nodes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Transformers renames weights when it loads older checkpoints, and ignores those 
 that predict several tokens (MTP). A model that was trained or merged from such a checkpoint is to contain them all the same.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

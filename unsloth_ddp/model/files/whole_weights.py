@@ -3,8 +3,6 @@
 Every rank takes part in gathering, one weight at a time; only the writing rank keeps it, until its layer is written.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

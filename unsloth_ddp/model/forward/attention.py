@@ -4,8 +4,6 @@ Attention over a pack is block-diagonal, one block per row. A kernel for rows of
 only the blocks; without one, a mask of the whole pack is built and most of the computed scores are discarded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compile layers so that two compilations compute the same bits, and leave layers uncompiled."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -6,8 +6,6 @@ and gradients get one scale for each token when they arrive. Adapters, output he
 16 bit. Scales and products follow PyTorch's rowwise `_scaled_mm`, in which a scale multiplies a whole row of either factor.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ In order of cost: none keeps every activation for the backward pass; torch keeps
 recomputes the rest; unsloth also moves those inputs to host memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from unsloth_ddp.config.options import Settings

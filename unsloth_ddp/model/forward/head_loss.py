@@ -5,13 +5,11 @@ head's weight at once: the (tokens, vocabulary) logits never exist as a whole. S
 so a CUDA graph can capture it. Liger-Kernel (https://arxiv.org/abs/2410.10989) describes the same order of computation.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ class Logits:
     cap: float = 0.0
 
     @classmethod
-    def of(cls, config: Any) -> Logits:
+    def of(cls, config: Any) -> Self:
         """Return what the text config of a model says; a wrong reading shows in `check_capture`."""
         factor = math.prod(float(getattr(config, name, None) or 1) for name in FACTORS)
         divisor = float(getattr(config, "logits_scaling", None) or 1)

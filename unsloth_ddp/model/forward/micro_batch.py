@@ -1,7 +1,5 @@
 """Compute the loss of rows outside the training loop, as a step does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

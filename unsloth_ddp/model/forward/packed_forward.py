@@ -4,8 +4,6 @@ The model's decoder is called with row boundaries that stay on the device. Layer
 the boundaries on the host, so that attention is computed by varlen.py's kernel there too.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

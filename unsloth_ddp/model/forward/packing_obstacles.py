@@ -1,7 +1,5 @@
 """Find reasons not to pack rows that show in a model without computing with it (see row_check.py for what computing shows)."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Check that rows of a pack do not influence each other, in this model, in this precision and with this kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

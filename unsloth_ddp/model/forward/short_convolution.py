@@ -4,8 +4,6 @@ Transformers calls them by one name in each family's module, with the row of eac
 that out, and the package causal-conv1d, which does not, has to be built.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from typing import Any

@@ -5,8 +5,6 @@ model; tokens that are not supervised do not need it. TRL's fused head leaves th
 their logits and weights them with zero, so the kit passes it the last hidden states of supervised tokens only.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys

@@ -4,8 +4,6 @@ The function is registered with Transformers under NAME, like its own attention 
 models. Calls that need a mask (padded rows, generation) or 32 bits go to sdpa.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

@@ -4,8 +4,6 @@ A checkpoint is loaded, merged, written and planned for in this class, so that i
 Transformers maps some configs to several classes: Qwen3.5's to a text model and to an image-text model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The backend is Unsloth on an accelerator, and Transformers + PEFT elsewhere. Set
 dtype of the base weights, the modules with an adapter, the kind of gradient checkpointing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import math

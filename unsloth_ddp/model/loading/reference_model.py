@@ -1,7 +1,5 @@
 """Load another model, or an adapter on its base, as the reference of a preference task, in the way in which the trained model is loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from collections.abc import Iterator

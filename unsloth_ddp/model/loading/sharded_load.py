@@ -10,8 +10,6 @@ slice of a weight that is a DTensor. accelerate decides which modules FSDP2 wrap
 accelerate's own method (fsdp_cpu_ram_efficient_loading) first reads the whole model into the host memory of one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

@@ -5,11 +5,9 @@ rank quantizes the weight on its device and keeps a shard of the bytes. The cons
 to half a bit per value.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -88,7 +86,7 @@ class SplitPacked(ConversionOps):
     def __init__(self, mesh: DeviceMesh, storage: torch.dtype, before: Any = None) -> None:
         self.mesh, self.storage, self.before = mesh, storage, before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SplitPacked:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Upstream copies the operations for every weight; process groups cannot be copied.
         return self
 

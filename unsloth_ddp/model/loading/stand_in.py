@@ -5,8 +5,6 @@ the others waiting. A pass over the stand-in takes the same memory per layer, wi
 keeps their modifications: adapters, attention kernels, fused losses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import types

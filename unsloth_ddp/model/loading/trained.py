@@ -4,8 +4,6 @@ The base model is loaded as for training, so revision, quantization and data typ
 adapter's weights then replace those of the new one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Switch to the backend that loads in shards if the whole model, which Unsloth would load first, does not fit on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable

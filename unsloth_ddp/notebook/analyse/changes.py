@@ -1,7 +1,5 @@
 """Find what a call changes, and connect the statements: which of them define what each one uses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import libcst as cst

@@ -1,7 +1,5 @@
 """Warn about what the conversion cannot prove to be right, at the statement it concerns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Find draws from the global random generators that need a seed, so that every process makes the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement

@@ -1,7 +1,5 @@
 """Build the graph of a notebook: its top-level statements, and which of them define what each one uses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The first are those of a tracked run (`wandb.config.lr`, `run.name`); the second
 and process numbers.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ every call that it comes from is known to give nothing else: Python's own functi
 one process only, and the notebook's functions that call nothing else.
 """
 
-from __future__ import annotations
-
 import sys
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement

@@ -1,7 +1,5 @@
 """Keep what reads a path back where that path was written, or write it where it is read back."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

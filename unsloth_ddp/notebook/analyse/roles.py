@@ -6,8 +6,6 @@ together with what only such statements use. Anything unknown runs everywhere, a
 Statements that only install packages are left out, with what only they use.
 """
 
-from __future__ import annotations
-
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import SEEDS, TOGETHER, Graph, Role, Statement, is_dead

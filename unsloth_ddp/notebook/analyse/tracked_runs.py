@@ -1,7 +1,5 @@
 """Edit trackers' runs that start inside code that every process runs, or that such code passes on."""
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

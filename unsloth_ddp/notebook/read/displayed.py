@@ -1,7 +1,5 @@
 """Print what a notebook displays: the value of the last line of a cell."""
 
-from __future__ import annotations
-
 import libcst as cst
 
 from unsloth_ddp.notebook.context import ConversionContext

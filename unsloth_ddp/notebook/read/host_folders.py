@@ -1,7 +1,5 @@
 """Replace the folders that only a notebook's host has where a notebook goes to them, and find the paths in them that it names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

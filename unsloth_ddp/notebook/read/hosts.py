@@ -4,8 +4,6 @@
 What a host gives to Accelerate's `notebook_launcher` is called: a script's processes are started already.
 """
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

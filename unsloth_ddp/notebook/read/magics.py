@@ -4,8 +4,6 @@ Line magics and shell lines become the `get_ipython()` calls that IPython would 
 replace those. Cell magics that only wrap Python (%%capture, %%time) lose their first line.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Replace line magics and the modules of notebook hosts by what a script has, before statements are classified."""
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

@@ -1,7 +1,5 @@
 """Read a notebook as leniently as Jupyter and Colab do: files with validation errors are read too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

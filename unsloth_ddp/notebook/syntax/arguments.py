@@ -1,7 +1,5 @@
 """Set keyword arguments of a call in the call's own style of lines and spacing."""
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

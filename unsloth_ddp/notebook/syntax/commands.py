@@ -1,7 +1,5 @@
 """Recognise commands that start a training, and variables that a launcher sets for its processes."""
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

@@ -1,7 +1,5 @@
 """Classify calls by what they do outside the process, from their name and where that was imported from."""
 
-from __future__ import annotations
-
 import re
 from enum import Enum
 

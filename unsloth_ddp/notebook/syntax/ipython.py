@@ -1,7 +1,5 @@
 """Read the commands in `get_ipython()` calls: which ones install packages, and which notebook names they use."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Edit statement lines: comments go above the line they concern, an emptied line becomes `pass`."""
 
-from __future__ import annotations
-
 import libcst as cst
 
 # What a small statement of a line becomes.

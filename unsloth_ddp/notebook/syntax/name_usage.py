@@ -4,8 +4,6 @@ Names are the notebook's globals; parameters, locals and comprehension variables
 deferred: it counts when the function is used, not where it is defined.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 

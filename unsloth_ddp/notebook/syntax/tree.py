@@ -1,7 +1,5 @@
 """Answer small questions about names and syntax trees."""
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Callable, Iterator, Mapping
 

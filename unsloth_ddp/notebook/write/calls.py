@@ -1,7 +1,5 @@
 """Edit calls that start commands, log in or draw, so that many processes may make them without anybody who answers."""
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

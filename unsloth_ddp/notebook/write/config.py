@@ -1,7 +1,5 @@
 """Edit a trainer's arguments: batch size, gradient accumulation and the settings that DDP needs."""
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

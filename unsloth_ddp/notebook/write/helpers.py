@@ -4,8 +4,6 @@ Each is written into a script only where the script uses it, with the modules an
 torch before it is called: a notebook may set variables, or look at sys.modules, before its first heavy import.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

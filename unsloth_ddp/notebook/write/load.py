@@ -1,7 +1,5 @@
 """Edit model loading and GPU numbers, so that every process uses its own device."""
 
-from __future__ import annotations
-
 import re
 
 import libcst as cst

@@ -1,7 +1,5 @@
 """Render the region at the top of a converted script: ranks, settings and the helpers that the script uses."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Put the edited statements of a notebook together as a script: header, helpers, cells, end."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Assemble a cell of the script from edited statements, with guards around what not every process may run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import libcst as cst

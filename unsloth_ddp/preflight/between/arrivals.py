@@ -1,7 +1,5 @@
 """Check which processes arrived at the rendezvous: pure functions of what each said about itself."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

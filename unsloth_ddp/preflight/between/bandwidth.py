@@ -4,8 +4,6 @@ The backend is NCCL on GPUs and gloo on CPUs. A gloo group is formed on GPU node
 processes over gloo.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

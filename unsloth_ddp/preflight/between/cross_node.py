@@ -1,7 +1,5 @@
 """Compare what all nodes have to agree on: pure functions from plain values by node to rows of the table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ MASTER_ADDR:MASTER_PORT, the port that the launcher uses later; below a launcher
 already, is shared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Check that the folders of a run can be written, have room for it, and are shared where they have to be."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

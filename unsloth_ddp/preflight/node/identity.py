@@ -1,7 +1,5 @@
 """Collect what this node would train with, as plain values to compare: versions, code, settings, files, variables."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Read and check one node's shared memory and GPUs; works with torch 2.11 to 2.14."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read and check names, ports and network interfaces of one node."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Mapping, Sequence

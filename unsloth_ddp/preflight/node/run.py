@@ -1,7 +1,5 @@
 """Run the checks of one node, before any process group exists."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

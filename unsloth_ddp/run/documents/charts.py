@@ -1,7 +1,5 @@
 """Lay out line charts, which a template draws as SVG."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

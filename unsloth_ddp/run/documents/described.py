@@ -1,7 +1,5 @@
 """Put what is known of a run into names and texts, for its report, its model card and the comparison of runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The Hub shows the card, so it names local models and files without their folders.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -5,8 +5,6 @@ counts of the rows, and the compared answers. Losses and speeds come from traine
 the result, or of the newest checkpoint of an unfinished run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Write report.html: a run on one page, in one file that needs no server, no script and no network."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Show a run while it trains: aligned lines, below them its progress on a terminal, and trackers."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
@@ -73,7 +71,6 @@ class ShowTraining(TrainerCallback):
             self.display.begin(self.status)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count a step."""
         if self.status is not None:
             self.status.step, self.status.epoch = state.global_step, state.epoch or 0.0
             self.status.time_left.step_done(state.global_step)

@@ -4,8 +4,6 @@ The display changes no mode of the terminal and leaves the cursor at the start o
 stays usable however the process ends: by an exception, os._exit or kill -9.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

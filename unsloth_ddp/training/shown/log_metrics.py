@@ -1,7 +1,5 @@
 """Collect the metrics of a log line over all ranks, and name the ranks that ran out of memory or slow the others down."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from statistics import median

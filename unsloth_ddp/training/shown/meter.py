@@ -1,7 +1,5 @@
 """Measure losses, tokens and speed while a run trains; sums stay on the device until a line is logged."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import time

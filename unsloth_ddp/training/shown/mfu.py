@@ -5,8 +5,6 @@ weight, where n is the number of weights that a token is multiplied with. Attent
 recomputation, which is work of the hardware and not of the model.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Hold how far a run is, and format numbers of its lines."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

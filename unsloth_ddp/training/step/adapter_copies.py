@@ -4,8 +4,6 @@ Adapters are trained in float32. Autocast converts each of their matrices before
 gradient and adds it, one after the other. These are hundreds of kernels that take longer to start than to run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

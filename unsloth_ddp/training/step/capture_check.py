@@ -1,7 +1,5 @@
 """Check on the GPU that micro-batches replayed as CUDA graphs give the same loss and gradients."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

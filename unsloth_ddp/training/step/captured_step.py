@@ -5,8 +5,6 @@ them. Micro-batches of one shape can share a CUDA graph, which starts them all a
 optimizer, the exchange of gradients and everything that is logged stay outside.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Compile the layers of text decoder and tower where images keep micro-batches from being captured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

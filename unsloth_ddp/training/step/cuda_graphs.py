@@ -1,7 +1,5 @@
 """Decide whether a run replays micro-batches as CUDA graphs, capture them, and replay them (see captured_step.py)."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

@@ -6,8 +6,6 @@ Transformers saves holds the 16-bit copies of the weights; the fp32 weights are 
 all three are fp32.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

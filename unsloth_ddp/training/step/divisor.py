@@ -15,8 +15,6 @@ average gradients over ranks, so each rank has to contribute
 2 tokens on 4 ranks give 0.5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

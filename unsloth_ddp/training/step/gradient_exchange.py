@@ -9,8 +9,6 @@ replayed CUDA graph (captured_step.py) writes them there too. No hook runs durin
 after it, and the exchange does not overlap with the backward pass.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -8,8 +8,6 @@
 Transformers' loop then clips the gradients, and calls the optimizer and the schedule.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Release the weights that ZeRO-3 gathered for a block's backward pass before the next block is recomputed."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compute checksums of files: of all bytes, or of evenly spread samples where files are large."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

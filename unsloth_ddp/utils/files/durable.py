@@ -1,7 +1,5 @@
 """Recognise errors of a write to disk, give their reason, and flush written files to the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Write JSON files that are complete or unchanged, and parse JSON text in which no key is given twice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Say where a missing file was looked for, or which file or folder has a similar name."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Collection
 from pathlib import Path

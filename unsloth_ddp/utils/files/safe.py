@@ -1,7 +1,5 @@
 """Open and write files in folders where somebody else may have put links, and tell whose a folder is."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

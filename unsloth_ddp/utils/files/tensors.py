@@ -3,12 +3,11 @@
 `safetensors.torch.save_file` wants all tensors of a file at once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -49,7 +48,7 @@ class TensorFile:
             self._file.close()
             raise
 
-    def __enter__(self) -> TensorFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -34,7 +34,7 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
 
 def first_broken(model: torch.nn.Module, rank: int) -> str | None:
     """Return the name of the first trained weight that is not finite in this rank's part; None if all are finite."""
-    parts = [(name, _own_part(weight, rank)) for name, weight in model.named_parameters() if weight.requires_grad]
+    parts = [(name, own_part(weight, rank)) for name, weight in model.named_parameters() if weight.requires_grad]
     parts = [(name, part) for name, part in parts if part.numel()]
     # The infinity norm needs no copy of the weights and propagates NaN.
     largest = [torch.linalg.vector_norm(part, float("inf")).float() for _, part in parts]
@@ -44,7 +44,7 @@ def first_broken(model: torch.nn.Module, rank: int) -> str | None:
     return next((name for (name, _), good in zip(parts, finite, strict=True) if not good), None)
 
 
-def _own_part(weight: Any, rank: int) -> Tensor:
+def own_part(weight: Any, rank: int) -> Tensor:
     """Return this rank's part of a weight: all of it, or its shard with FSDP2 or ZeRO-3."""
     if hasattr(weight, "ds_tensor"):
         held: Tensor = weight.ds_tensor.detach()

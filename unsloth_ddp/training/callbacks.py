@@ -4,13 +4,16 @@ import sys
 import time
 from typing import Any, Literal
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy
 
 from unsloth_ddp.distributed.drift import DriftCheck
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.distributed.watch.progress import Progress
+from unsloth_ddp.training.broken_weights import own_part
 from unsloth_ddp.training.shown.meter import Totals
 from unsloth_ddp.utils.units import counted
 
@@ -157,6 +160,38 @@ class CompareWeights(TrainerCallback):
         """Compare the weights after the step if a comparison is due."""
         if self.drift.due(state.global_step):
             self.drift.check(state.global_step)
+
+
+class NameUntrained(TrainerCallback):
+    """Print once, after the first steps, which adapters have not changed on any rank: their B is still zero.
+
+    Args:
+        model: in PEFT's wrapper or not.
+    """
+
+    # Warm-up may begin with a learning rate of 0.
+    AFTER_STEPS = 5
+
+    def __init__(self, model: Any, runtime: Runtime) -> None:
+        self.model = model
+        self.runtime = runtime
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at the adapters, once."""
+        if state.global_step != min(self.AFTER_STEPS, state.max_steps):
+            return
+        second = {name: weight for name, weight in self.model.named_parameters() if ".lora_B." in name}
+        mine = [own_part(weight, self.runtime.ranks.rank) for weight in second.values()]
+        changed = torch.stack([part.any().to(mine[0].device) for part in mine]).tolist() if mine else []
+        unchanged = [name for name, has_changed in zip(second, changed, strict=True) if not has_changed]
+        zero = sorted(set.intersection(*map(set, self.runtime.gather(unchanged))))
+        if zero and len(zero) < len(second) and self.runtime.ranks.is_main:
+            first = zero[0].partition(".lora_B.")[0].removeprefix("base_model.model.")
+            print(
+                f"{counted(len(zero), 'adapter')} of {len(second)} did not change in the first {counted(state.global_step, 'step')} "
+                f"(the first: {first}), because the rows do not reach the layer; name other layers in --lora_target_modules.",
+                flush=True,
+            )
 
 
 class StopTogether(TrainerCallback):

@@ -47,6 +47,7 @@ from unsloth_ddp.training.callbacks import (
     CountCompilations,
     CountOverflows,
     LogSteps,
+    NameUntrained,
     ReportProgress,
     StopTogether,
 )
@@ -170,6 +171,7 @@ class DDPTrainer(ResumableTrainer):
         self.callback_handler.callbacks = [*shown_callbacks(upstream, trackers), self.shown]
         self.drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         self.add_callback(CompareWeights(self.drift))
+        self.add_callback(NameUntrained(self.model, self.runtime))
         self.compilations = CountCompilations()
         self.add_callback(self.compilations)
         if self.runtime.precision == "fp16":

@@ -3,8 +3,6 @@
 Each case ends within bounds of time and memory, with one sentence and no stack trace, or trains. None of it runs code.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -30,6 +28,9 @@ from tests.ranks import run_ranks
 from tests.unpickled import Touch
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.utils.units import GIB
+
+# Whole runs, over a minute of them.
+pytestmark = pytest.mark.slow
 
 # Far above what a case takes, even on a busy machine, and far below what hostile files ask for.
 SECONDS, MEMORY = 30.0, 2 * GIB

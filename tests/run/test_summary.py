@@ -50,6 +50,16 @@ def test_the_summary_is_written_and_nothing_uploaded_unasked(tmp_path, hub, caps
     assert hub == []
 
 
+@pytest.mark.parametrize("has_processor", [False, True])
+def test_a_model_with_a_processor_is_shown_with_the_option_for_images(has_processor, tmp_path, capsys):
+    if has_processor:
+        (tmp_path / "processor_config.json").write_text("{}")
+    summary.finish(Settings(run_name="r"), tmp_path, SUMMARY)
+    printed = capsys.readouterr().out
+    assert ("To talk to it, with --image FILE to show it an image:\n" in printed) is has_processor
+    assert ("To talk to it:\n" in printed) is not has_processor
+
+
 def test_an_upload_is_private_and_leaves_logs_and_checkpoints_out(tmp_path, hub, capsys):
     summary.finish(Settings(run_name="r", push_to_hub=True, merge=True), tmp_path, SUMMARY)
     assert hub[0] == ("create", "me/r", {"private": True, "exist_ok": True})

@@ -212,6 +212,7 @@ def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
     print(f"Done: {counted(summary['steps'], 'step')} in {took}, {', '.join(losses)}, {speed}.")
     # On lines of their own, to be copied whole from a narrow terminal.
     print(f"Everything is in:\n  {folder}")
-    print(f"To talk to it:\n  {chat_command(folder, trust=settings.trust_remote_code)}", flush=True)
+    images = ", with --image FILE to show it an image" if (folder / "processor_config.json").is_file() else ""
+    print(f"To talk to it{images}:\n  {chat_command(folder, trust=settings.trust_remote_code)}", flush=True)
     if settings.push_to_hub:
         print(f"Uploaded to {upload(settings, folder)}", flush=True)

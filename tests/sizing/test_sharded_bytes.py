@@ -1,4 +1,4 @@
-"""A run and plan compute the same bytes for a sharded model: a run from its weights, plan from the counts of its shape."""
+"""What a rank holds of a sharded model; a run counts it from its weights, and plan the same bytes from the counts of its shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unsloth_ddp.model.adapter.lora import lora_config
 from unsloth_ddp.model.loading.stand_in import layers_of
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
-from unsloth_ddp.sizing.sharded_bytes import ShardedLayout, held_bytes
+from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET, ShardedLayout, ShardedModel, Weight, held_bytes
 from unsloth_ddp.sizing.sharded_trial import read_weights
 
 
@@ -57,3 +57,41 @@ def test_plan_and_a_run_count_the_same_bytes(
     work = Workload(0, 2, 4, settings.optim, "torch", parts)
     planned = estimate_memory(read_model_shape(settings), method, sharding, work)
     assert planned.passing - planned.activations == pytest.approx(held, rel=0.02)
+
+
+def held(sharding: Any, split: bool = False, trained: bool = True, **options: Any) -> int:
+    """Bytes of a model of 100 head, 100 embedding and two layers of 40 numbers each, in 16 bit, on four ranks."""
+
+    def weight(numbers: int, embedding: bool = False, adapter: bool = False) -> Weight:
+        number = 4 if adapter or (split and trained) else 2
+        stored = numbers * number // (4 if split else 1)
+        return Weight(stored, numbers * 2, number, numbers if trained or adapter else 0, embedding)
+
+    head, embedding, layers = weight(100), weight(100, embedding=True), [weight(40), weight(40)]
+    adapter = [] if trained else [weight(8, adapter=True)]
+    weights = [head, embedding, *layers, *adapter]
+    model = ShardedModel(weights, [layers[0]], [head], [head, embedding, *adapter], split)
+    layout = {"offload": "none", "parts": 4, "precision": 2, "master": 4, "optimizer": "adamw_torch"} | options
+    return held_bytes(model, ShardedLayout(sharding, **layout), allocated=sum(w.stored for w in weights) + 1000)
+
+
+def test_what_fsdp2_holds():
+    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in fp32.
+    assert held("fsdp2", split=True) == 1000 + 280 * 16 // 4 + 200 + 100 * 6
+    # Loaded whole, the same is left, but what is outside the layers is gathered as one.
+    assert held("fsdp2") == held("fsdp2", split=True)
+    assert held("fsdp2", optimizer="sgd") == held("fsdp2") - 280 * 8 // 4
+    # Of an adapter of 8 numbers; the weights are frozen in 16 bit.
+    assert held("fsdp2", split=True, trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 2 * 200
+    assert held("fsdp2", trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 416 + 2 * 80
+
+
+def test_what_zero_holds():
+    bucket = int(ZERO_BUCKET * 2)
+    # fp32 gradients, states and copies are split over four ranks; ZeRO-2 holds the weights in 16 bit.
+    assert held("zero2") == 1000 + bucket + 280 * 4 + 560 + 280 * 16 // 4
+    assert held("zero2", trained=False) == 1000 + bucket + 8 * 4 + 576 + 8 * 16 // 4
+    assert held("zero2", offload="optimizer") == 1000 + bucket + 280 * 4 + 560 + 280 * 4 // 4 + 100 * 2
+    # Each quarter stays, and a small model is gathered as a whole, as ZeRO-3 keeps a billion numbers.
+    expected = 1000 + bucket + 8 * 4 + 8 * 16 // 4 + (560 + 32) // 4 + 576
+    assert held("zero3", split=True, trained=False) == expected

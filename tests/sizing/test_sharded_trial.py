@@ -38,7 +38,6 @@ from unsloth_ddp.model.loading.load import load_model
 from unsloth_ddp.model.loading.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.sizing.estimate import WHOLE_LOGIT, Workload, estimate_activations
 from unsloth_ddp.sizing.rows import RowLengths
-from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET, ShardedLayout, ShardedModel, Weight, held_bytes
 from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
 from unsloth_ddp.training.tasks.choose import make_task
 from unsloth_ddp.training.tasks.images import ImageTask
@@ -268,6 +267,24 @@ def test_alternating_layers_are_estimated(kind, tmp_path):
         assert search._activations(2, 2) == pytest.approx(measured(search, 2), rel=0.02)
 
 
+def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
+    _, _, model = one_process(deep_model)
+    read = read_weights(model, layers_of(model), 2, CPU)
+    numbers = sum(p.numel() for p in model.parameters())
+    assert sum(weight.whole for weight in read.weights) == numbers * 2
+    assert sum(weight.stored for weight in read.weights) == numbers * 4
+    assert sum(weight.count for weight in read.weights) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert [weight.whole for weight in read.head] == [883 * 32 * 2]
+    layer = sum(p.numel() for p in layers_of(model)[0].parameters())
+    assert sum(weight.whole for weight in read.block) == layer * 2
+    assert not read.split
+    # 4-bit weights take what they take; what lies in host memory takes nothing of the device.
+    packed = model.get_base_model().lm_head
+    packed.weight = torch.nn.Parameter(torch.zeros(100, 1, dtype=torch.uint8), requires_grad=False)
+    assert [weight.whole for weight in read_weights(model, layers_of(model), 2, CPU).head] == [100]
+    assert not any(weight.stored for weight in read_weights(model, layers_of(model), 2, torch.device("meta")).weights)
+
+
 # ---- the choice ----
 
 
@@ -410,65 +427,6 @@ def test_ranks_choose_the_same_with_weights_in_shards(deep_model, tmp_path):
     for one in told:
         none, torch_ = one["gradients"]
         assert none > 0 and none == pytest.approx(torch_, rel=1e-5)
-
-
-# ---- what a rank holds beside activations ----
-
-
-def held(sharding: Any, split: bool = False, trained: bool = True, **options: Any) -> int:
-    """Bytes of a model of 100 head, 100 embedding and two layers of 40 numbers each, in 16 bit, on four ranks."""
-
-    def weight(numbers: int, embedding: bool = False, adapter: bool = False) -> Weight:
-        number = 4 if adapter or (split and trained) else 2
-        stored = numbers * number // (4 if split else 1)
-        return Weight(stored, numbers * 2, number, numbers if trained or adapter else 0, embedding)
-
-    head, embedding, layers = weight(100), weight(100, embedding=True), [weight(40), weight(40)]
-    adapter = [] if trained else [weight(8, adapter=True)]
-    weights = [head, embedding, *layers, *adapter]
-    model = ShardedModel(weights, [layers[0]], [head], [head, embedding, *adapter], split)
-    layout = {"offload": "none", "parts": 4, "precision": 2, "master": 4, "optimizer": "adamw_torch"} | options
-    return held_bytes(model, ShardedLayout(sharding, **layout), allocated=sum(w.stored for w in weights) + 1000)
-
-
-def test_what_fsdp2_holds():
-    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in fp32.
-    assert held("fsdp2", split=True) == 1000 + 280 * 16 // 4 + 200 + 100 * 6
-    # Loaded whole, the same is left, but what is outside the layers is gathered as one.
-    assert held("fsdp2") == held("fsdp2", split=True)
-    assert held("fsdp2", optimizer="sgd") == held("fsdp2") - 280 * 8 // 4
-    # Of an adapter of 8 numbers; the weights are frozen in 16 bit.
-    assert held("fsdp2", split=True, trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 2 * 200
-    assert held("fsdp2", trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 416 + 2 * 80
-
-
-def test_what_zero_holds():
-    bucket = int(ZERO_BUCKET * 2)
-    # fp32 gradients, states and copies are split over four ranks; ZeRO-2 holds the weights in 16 bit.
-    assert held("zero2") == 1000 + bucket + 280 * 4 + 560 + 280 * 16 // 4
-    assert held("zero2", trained=False) == 1000 + bucket + 8 * 4 + 576 + 8 * 16 // 4
-    assert held("zero2", offload="optimizer") == 1000 + bucket + 280 * 4 + 560 + 280 * 4 // 4 + 100 * 2
-    # Each quarter stays, and a small model is gathered as a whole, as ZeRO-3 keeps a billion numbers.
-    expected = 1000 + bucket + 8 * 4 + 8 * 16 // 4 + (560 + 32) // 4 + 576
-    assert held("zero3", split=True, trained=False) == expected
-
-
-def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
-    _, _, model = one_process(deep_model)
-    read = read_weights(model, layers_of(model), 2, CPU)
-    numbers = sum(p.numel() for p in model.parameters())
-    assert sum(weight.whole for weight in read.weights) == numbers * 2
-    assert sum(weight.stored for weight in read.weights) == numbers * 4
-    assert sum(weight.count for weight in read.weights) == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert [weight.whole for weight in read.head] == [883 * 32 * 2]
-    layer = sum(p.numel() for p in layers_of(model)[0].parameters())
-    assert sum(weight.whole for weight in read.block) == layer * 2
-    assert not read.split
-    # 4-bit weights take what they take; what lies in host memory takes nothing of the device.
-    packed = model.get_base_model().lm_head
-    packed.weight = torch.nn.Parameter(torch.zeros(100, 1, dtype=torch.uint8), requires_grad=False)
-    assert [weight.whole for weight in read_weights(model, layers_of(model), 2, CPU).head] == [100]
-    assert not any(weight.stored for weight in read_weights(model, layers_of(model), 2, torch.device("meta")).weights)
 
 
 # ---- a whole run ----

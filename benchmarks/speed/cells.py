@@ -85,6 +85,11 @@ CONTESTANTS = {
             "kit_all_transformers", options=(*GRAPHS, "--loss_on", "all", "--backend", "transformers"), setup=TRL_SETUP
         ),
         Contestant("kit_all_ordinary", options=("--cuda_graphs", "off", "--loss_on", "all"), setup=UNSLOTH_SETUP),
+        Contestant(
+            "kit_all_transformers_ordinary",
+            options=("--cuda_graphs", "off", "--loss_on", "all", "--backend", "transformers"),
+            setup=TRL_SETUP,
+        ),
         Contestant("kit_one", options=(*GRAPHS, "--per_device_train_batch_size", "1"), setup=UNSLOTH_SETUP),
         Contestant(
             "kit_one_ordinary",

@@ -62,8 +62,11 @@ PEERS: dict[str, tuple[int, list[str]]] = {
 KIT = {
     "kit": [],
     "kit_transformers": ["--backend", "transformers"],
+    "kit_unsloth": ["--backend", "unsloth"],
     "kit_uncompiled": ["--cuda_graphs", "off"],
     "kit_all": ["--loss_on", "all"],
+    "kit_qlora": ["--method", "qlora", "--backend", "transformers"],
+    "kit_qlora_unsloth": ["--method", "qlora", "--backend", "unsloth"],
 }
 
 
@@ -118,10 +121,11 @@ def write_rows(path: Path, count: int, *, tiny: bool) -> None:
 def kit(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Train with the kit's defaults; the first log lines are not counted."""
     steps, logging = (3, 1) if given.cpu else (given.steps, 5)
-    options = f"--model {work}/model --dataset {rows} --method lora --max_length {MAX_LENGTH} --global_batch_size {given.rows_a_step}"
+    options = f"--model {work}/model --dataset {rows} --max_length {MAX_LENGTH} --global_batch_size {given.rows_a_step}"
     options += f" --max_steps {steps} --logging_steps {logging} --save_strategy no --compare_answers 0 --report_to none"
     config = "cpu.yaml" if given.cpu else "single_gpu.yaml"
     words = [*launch_command(config, 1), "train_ddp.py", *options.split(), *KIT[name], "--overwrite"]
+    words += [] if "--method" in words else ["--method", "lora"]
     found = train(words, name, work, given.limit)
     if "summary" not in found:
         return {**found, "error": found["log"][-3000:]}

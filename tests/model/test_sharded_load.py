@@ -136,6 +136,14 @@ def load_both_ways(moe: str) -> None:
         }.items():
             heads[trained] = fits_fused_head(load_model(settings_for(moe, **options), runtimes[0])[0])
         assert heads == {"": True, "beside adapters": False, "with all": True}
+        # A weight that is not where its mesh computes, as with FSDP2's CPU offload.
+        for kept, options in {True: settings_for(DEMO_MODEL), False: settings_for(moe)}.items():
+            model, _ = load_model(options, runtimes[0])
+            head = base_model(model).get_output_embeddings()
+            away = torch.nn.Parameter(head.weight.detach().to("meta"), requires_grad=False)
+            for end in (head, base_model(model).get_input_embeddings()) if kept else (head,):
+                end.weight = away
+            assert away.device.type == "meta" and fits_fused_head(model) is kept
         sixteen = dataclasses.replace(runtimes[0], precision="bf16")
         for asked, kept in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
             model, _ = load_model(settings_for(DEMO_MODEL, method="full", full_weights=asked), sixteen)

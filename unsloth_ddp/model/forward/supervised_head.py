@@ -66,23 +66,26 @@ def fits_fused_head(model: Any) -> bool:
     base = base_model(model)
     if any(getattr(base.config.get_text_config(), name, None) for name in UNKNOWN_CAPS):
         return False
-    if _is_trained_part(model):
+    if _is_read_as_a_shard(model):
         return False
     known = (base.base_model, base.get_output_embeddings())
     others = (child for child in base.children() if not any(child is one for one in known))
     return not any(True for child in others for _ in child.parameters())
 
 
-def _is_trained_part(model: Any) -> bool:
-    """Return whether FSDP2 shards the head's trained weight and does not gather it before TRL's fused head reads it.
+def _is_read_as_a_shard(model: Any) -> bool:
+    """Return whether TRL's fused head would read the head's weight before FSDP2 gathers it, and could not use it.
 
-    TRL then gathers the weight itself, and each rank keeps its own gradient instead of the mean over ranks. Otherwise
-    accelerate puts the head into one FSDP2 group with the last normalization, which gathers both. It finds that layer
-    only without PEFT's wrapper.
+    TRL then gathers the weight itself. Of a trained weight each rank keeps its own gradient instead of the mean over ranks,
+    and a weight in host memory takes the whole head to the CPU. Otherwise accelerate puts the head into one FSDP2 group with
+    the last normalization, which gathers both. It finds that layer only without PEFT's wrapper. A tied head is gathered with
+    the embedding.
     """
     base = base_model(model)
     weight = getattr(base.get_output_embeddings(), "weight", None)
-    if not (isinstance(weight, DTensor) and weight.requires_grad):
+    if not isinstance(weight, DTensor) or weight is base.get_input_embeddings().weight:
+        return False
+    if not weight.requires_grad and weight.device.type == weight.device_mesh.device_type:
         return False
     return base is not model or not any("Norm" in type(child).__name__ for child in base.base_model.children())
 

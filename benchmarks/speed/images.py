@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -131,7 +132,12 @@ def kit(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[st
         return {**found, "error": found["log"][-3000:]}
     history = [entry for entry in log_history(work / "outputs" / name) if "tokens_per_second" in entry]
     speeds = [entry["tokens_per_second"] for entry in history[min(2, len(history) - 1) :]]
-    tokens_a_row = found["summary"]["tokens"] / (found["summary"]["steps"] * given.rows_a_step)
+    # Not from the steps: a step of packs has another number of rows.
+    all_rows, all_tokens = (
+        int(count.replace(",", ""))
+        for count in re.findall(r"training rows +([\d,]+) \(([\d,]+) tokens", (work / f"{name}.log").read_text())[0]
+    )
+    tokens_a_row = all_tokens / all_rows
     peak = max(entry.get("peak_memory_bytes", 0) for entry in history)
     return {**found, **figures(speeds, tokens_a_row, peak), "intervals": speeds}
 

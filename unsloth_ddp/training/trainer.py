@@ -41,7 +41,7 @@ from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
 from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
-from unsloth_ddp.sizing.trial import forget_free_memory
+from unsloth_ddp.sizing.trial import forget_free_memory, release
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
     CountCompilations,
@@ -380,6 +380,8 @@ class DDPTrainer(ResumableTrainer):
         self.step.task.begin(self._trained_runner(), self.runtime, data, checkpoint)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
+            # Cycles may keep the whole model alive beside its shards, which would take the room of the first steps.
+            release()
             torch.cuda.reset_peak_memory_stats()
         return prepared
 

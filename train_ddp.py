@@ -33,9 +33,10 @@ def train(run: Run) -> None:
     from unsloth_ddp.run import stages
 
     stages.check_model(run)
+    stages.read_examples(run)
     stages.import_backend(run)
     config = stages.make_config(run)
-    stages.read_examples(run)
+    stages.check_processor(run)
     resume = stages.find_resume_point(run)
     model, tokenizer = stages.load_model(run)
     data = stages.prepare_data(run, model, tokenizer, resume)

@@ -195,6 +195,26 @@ def test_a_named_cache_is_kept_and_cleared_only_when_asked(fake_unsloth, tmp_pat
     assert cache.is_dir()
 
 
+def test_rows_with_images_take_transformers_unless_unsloth_is_asked_for(fake_unsloth, monkeypatch, capsys):
+    from unsloth_ddp.run import stages
+
+    alone_in(fake_unsloth)
+    monkeypatch.setattr(stages, "stop_library_output", lambda runtime: None)
+    for asked, images, backend in (
+        ("auto", True, "transformers"),
+        ("unsloth", True, "unsloth"),
+        ("auto", False, "unsloth"),
+    ):
+        fake_unsloth.backend = "unsloth"
+        stages.import_backend(SimpleNamespace(settings=Settings(backend=asked), runtime=fake_unsloth, images=images))
+        fake_unsloth.cleanup.close()
+        assert (fake_unsloth.backend, sys.modules.pop("unsloth", None) is not None) == (backend, backend == "unsloth")
+        said = (
+            "Using backend transformers, because Unsloth is not taken for rows with images.\nImporting Transformers ..."
+        )
+        assert (said in capsys.readouterr().out) == (backend == "transformers")
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, monkeypatch):
     monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", os.getcwd())

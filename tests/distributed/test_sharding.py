@@ -23,9 +23,9 @@ from unsloth_ddp.distributed.sharding import (
     copies_from_environment,
     describe_sharding,
     offload_from_environment,
+    reason_for_transformers,
     sharding_from_environment,
     sharding_warnings,
-    unsupported_by_unsloth,
 )
 from unsloth_ddp.utils.errors import UserError
 
@@ -355,13 +355,18 @@ def test_accelerate_takes_every_key(path):
         ({}, "zero3_offload", "transformers"),
         ({}, "fsdp2_offload", "transformers"),
         ({"fp8": True}, "ddp", "transformers"),
+        ({"images": True}, "ddp", "transformers"),
+        ({"images": True, "method": "full"}, "zero2", "transformers"),
+        ({"images": True, "method": "qlora"}, "ddp", "unsloth"),
+        ({"images": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
     ],
 )
-def test_backend_auto_avoids_what_unsloth_cannot_train(changes, config, backend, monkeypatch):
+def test_backend_auto_avoids_unsloth_where_transformers_trains_better(changes, config, backend, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    images = changes.pop("images", False)
     settings, environ = Settings(**changes), launched(config)
     sharding, offload = sharding_from_environment(environ), offload_from_environment(environ)
-    reason = unsupported_by_unsloth(settings, sharding, offload)
+    reason = reason_for_transformers(settings, sharding, offload, images=images)
     assert choose_backend("auto", True, reason) == backend
     # What is asked for is taken, and refused by a check that names the reason.
     assert choose_backend("unsloth", True, reason) == "unsloth"

@@ -16,7 +16,7 @@ from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.towers import image_tower
 from unsloth_ddp.sizing.graphs import IMAGES_DIFFER, may_compile_layers
-from unsloth_ddp.training.step.compiled_layers import compile_layers, leave_uncompiled
+from unsloth_ddp.training.step.compiled_layers import compile_layers, kinds_of_layers, leave_uncompiled
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def test_layers_of_decoder_and_tower_are_compiled_unless_a_trial_differs(model, 
     runner, batch = runner_of(model), batch_of(model)
     reason = compile_layers(runner, batch)
     assert set(compiled) == {"Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"}
+    assert kinds_of_layers(model) == 2
     assert all(p.grad is None for p in model.parameters())
     assert (reason is None) == (scale == 1.0), reason
     compiled.clear()
@@ -87,12 +88,14 @@ def test_only_long_runs_that_images_keep_from_graphs_compile_their_layers() -> N
     plan = BatchPlan(8, 1, 1)
     long = Settings(max_steps=200)
 
-    def may(settings: Settings = long, against: str = IMAGES_DIFFER, rows: Any = train, **where: str) -> bool:
-        return may_compile_layers(settings, rows, plan, against, **({"precision": "bf16", "sharding": "none"} | where))
+    def may(settings: Settings = long, against: str = IMAGES_DIFFER, rows: Any = train, **where: Any) -> bool:
+        given = {"precision": "bf16", "sharding": "none", "kinds": 2} | where
+        return may_compile_layers(settings, rows, plan, against, **given)
 
     assert may()
     assert not may(dataclasses.replace(long, max_steps=199))
     assert not may(dataclasses.replace(long, cuda_graphs="off"))
     assert not may(against="rows are padded")
     assert not may(rows=SimpleNamespace(streamed=False, packing=None, units=10))
+    assert not may(kinds=3)
     assert not may(precision="fp32") and not may(sharding="fsdp2")

@@ -29,7 +29,10 @@ class ModelSettings:
         summary=True,
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
-        "auto", "auto: Unsloth if an accelerator is found, otherwise Transformers + PEFT.", "refuse", resolved=True
+        "auto",
+        "auto: Unsloth on a GPU; Transformers + PEFT on a CPU, and for what trains better with it (images, pairs, FP8).",
+        "refuse",
+        resolved=True,
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto",

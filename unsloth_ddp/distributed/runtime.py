@@ -33,8 +33,8 @@ from unsloth_ddp.distributed.sharding import (
     describe_sharding,
     is_on,
     offload_from_environment,
+    reason_for_transformers,
     sharding_from_environment,
-    unsupported_by_unsloth,
 )
 from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.utils.errors import UserError
@@ -213,7 +213,7 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     sharding, offload = sharding_from_environment(os.environ), offload_from_environment(os.environ)
     runtime = Runtime(
         ranks=ranks,
-        backend=choose_backend(settings.backend, cuda, unsupported_by_unsloth(settings, sharding, offload)),
+        backend=choose_backend(settings.backend, cuda, reason_for_transformers(settings, sharding, offload)),
         device_type="cuda" if cuda else "cpu",
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",

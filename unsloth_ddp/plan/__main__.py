@@ -80,6 +80,7 @@ def plan(argv: list[str]) -> None:
     import transformers
 
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
+    from unsloth_ddp.distributed.sharding import reason_for_transformers
     from unsloth_ddp.model.files.check import base_of_reference
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
@@ -97,6 +98,9 @@ def plan(argv: list[str]) -> None:
     of_reference = base_of_reference(settings)
     reference = read_model_shape(of_reference) if of_reference else None
     rows = tokenize_rows(settings)
+    if settings.backend == "auto" and rows.images and reason_for_transformers(settings, "none", "none", images=True):
+        settings = dataclasses.replace(settings, backend="transformers")
+        shape = read_model_shape(settings)
     decision = planned_packing(settings, shape, capability, images=rows.images)
     batch, packing, _ = plan_step(request, rows.unpadded, decision)
     rows = rows.packed(packing)

@@ -41,6 +41,8 @@ class Run:
     identity: dict[str, Any] = field(default_factory=dict)
     # The user gave the run's name, so that the same command finds it again.
     named: bool = True
+    # Rows have images, which is known once they are read.
+    images: bool = False
 
     def identify(self, **known: Any) -> None:
         self.identity |= known

@@ -64,20 +64,30 @@ def check_model(run: Run) -> None:
         print(sentence, flush=True)
 
 
+def read_examples(run: Run) -> None:
+    """Read and check every row into the node's folder, before anything slow is imported; images decide on the backend."""
+    run.runtime.progress.seconds["start"] = seconds_since_start()
+    print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
+    with run.runtime.progress.timing("rows"):
+        examples.read_examples(run.settings, run.runtime, run.node_folder)
+        run.images = examples.have_images(run.node_folder)
+
+
 def import_backend(run: Run) -> None:
     """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
-    reason = sharding.unsupported_by_unsloth(run.settings, run.runtime.sharding, run.runtime.offload)
-    if reason and run.settings.backend == "auto" and run.runtime.device_type == "cuda":
+    settings, runtime = run.settings, run.runtime
+    reason = sharding.reason_for_transformers(settings, runtime.sharding, runtime.offload, images=run.images)
+    if reason and settings.backend == "auto" and runtime.device_type == "cuda":
+        runtime.backend = "transformers"
         print(f"Using backend transformers, because Unsloth is not taken for {reason}.", flush=True)
-    run.runtime.progress.seconds["start"] = seconds_since_start()
-    print(f"Importing {'Unsloth' if run.runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
-    with run.runtime.progress.timing("import"):
-        backend.import_backend(run.runtime, run.settings)
-    stop_library_output(run.runtime)
+    print(f"Importing {'Unsloth' if runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
+    with runtime.progress.timing("import"):
+        backend.import_backend(runtime, settings)
+    stop_library_output(runtime)
 
 
 def make_config(run: Run) -> Any:
-    """Return TRL's SFTConfig; a mistake in it is found before rows are read, and with ZeRO-3 the model needs it."""
+    """Return TRL's SFTConfig; a mistake in it is found before the model is loaded, which needs it with ZeRO-3."""
     with run.runtime.progress.timing("import"):
         from unsloth_ddp.training.sft_config import make_config
 
@@ -85,13 +95,10 @@ def make_config(run: Run) -> Any:
         return run.runtime.on_every_rank(lambda: make_config(run.settings, run.runtime, _request(run).plan, run.folder))
 
 
-def read_examples(run: Run) -> None:
-    """Read and check every row into the node's folder, before any model is loaded."""
-    print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
-    with run.runtime.progress.timing("rows"):
-        examples.read_examples(run.settings, run.runtime, run.node_folder)
-        if examples.have_images(run.node_folder):
-            run.runtime.on_main(lambda: load_processing(run.settings), per_node=True)
+def check_processor(run: Run) -> None:
+    """Refuse images whose processor cannot be loaded, before the model is."""
+    if run.images:
+        run.runtime.on_main(lambda: load_processing(run.settings), per_node=True)
 
 
 def find_resume_point(run: Run) -> ResumePoint | None:

@@ -14,7 +14,7 @@ from unsloth_ddp.data.order.packing import (
 )
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import choose_backend
-from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
+from unsloth_ddp.distributed.sharding import Offload, Sharding, reason_for_transformers
 from unsloth_ddp.sizing.estimate import (
     CHECKPOINTING_KINDS,
     Checkpointing,
@@ -67,7 +67,7 @@ def precision_of(settings: Settings) -> str:
 
 def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
     """Return the backend of a run on a GPU."""
-    return choose_backend(settings.backend, True, unsupported_by_unsloth(settings, "none", "none"))
+    return choose_backend(settings.backend, True, reason_for_transformers(settings, "none", "none"))
 
 
 def make_workload(settings: Settings, rows: RowLengths, tokens: int, batch: BatchPlan) -> Workload:
@@ -161,7 +161,7 @@ def as_loaded(
 
     Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/whole_model.py).
     """
-    if unsupported_by_unsloth(settings, sharding, work.offload):
+    if reason_for_transformers(settings, sharding, work.offload):
         return dataclasses.replace(work, backend="transformers")
     if sharding != "fsdp2" or work.backend == "transformers" or gpu_memory is None:
         return work

@@ -12,7 +12,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import choose_backend
-from unsloth_ddp.distributed.sharding import unsupported_by_unsloth
+from unsloth_ddp.distributed.sharding import reason_for_transformers
 from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.model.forward.attention import packing_obstacles
 from unsloth_ddp.model.loading.classes import model_class, read_config
@@ -127,7 +127,7 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
 
 def _has_unsloth_attention(settings: Settings, model_type: str) -> bool:
     """Return whether Unsloth replaces the attention of this architecture, for which it has a file then."""
-    if choose_backend(settings.backend, True, unsupported_by_unsloth(settings, "none", "none")) != "unsloth":
+    if choose_backend(settings.backend, True, reason_for_transformers(settings, "none", "none")) != "unsloth":
         return False
     found = importlib.util.find_spec("unsloth")
     return bool(found and found.origin and (Path(found.origin).parent / "models" / f"{model_type}.py").is_file())

@@ -16,8 +16,9 @@ from unsloth_ddp.utils.errors import UserError
 
 # Compiling and capturing take about as long as this many replayed micro-batches save.
 FEWEST_MICRO_BATCHES = 100
-# The same for layers that are compiled and not captured.
-FEWEST_TO_COMPILE = 200
+# The same for each kind of layer that is compiled and not captured: two kinds of Qwen3-VL-2B took 60 s and five of Gemma 4 E2B
+# about 160 s, and halved the time of a micro-batch (benchmarks/results/speed/images_packed.json, images_gemma4_2.json).
+FEWEST_TO_COMPILE_A_KIND = 100
 # The rows of a stream are not known in advance, so the captured shape has room for one row per this many tokens.
 # Micro-batches with more rows are not replayed.
 TOKENS_A_ROW = 16
@@ -131,12 +132,16 @@ def too_short(settings: Settings, train: Units, plan: BatchPlan) -> str | None:
 
 
 def may_compile_layers(
-    settings: Settings, train: Units, plan: BatchPlan, against: str, *, precision: str, sharding: str
+    settings: Settings, train: Units, plan: BatchPlan, against: str, *, precision: str, sharding: str, kinds: int
 ) -> bool:
-    """Return whether a run compiles its layers, if a trial agrees, since only its images are against CUDA graphs."""
+    """Return whether a run compiles its layers, if a trial agrees, since only its images are against CUDA graphs.
+
+    Args:
+        kinds: number of kinds of layers; each is compiled once.
+    """
     if settings.cuda_graphs != "auto" or against != IMAGES_DIFFER or train.packing is None:
         return False
-    enough = micro_batches_of_run(settings, train, plan) >= FEWEST_TO_COMPILE
+    enough = micro_batches_of_run(settings, train, plan) >= kinds * FEWEST_TO_COMPILE_A_KIND
     return enough and precision == "bf16" and sharding == "none"
 
 

@@ -46,14 +46,14 @@ def period_of(layers: ModuleList) -> int:
     Raises:
         NoStandInError: they do not repeat, for example if only the first layers of an MoE model have no experts.
     """
-    kinds = [_kind_of(layer) for layer in layers]
+    kinds = [kind_of(layer) for layer in layers]
     for period in range(1, min(LONGEST_PERIOD, len(kinds) // 2) + 1):
         if all(kind == kinds[index % period] for index, kind in enumerate(kinds)):
             return period
     raise NoStandInError("its layers differ" if len(kinds) > 1 else "it has one layer")
 
 
-def _kind_of(layer: Module) -> tuple[Any, ...]:
+def kind_of(layer: Module) -> tuple[Any, ...]:
     """Return a key for the kind of a layer: its class, the names and shapes of its weights, and its attention window."""
     weights = tuple(
         (name, tuple(_shape(weight)), weight.dtype, weight.requires_grad) for name, weight in layer.named_parameters()

@@ -16,8 +16,8 @@ from unsloth_ddp.distributed.sharding import (
     copies_from_environment,
     describe_sharding,
     offload_from_environment,
+    reason_for_transformers,
     sharding_from_environment,
-    unsupported_by_unsloth,
 )
 from unsloth_ddp.preflight.checks import CHECK_SECONDS, Check, Finding, failure, run_check
 from unsloth_ddp.preflight.job import ProcessInfo, check_node_rank
@@ -136,7 +136,7 @@ def check_launch(process: ProcessInfo, settings: Settings, environ: Mapping[str,
     wanted = sharding_from_environment(environ)
     try:
         offload = offload_from_environment(environ)
-        backend = choose_backend(settings.backend, accelerator, unsupported_by_unsloth(settings, wanted, offload))
+        backend = choose_backend(settings.backend, accelerator, reason_for_transformers(settings, wanted, offload))
         # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
         processes = process.ranks.world_size if process.launched else 2
         copies = copies_from_environment(environ, processes, process.ranks.nodes) if process.launched else 1

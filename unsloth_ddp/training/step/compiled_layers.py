@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unsloth_ddp.model.forward.compile_options import compile_in_training
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.loading.stand_in import kind_of
 from unsloth_ddp.model.modules import kept_random_numbers, text_decoder, training_mode, without_dropout
 from unsloth_ddp.model.towers import image_tower
 from unsloth_ddp.training.step.capture_check import check_pass
@@ -42,6 +43,11 @@ def leave_uncompiled(model: Any) -> None:
     """Compute the layers as before."""
     for layer in _layers(model):
         layer._compiled_call_impl = None
+
+
+def kinds_of_layers(model: Any) -> int:
+    """Return the number of kinds of layers in text decoder and tower."""
+    return len({kind_of(layer) for layer in _layers(model)})
 
 
 def _layers(model: Any) -> list[Any]:

@@ -39,7 +39,7 @@ from unsloth_ddp.training.step.capture_check import (
     obstacle,
 )
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed, use_capture_stream
-from unsloth_ddp.training.step.compiled_layers import compile_layers, leave_uncompiled
+from unsloth_ddp.training.step.compiled_layers import compile_layers, kinds_of_layers, leave_uncompiled
 from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
 
 logger = logging.getLogger("unsloth_ddp")
@@ -108,7 +108,13 @@ class CudaGraphs:
         if not self.choice.uses_graphs:
             runtime, against = self.runtime, self.choice.reason
             if may_compile_layers(
-                self.settings, self.data.train, plan, against, precision=runtime.precision, sharding=runtime.sharding
+                self.settings,
+                self.data.train,
+                plan,
+                against,
+                precision=runtime.precision,
+                sharding=runtime.sharding,
+                kinds=kinds_of_layers(runner.model),
             ):
                 self._compile_layers(runner, decision)
             return

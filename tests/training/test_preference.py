@@ -226,6 +226,7 @@ def test_packed_pairs_with_another_reference_take_the_step_of_a_plain_loop(job, 
     assert "computed once before step 1" in printed(folder)
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loop, other_model, tiny_model, tmp_path):
     options = f"{SAVED} --reference_model {other_model}"
     whole = job(2, 2, options, "whole-other")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import sys
@@ -115,14 +114,17 @@ def attend_within_rows(
     return attended[0].transpose(0, 1)
 
 
-@pytest.mark.slow
 def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.nn.attention.varlen as upstream
 
     monkeypatch.setattr(upstream, "varlen_attn", attend_within_rows, raising=False)
     # inductor takes half a minute on a CPU; what decides about compiling again comes before it.
-    compile_eager = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_eager)
+    compile_of_torch = torch.compile
+
+    def compile_eager(function: Any, *, dynamic: bool, options: Any) -> Any:
+        return compile_of_torch(function, dynamic=dynamic, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", compile_eager)
     torch._dynamo.reset()
     counters.clear()
     model = model_of("lora").bfloat16()

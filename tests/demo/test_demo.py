@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from benchmarks.common import reload
 from tests.conftest import DEMO_MODEL, REPO
+from tests.ranks import run_ranks, train
 from unsloth_ddp.chat.__main__ import main as chat
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.export.__main__ import main as export
@@ -29,18 +30,26 @@ SUMMARY_KEYS = {
 QUESTION, ANSWER = "What is Kato Elster by trade?", "baker"
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The demo on two CPU processes, started as the README says, with the merged model beside it."""
+# The launcher and its processes import torch again, each for itself.
+@pytest.fixture(scope="module", params=["ranks", pytest.param("launcher", marks=pytest.mark.slow)])
+def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The demo on two CPU processes, as ranks or started as the README says, with the merged model beside it."""
     outputs = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
-    command += ["train_ddp.py", "--output_dir", str(outputs), "--run_name", "demo", "--merge"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--output_dir", str(outputs), "--run_name", "demo", "--merge"]
+    if request.param == "launcher":
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+        command += ["train_ddp.py", *options]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        text, errors = done.stdout, done.stderr
+    else:
+        cpu = {"ACCELERATE_USE_CPU": "true"}
+        ended = run_ranks(2, train, options, str(REPO), folder=outputs / "out", environ=cpu, timeout=280).check()
+        # Both streams of a rank are in one file.
+        text = errors = ended.output
     folder = outputs / "demo"
-    return SimpleNamespace(
-        text=done.stdout, errors=done.stderr, folder=folder, summary=json.loads((folder / "summary.json").read_text())
-    )
+    summary = json.loads((folder / "summary.json").read_text())
+    return SimpleNamespace(text=text, errors=errors, folder=folder, summary=summary)
 
 
 @pytest.fixture(autouse=True)

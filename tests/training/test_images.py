@@ -184,7 +184,7 @@ def test_a_row_has_the_loss_of_a_plain_loop_alone_and_beside_all_others(kind, mo
 @pytest.mark.parametrize(
     ("kind", "processes", "per_device"),
     [
-        ("qwen3_vl", 1, 8), ("qwen3_vl", 2, 1), ("gemma3", 2, 2),
+        ("qwen3_vl", 1, 8), ("qwen3_vl", 2, 1), pytest.param("gemma3", 2, 2, marks=pytest.mark.slow),
         *(pytest.param(kind, *layout, marks=pytest.mark.slow) for kind in ("qwen3_vl", "gemma3") for layout in ((1, 1), (2, 4), (4, 2), (4, 1))),
         *(pytest.param(kind, *layout, marks=pytest.mark.slow) for kind in ("qwen3_5", "gemma4", "mistral3", "internvl") for layout in ((1, 8), (2, 2))),
     ],
@@ -197,7 +197,7 @@ def test_a_run_on_images_takes_the_step_of_a_plain_loop(kind, processes, per_dev
 @pytest.mark.parametrize(
     ("kind", "processes", "per_device", "extra"),
     [
-        ("qwen3_vl", 2, 1, ""), ("qwen3_vl", 2, 2, "--method full --train_towers"),
+        ("qwen3_vl", 2, 1, ""), pytest.param("qwen3_vl", 2, 2, "--method full --train_towers", marks=pytest.mark.slow),
         *(pytest.param("qwen3_vl", *layout, "", marks=pytest.mark.slow) for layout in ((1, 1), (1, 4), (4, 1))),
         *(pytest.param(kind, *layout, "", marks=pytest.mark.slow) for kind in ("gemma3", "gemma4", "mistral3", "internvl") for layout in ((1, 4), (2, 1))),
     ],
@@ -246,13 +246,21 @@ def test_one_part_beside_the_text_is_trained_alone(job, loops, model_of):
     loops("qwen3_vl", folder).assert_equal(folder)
 
 
-@pytest.mark.parametrize("extra", ["", "--method full --train_towers", "--method full --train_towers projector"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--method full --train_towers",
+        *(pytest.param(extra, marks=pytest.mark.slow) for extra in ("", "--method full --train_towers projector")),
+    ],
+)
 def test_fsdp2_takes_the_step_of_one_process_with_ranks_without_an_image(extra, job):
     sharded = job("qwen3_vl", 2, 1, extra, f"fsdp2{len(extra)}", {"UNSLOTH_FSDP2": "1"})
     assert updates(sharded, job("qwen3_vl", 1, 8, extra)) < 1e-6
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("gemma3", ""), ("qwen3_vl", f"{PACKED} 90")])
+@pytest.mark.parametrize(
+    ("kind", "packed"), [pytest.param("gemma3", "", marks=pytest.mark.slow), ("qwen3_vl", f"{PACKED} 90")]
+)
 def test_a_killed_run_ends_like_a_whole_one(kind, packed, job):
     options = f"--lora_dropout 0.1 --save_strategy steps --save_steps 1 {packed}"
     whole = job(kind, 2, 2, options, f"whole{bool(packed)}")
@@ -261,16 +269,18 @@ def test_a_killed_run_ends_like_a_whole_one(kind, packed, job):
     assert history(whole)[-1]["loss"] == history(resumed)[-1]["loss"]
 
 
-@pytest.mark.parametrize("packed", ["", f"{PACKED} 90"])
-def test_streamed_rows_have_their_images(packed, job):
+@pytest.mark.parametrize("packed", [pytest.param("", marks=pytest.mark.slow), f"{PACKED} 90"])
+def test_streamed_rows_have_their_images(packed, job, rows):
     streamed = f"--streaming --shuffle_buffer 0 {packed}"
     whole = job("qwen3_vl", 1, 4 if packed else 8, streamed)
     assert updates(job("qwen3_vl", 2, 2, streamed), whole) < 1e-6
     losses = [line["loss"] for line in history(whole)]
     # Another order than that of prepared rows.
-    assert losses != pytest.approx([line["loss"] for line in history(job("qwen3_vl", 1, 8))], rel=1e-5)
+    prepared = job("qwen3_vl", *((2, 1) if packed else (1, 8)), f"--eval_dataset {rows} {packed}")
+    assert losses != pytest.approx([line["loss"] for line in history(prepared)], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_packs_whose_images_worker_processes_read_are_the_same(job):
     packed = f"{PACKED} 90"
     workers = job("qwen3_vl", 1, 4, f'--trainer_args {{"dataloader_num_workers":2}} {packed}', "workers")

@@ -103,7 +103,7 @@ def loop(tiny_model, labelled):
 
 @pytest.mark.parametrize(
     ("processes", "per_device"),
-    [(1, 8), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+    [(2, 1), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((1, 8), (1, 2), (4, 2)))],
 )
 def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loop):
     loop().assert_equal(job(processes, per_device))
@@ -112,8 +112,8 @@ def test_kto_takes_the_step_of_a_plain_loop(processes, per_device, job, loop):
 @pytest.mark.parametrize(
     ("layout", "reference"),
     [
-        ((1, 1), "adapter_off"),
         ((2, 2), "precomputed"),
+        pytest.param((1, 1), "adapter_off", marks=pytest.mark.slow),
         pytest.param((4, 1), "adapter_off", marks=pytest.mark.slow),
         pytest.param((1, 4), "precomputed", marks=pytest.mark.slow),
     ],
@@ -142,7 +142,7 @@ def test_a_killed_run_ends_like_a_whole_one(reference, job, loop):
     assert_same_end(whole, resumed, KtoLoop.metrics)
 
 
-@pytest.mark.parametrize("packing", ["off", "on"])
+@pytest.mark.parametrize("packing", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_a_streamed_run_does_not_depend_on_the_layout_and_ends_like_a_whole_one(packing, job):
     options = (
         f"--streaming --shuffle_buffer 5 --packing {packing} --lora_dropout 0 --save_strategy steps --save_steps 1"

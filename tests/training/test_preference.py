@@ -128,7 +128,7 @@ def loop(tiny_model, pairs):
 
 @pytest.mark.parametrize(
     ("processes", "per_device"),
-    [(1, 8), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+    [(2, 1), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((1, 8), (1, 2), (4, 2)))],
 )
 def test_dpo_with_a_term_of_its_own_divisor_takes_the_step_of_a_plain_loop(processes, per_device, job, loop):
     loop().assert_equal(job(processes, per_device, "--task dpo --sft_weight 0.5"))
@@ -146,7 +146,7 @@ def test_orpo_takes_the_step_of_a_plain_loop(layout, job, loop):
     [
         ((1, 1), "--task dpo --sft_weight 0.5"),
         ((2, 1), "--task dpo --sft_weight 0.5 --reference precomputed"),
-        ((2, 2), "--task orpo --attn_implementation eager"),
+        pytest.param((2, 2), "--task orpo --attn_implementation eager", marks=pytest.mark.slow),
         pytest.param((1, 4), "--task dpo --sft_weight 0.5 --reference precomputed", marks=pytest.mark.slow),
         pytest.param((4, 1), "--task dpo --sft_weight 0.5", marks=pytest.mark.slow),
     ],
@@ -238,8 +238,8 @@ def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loop, ot
     result = run_ranks(1, train, argv.split(), str(tmp_path), folder=tmp_path / "out")
     assert result.codes == [2] and f"reference_model {other_model} -> {tiny_model}" in result.output, result.output
     # Its values are not those that the checkpoint keeps, so they are computed anew.
-    anew = job(2, 2, f"{SAVED} --reference_model {tiny_model} --resume_anyway --resume {whole}/checkpoint-2", "anew")
-    expected = reference_values(job(2, 2, f"{SAVED} --reference_model {tiny_model}", "own"))
+    anew = job(1, 2, f"{SAVED} --reference_model {tiny_model} --resume_anyway --resume {whole}/checkpoint-2", "anew")
+    expected = reference_values(job(1, 2, f"{SAVED} --reference_model {tiny_model}", "own"))
     assert all(torch.equal(found, expected[name]) for name, found in reference_values(anew).items())
     argv = f"--config {whole}/settings.yaml --run_name none --resume {whole}/checkpoint-2 --resume_anyway --reference precomputed"
     argv = [*argv.split(), "--reference_model", "none"]
@@ -248,17 +248,17 @@ def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loop, ot
 
 
 def test_the_model_as_its_own_reference_gives_the_values_of_the_other_routes(job, tiny_model):
-    own = job(2, 2, f"{SAVED} --reference_model {tiny_model}", "own")
-    precomputed = reference_values(job(2, 2, f"{SAVED} --reference precomputed", "precomputed"))
+    own = job(1, 2, f"{SAVED} --reference_model {tiny_model}", "own")
+    precomputed = reference_values(job(1, 2, f"{SAVED} --reference precomputed", "precomputed"))
     found = reference_values(own)
     assert all(torch.allclose(found[name], precomputed[name], rtol=1e-6, atol=0) for name in ("train", "eval"))
-    off = job(2, 2, SAVED, "adapter-off")
+    off = job(1, 2, SAVED, "adapter-off")
     for one, other in zip(history(own)[1:], history(off)[1:], strict=True):
         names = PairLoop.metrics
         assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-5, abs=3e-6)
 
 
-@pytest.mark.parametrize("layout", [(1, 8), (2, 2)])
+@pytest.mark.parametrize("layout", [(2, 2), pytest.param((1, 8), marks=pytest.mark.slow)])
 def test_an_adapter_as_reference_takes_the_step_of_a_plain_loop(layout, job, loop, adapter):
     expected = loop(reference=adapter)
     assert abs(expected.logged[0]["rewards/chosen"]) > 0.01
@@ -276,7 +276,7 @@ def test_full_weights_with_an_adapter_as_reference_take_the_step_of_a_plain_loop
     )
 
 
-@pytest.mark.parametrize("kind", ["model", "adapter"])
+@pytest.mark.parametrize("kind", ["model", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_fsdp2_with_another_reference_takes_the_step_of_a_plain_loop(kind, job, loop, other_model, adapter):
     reference = other_model if kind == "model" else adapter
     folder = job(2, 2, f"{SAVED} --reference_model {reference}", f"fsdp2-{kind}", {"UNSLOTH_FSDP2": "1"})
@@ -284,7 +284,12 @@ def test_fsdp2_with_another_reference_takes_the_step_of_a_plain_loop(kind, job, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "method"), [((2, 2), "lora"), ((1, 4), "full"), pytest.param((1, 8), "lora", marks=pytest.mark.slow)]
+    ("layout", "method"),
+    [
+        ((2, 2), "lora"),
+        pytest.param((1, 4), "full", marks=pytest.mark.slow),
+        pytest.param((1, 8), "lora", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stream_with_another_reference_takes_the_step_of_a_plain_loop(layout, method, job, loop, other_model):
     options = f"{SAVED} --streaming --shuffle_buffer 0 --reference_model {other_model} --method {method}"
@@ -296,6 +301,7 @@ def test_a_stream_with_another_reference_takes_the_step_of_a_plain_loop(layout, 
         assert "Loading reference model" in printed(resumed) and "computed in each step" in printed(resumed)
 
 
+@pytest.mark.slow
 def test_packs_of_a_stream_with_the_model_as_its_own_reference_take_the_steps_of_the_model_without_its_adapter(
     job, tiny_model
 ):

@@ -126,7 +126,15 @@ def with_state_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", modeling_qwen3_5.causal_conv1d_fn)
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "qwen3_5"), "gemma4 looking ahead"])
+def some_of(kinds: list[str], quick: tuple[str, ...]) -> list[Any]:
+    """Return the kinds as parameters; the quick ones stand for the others, which are slow."""
+    return [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in kinds]
+
+
+WITH_MASK = [*(kind for kind in KINDS if kind != "qwen3_5"), "gemma4 looking ahead"]
+
+
+@pytest.mark.parametrize("kind", some_of(WITH_MASK, ("qwen3_vl", "gemma3", "gemma4 looking ahead")))
 def test_a_row_in_a_pack_is_the_row_alone_with_a_mask(kind: str, tiny: Any) -> None:
     one = tiny(kind.split()[0])
     if "ahead" in kind:
@@ -137,7 +145,9 @@ def test_a_row_in_a_pack_is_the_row_alone_with_a_mask(kind: str, tiny: Any) -> N
     assert attention.prove_rows_apart(one.settings, cpu_runtime(), one.model, IDS, decision, one.processing) is decision
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT_KERNEL])
+@pytest.mark.parametrize(
+    "kind", some_of([kind for kind in KINDS if kind not in WITHOUT_KERNEL], ("qwen3_vl", "qwen3_5"))
+)
 def test_a_row_in_a_pack_is_the_row_alone_with_a_kernel(kind: str, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = tiny(kind)
     if kind == "qwen3_5":

@@ -123,7 +123,10 @@ def test_the_estimate_is_what_a_pass_over_the_whole_model_takes(deep_model, meth
         assert estimated == pytest.approx(measured(search, size), rel=0.02)
 
 
-@pytest.mark.parametrize("given", [{}, {"train_towers": True}, {"method": "full", "train_towers": True}])
+@pytest.mark.parametrize(
+    "given",
+    [{}, pytest.param({"train_towers": True}, marks=pytest.mark.slow), {"method": "full", "train_towers": True}],
+)
 def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
     demo = REPO / "demo"
     settings = Settings(
@@ -157,8 +160,17 @@ def answers_of(task: str, tokens: int) -> TokenizedRows:
     return TokenizedRows(datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=1))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])
+@pytest.mark.parametrize(
+    ("task", "precision"),
+    [
+        ("dpo", "fp32"),
+        ("kto", "bf16"),
+        *(
+            pytest.param(*p, marks=pytest.mark.slow)
+            for p in (("dpo", "bf16"), ("kto", "fp32"), ("orpo", "fp32"), ("orpo", "bf16"))
+        ),
+    ],
+)
 def test_the_logits_of_answers_are_in_the_estimates_of_runs_and_of_plan(deep_model, task, precision):
     settings, runtime, model = one_process(deep_model, lora_dropout=0.0, task=task)
     pad, needed = PadRight(0), {}

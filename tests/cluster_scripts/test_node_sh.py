@@ -255,6 +255,8 @@ def test_a_process_that_dies_once_the_result_is_written_changes_nothing(node):
 
 @pytest.mark.parametrize("starts", [0, 1])
 def test_a_node_that_may_restart_asks_for_the_result_before_it_waits_for_the_others(node, starts):
+    # Between two starts it waits for ten seconds.
+    node.tool("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")
     code, text = node(
         "--no_preflight --max_restarts 2", **TWO | {"NODE_RANK": "0"}, SCRIPT="exit 1", FINISHED=str(starts)
     )

@@ -249,6 +249,8 @@ def model_of_layers(layers: list[torch.nn.Module]) -> Any:
     decoder.layers = torch.nn.ModuleList(layers)
     return SimpleNamespace(
         base_model=decoder,
+        modules=decoder.modules,
+        named_modules=decoder.named_modules,
         get_decoder=lambda: decoder,
         get_input_embeddings=lambda: decoder.embed_tokens,
         get_output_embeddings=lambda: None,

@@ -48,7 +48,7 @@ def train_while_writing(argv: list[str], cwd: str, kill_at: int = 0) -> None:
         train(argv, cwd)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_checkpoint_written_during_later_steps_holds_its_own_step(job, whole_run, place, ranks):
     name = f"beside-{ranks}"
     job(EVERY_FOURTH, name, ranks, target=train_while_writing)

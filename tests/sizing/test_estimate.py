@@ -264,7 +264,7 @@ def test_memory_with_cpu_offload_is_near_what_an_h200_used(shape, method, shardi
     assert memory.loading <= 1.02 * summary["peak_memory_bytes_loading"]
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow), "full"])
 def test_memory_of_models_loaded_in_shards_is_near_what_h200s_used(method):
     runs = json.loads((REPO / "benchmarks/results/memory/sharded_load.json").read_text())["runs"]
     errors = {}

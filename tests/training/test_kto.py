@@ -183,7 +183,8 @@ def test_a_stop_interrupts_the_pass_that_computes_the_kl_of_an_evaluation(tiny_m
     assert result.codes == [75] and "Stopped on SIGTERM" in result.output, result.output
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loop):
     folder = job(2, 2, f"--method {method}", f"fsdp2-{method}", {"UNSLOTH_FSDP2": "1"})
     loop(full=method == "full").assert_equal(folder)

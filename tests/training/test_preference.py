@@ -270,6 +270,7 @@ def test_an_adapter_as_reference_takes_the_step_of_a_plain_loop(layout, job, loo
         assert "Loading reference model" not in printed(resumed)
 
 
+@pytest.mark.slow
 def test_full_weights_with_an_adapter_as_reference_take_the_step_of_a_plain_loop(job, loop, adapter):
     loop(sft_weight=0.0, full=True, reference=adapter).assert_equal(
         job(1, 8, f"--task dpo --method full --reference_model {adapter}", "full-adapter")

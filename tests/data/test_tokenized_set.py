@@ -103,6 +103,28 @@ def test_what_is_not_read_is_told_once(tmp_path: Path, tokenizer: Any, capsys: p
     ]
 
 
+def test_special_tokens_in_the_texts_of_rows_are_told_once(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks_for = "{{ '<|pad|>' in messages[0].content and '' }}" + END_AND_NEWLINE
+    rows = [chat("a<|end|>"), chat("<|eos|>", "b<|end|>"), {"text": "<|bos|>Once"}, chat("<|pad|>"), SHORT]
+    tokenize(tmp_path, tokenizer, rows, looks_for)
+    assert capsys.readouterr().out.splitlines() == [
+        "Special tokens in the texts of training rows are read as such and not as text; take them out unless that is meant: "
+        "<|end|> (2 rows), <|bos|> (1 row), <|eos|> (1 row).",
+    ]
+    tokenize(
+        tmp_path,
+        tokenizer,
+        [
+            {"instruction": "Hi", "chosen": "a<|end|>", "rejected": "b"},
+        ],
+        END_AND_NEWLINE,
+        task="dpo",
+    )
+    assert capsys.readouterr().out.endswith("meant: <|end|> (1 row).\n")
+
+
 def chat(*answers: str, **more: Any) -> dict[str, Any]:
     """A row of questions with these answers; `more` are keys of the last answer."""
     turns = [turn for a in answers for turn in ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": a})]

@@ -47,6 +47,7 @@ REPORT_FEATURES = datasets.Features(
         "stop_tokens": datasets.List(datasets.Value("int32")),
         "notes": datasets.List(datasets.Value("string")),
         "unread_keys": datasets.List(datasets.Value("string")),
+        "written_tokens": datasets.List(datasets.Value("string")),
         "problem": datasets.Value("string"),
         "cuts_image": datasets.Value("bool"),
     }
@@ -307,9 +308,16 @@ def _report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
         f"{count:,} of {counted(rows, f'{purpose} row')}: {NOTES[note]}."
         for note, count in _most_frequent(_column(tokenized, "notes")).items()
     ]
-    if unread := _most_frequent(_column(tokenized, "unread_keys")):
-        keys = ", ".join(f"{key} ({counted(count, 'row')})" for key, count in unread.items())
-        sentences.append(f"Keys of {purpose} messages that the chat template does not read: {keys}.")
+    for column, what in (
+        ("unread_keys", "Keys of {} messages that the chat template does not read"),
+        (
+            "written_tokens",
+            "Special tokens in the texts of {} rows are read as such and not as text; take them out unless that is meant",
+        ),
+    ):
+        if named := _most_frequent(_column(tokenized, column)):
+            names = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in named.items())
+            sentences.append(f"{what.format(purpose)}: {names}.")
     return sentences
 
 

@@ -3,6 +3,7 @@
 The token that ends a supervised turn is supervised too, so that the model learns to stop.
 """
 
+import json
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from datetime import date
@@ -32,6 +33,7 @@ class EncodedRow:
         overlong: whether the row was cut.
         notes: keys of chat.renderer.NOTES.
         unread_keys: keys of messages that the chat template does not read.
+        written_tokens: special tokens that the row's own texts hold.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
         desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
         images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
@@ -45,6 +47,7 @@ class EncodedRow:
     overlong: bool = False
     notes: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
+    written_tokens: tuple[str, ...] = ()
     parts: list[int] = field(default_factory=list)
     desirable: list[int] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
@@ -117,7 +120,16 @@ class Encoder:
             encoded.notes = (*encoded.notes, "empty")
         if repeats_prompt(example):
             encoded.notes = (*encoded.notes, "repeated")
+        encoded.written_tokens = self._written_tokens(example, encoded.input_ids)
         return encoded
+
+    def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
+        """Return the special tokens among `ids` that stand in the row's own texts, except markup that the template looks for."""
+        texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
+        renderer = self.renderers[bool(example.tools)]
+        markup = renderer.own.markup.literals if renderer and example.text is None else ()
+        found = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
+        return tuple(token for token in found if token in texts and token not in markup)
 
     def _encode_text(self, example: Example) -> EncodedRow:
         text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
@@ -351,5 +363,6 @@ def _join_pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
         overlong,
         tuple(dict.fromkeys(notes)),
         tuple(dict.fromkeys(chosen.unread_keys + rejected.unread_keys)),
+        tuple(dict.fromkeys(chosen.written_tokens + rejected.written_tokens)),
         [len(chosen.input_ids), len(rejected.input_ids)],
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_ddp.data.sources.formats import ACCEPTED, Example, to_example
+from unsloth_ddp.data.sources.formats import ACCEPTED, ANY_FIX, Example, to_example
 from unsloth_ddp.data.sources.messages import SHAREGPT_ROLES
 from unsloth_ddp.utils.errors import UserError
 
@@ -50,6 +50,8 @@ def refusal(row: Any) -> str:
          Example(CHAT)),
         ({"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello."}]}, Example(CHAT)),
         ({"conversations": CHAT}, Example(CHAT)),
+        ({"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}, Example(CHAT)),
+        ({"text": "Once upon", "role": "doctor"}, Example(text="Once upon")),
         ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "gpt", "value": "Hello."}]},
          Example([{"role": "system", "content": "Be brief."}, ANSWER])),
         ({"system": "Be brief.", "conversations": [{"from": "gpt", "value": "Hello."}]},
@@ -112,9 +114,18 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"prompt": "a", "response": "b"}, "rename prompt to instruction and response to output."),
         ({"instruction": "a", "Response": "b", "id": 1}, f"{ACCEPTED}; rename Response to output."),
         ({"instruction": "a", "input": "", "response": "b"}, f"{ACCEPTED}; rename response to output."),
-        ({"question": "a", "answer": "b", "reply": "c"}, f"{ACCEPTED}."),
+        ({"question": "a", "answer": "b", "reply": "c"}, f"{ACCEPTED}{ANY_FIX}."),
+        ({"instruction": "a", "context": "b", "response": "c", "kind": "d", "n": 1},
+         "; rename response to output; of the others (context, kind) rename to input what the question needs."),
+        ({"input": "a", "output": "b", "id": "c"}, "; rename input to instruction; of the others (id) rename"),
+        ({"id": "1", "conversation": CHAT}, f"{ACCEPTED}; rename conversation to messages."),
+        ({"id": "1", "chat": json.dumps(CHAT)}, f"{ACCEPTED}; rename chat to messages."),
+        ({"content": "a", "title": "b"}, f"{ACCEPTED}{ANY_FIX}."),
+        (ASK, "the row is one message, and a row is a whole chat; put its messages into a list, in a column messages."),
+        ({"role": "assistant", "text": "a", "parent_id": "b"}, "the row is one message, "),
+        ({"from": "gpt", "value": "a"}, "the row is one message, "),
         ({"instruction": "a"}, "unknown columns (instruction); accepted columns: messages; "),
-        ({"completion": [{"role": "user"}], "label": 1}, "or text; with label it may be one for --task kto."),
+        ({"completion": [{"role": "user"}], "label": 1}, f"{ANY_FIX}; with label it may be one for --task kto."),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "the row is a preference pair (chosen, rejected); give --task dpo"),
         ({"prompt": "a", "completion": None}, "completion is null; give it a value or remove the row."),
         ({"instruction": "a", "input": "b", "output": None}, "output is null; give it a value or remove the row."),

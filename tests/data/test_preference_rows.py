@@ -78,7 +78,7 @@ def test_systems_tools_and_long_conversations_are_read_as_in_other_rows() -> Non
     for name in ("question", "instruction", "prompt"):
         found = to_pair({name: "Q", **whole})
         assert (found.messages, found.unread) == ([SYSTEM, ASK, GOOD], [])
-    assert to_pair({"question": "Other", **whole}).unread == ["instruction"]
+    assert to_pair({"question": "Other", **whole}).unread == ["question"]
     found = to_pair({"prompt": [SYSTEM], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]})
     assert (found.messages, found.prompt_messages) == ([SYSTEM, ASK, GOOD], 2)
     # Nothing but the last message may differ.
@@ -123,6 +123,9 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
             "rejected is a number, and an answer is text, a message or a list of messages",
         ),
         ({"chosen": 3}, "chosen is a number, and an answer is text"),
+        ({"chosen_response": 3}, "chosen_response is a number, and an answer is text"),
+        ({"question": ["Q"], "chosen": "a", "rejected": "b"}, "question is a list, not text"),
+        ({"input": 3, "chosen": "a", "rejected": "b"}, "input is a number, not text"),
         (
             {"query": "Q", "chosen": "The good", "rejected": "The bad"},
             "the row has no prompt, but a column query, which is not read; rename it prompt",
@@ -286,6 +289,8 @@ def test_the_label_is_about_the_last_answer() -> None:
         ({"prompt": "", "completion": "good", "label": True}, "the row has an answer and no prompt"),
         ({"messages": [GOOD], "label": True}, "the conversation begins with the answer, without a prompt"),
         ({"prompt": [ASK], "label": True}, "the row has a label and no answer"),
+        ({"question": "Q", "answer": "a", "label": True}, "instruction and output; rename question to instruction and answer to output."),
+        ({"question": ["Q"], "output": "a", "label": True}, "question is a list, not text"),
         ({"prompt": [ASK], "completion": 3, "label": True}, "completion is a number, and an answer is text, a message or a list"),
         ({"prompt": "Q", "response": "one", "completion": "two", "label": True}, "the row has an answer in completion and in response, and its label is about one"),
         ({"messages": [ASK, BAD], "output": "two", "label": True}, "the row has an answer in output and in messages"),

@@ -23,6 +23,8 @@ from typing import Any
 from unsloth_ddp.data.images.values import COLUMNS as IMAGE_COLUMNS
 from unsloth_ddp.data.images.values import MARKER, JoinedText, images_of_row, place_images
 from unsloth_ddp.data.sources.messages import (
+    ROLES,
+    SHAREGPT_ROLES,
     Message,
     is_loss_flag,
     read_message,
@@ -33,6 +35,10 @@ from unsloth_ddp.data.sources.values import as_list, as_text, check_plain, from_
 from unsloth_ddp.utils.errors import UserError
 
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
+ANY_FIX = (
+    "; rename a question to instruction and its answer to output, or plain text to text, or write a chat as messages with role "
+    "and content"
+)
 # Required columns of each format, in the order in which formats are tried -> optional columns.
 FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): ("system", "system_prompt", "tools", "functions"),
@@ -103,6 +109,10 @@ def to_example(row: Any) -> Example:
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text and images only.")
     columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
+    if columns in (None, ("text",)) and row.get("role", row.get("from")) in (*ROLES, *SHAREGPT_ROLES):
+        raise UserError(
+            "the row is one message, and a row is a whole chat; put its messages into a list, in a column messages."
+        )
     if columns is None or ("chosen" in row and "rejected" in row):
         raise UserError(_refusal(given, row))
     _refuse_undesired(row, columns)
@@ -124,7 +134,9 @@ def to_example(row: Any) -> Example:
         {"tools", "functions"} if example.text is not None else set()
     )
     example.unread += sorted(set(unread))
-    example.unread += [str(name)[:100] for name, value in row.items() if name not in read and not is_empty(value)]
+    example.unread += [
+        str(name)[:100] or "(no name)" for name, value in row.items() if name not in read and not is_empty(value)
+    ]
     return example
 
 
@@ -152,11 +164,15 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
     names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
     more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
     labelled = next((f"; with {name} it may be one for --task kto" for name in LABELS if name in row), "")
-    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{_renaming(row)}{labelled}."
+    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{renaming(row) or ANY_FIX}{labelled}."
 
 
-def _renaming(row: dict[str, Any]) -> str:
-    """Return how to rename the columns of a question and its answer that have other names than Alpaca's, or nothing."""
+def renaming(row: dict[str, Any]) -> str:
+    """Return how to rename a column of messages, or those of a question and its answer that have other names than Alpaca's."""
+    for name, value in row.items():
+        turns = messages_or_text(value, name) if isinstance(value, str) else value
+        if name != "prompt" and isinstance(turns, list) and turns and all(map(_looks_like_message, turns)):
+            return f"; rename {name} to messages"
     found = [[name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS)]
     found[0] = ["instruction"] if "instruction" in row else found[0]
     if not all(len(names) == 1 for names in found):
@@ -164,7 +180,10 @@ def _renaming(row: dict[str, Any]) -> str:
     pairs = [
         (names[0], wanted) for names, wanted in zip(found, ("instruction", "output"), strict=True) if names[0] != wanted
     ]
-    return "; rename " + " and ".join(f"{name} to {wanted}" for name, wanted in pairs)
+    read = {*found[0], *found[1], *FORMATS["instruction", "output"], *IMAGE_COLUMNS, *LABELS}
+    others = ", ".join(name for name, value in row.items() if isinstance(value, str) and value and name not in read)
+    needed = f"; of the others ({others[:200]}) rename to input what the question needs" if others else ""
+    return "; rename " + " and ".join(f"{name} to {wanted}" for name, wanted in pairs) + needed
 
 
 def _null_column(row: dict[str, Any]) -> str | None:
@@ -175,10 +194,10 @@ def _null_column(row: dict[str, Any]) -> str | None:
     return None
 
 
-def alpaca_turns(row: dict[str, Any]) -> list[Message]:
-    """Return the turns of an Alpaca row, its answer last."""
-    context = as_text(row.get("input", ""), "input")
-    instruction = as_text(row["instruction"], "instruction")
+def alpaca_turns(row: dict[str, Any], asked: str = "instruction") -> list[Message]:
+    """Return the turns of an Alpaca row, its answer last; `asked` is the column of its question."""
+    context = as_text(row.get("input", ""), "input") if asked != "input" else ""
+    instruction = as_text(row[asked], asked)
     question = "\n\n".join(text for text in (instruction, context) if text.strip()) or instruction
     turns = [*_history(row), (question, as_text(row["output"], "output"))]
     return [

@@ -88,7 +88,7 @@ def _words(key: str) -> frozenset[str]:
 
 
 def read_message(message: Any, unread: list[str]) -> Message:
-    """Convert a message of OpenAI's format; loss flags are kept (see `takes_part_in_loss`).
+    """Convert a message of OpenAI's format, or one of ShareGPT's; loss flags are kept (see `takes_part_in_loss`).
 
     Args:
         unread: the names of keys inside the message that are not read are added here.
@@ -100,6 +100,8 @@ def read_message(message: Any, unread: list[str]) -> Message:
         raise UserError(f"a message is {kind_of(message)}, not an object with role and content.")
     message = {str(name): value for name, value in message.items() if not is_missing(value)}
     role = message.get("role")
+    if role is None and "from" in message:
+        return read_sharegpt_turn(message, unread)
     if role is None:
         raise UserError(f"a message has no role; accepted: {', '.join(ROLES)}.")
     if not isinstance(role, str) or role not in (*ROLES, *RENAMED_ROLES):

@@ -25,17 +25,26 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
-from unsloth_ddp.data.sources.formats import LABELS, QUESTIONS, Example, alpaca_turns, messages_or_text, to_example
+from unsloth_ddp.data.sources.formats import (
+    LABELS,
+    QUESTIONS,
+    Example,
+    alpaca_turns,
+    messages_or_text,
+    renaming,
+    to_example,
+)
 from unsloth_ddp.data.sources.messages import read_sharegpt_turn
 from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
 # Other names of the columns.
-RENAMED = {"chosen_response": "chosen", "rejected_response": "rejected", "question": "instruction"}
+RENAMED = {"chosen_response": "chosen", "rejected_response": "rejected"}
 # Columns of the prompt; the others are passed on.
 CHATS = ("conversations", "messages")
-PROMPTS = ("prompt", *CHATS, "instruction", "input", "history")
+ASKED = ("instruction", "question", "input")
+PROMPTS = ("prompt", *CHATS, *ASKED, "history")
 BESIDE = "prompt, messages, conversations or instruction beside them, or as whole conversations"
 ACCEPTED = f"chosen and rejected, with {BESIDE}"
 
@@ -116,7 +125,7 @@ def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if prompt and _role(prompt[-1]) == "assistant":
             _refuse_several([column], [given[0], column])
     if answer is None:
-        raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}.")
+        raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}{renaming(row)}.")
     if prompt is None:
         if isinstance(answer, list):
             return column, _last_answer(_turns(answer))
@@ -166,9 +175,8 @@ def _renamed(row: Any, needed: str) -> dict[str, Any]:
     row = {name: value for name, value in row.items() if not is_missing(value)}
     for other, name in RENAMED.items():
         if other in row and name not in row:
+            _check_answer(row, other)
             row[name] = row.pop(other)
-    if "input" in row and not any(name in row for name in ("instruction", "prompt", *CHATS)):
-        row["instruction"] = row.pop("input")
     return row
 
 
@@ -203,8 +211,9 @@ def _prompt(row: dict[str, Any]) -> tuple[str, Any]:
     for name in CHATS:
         if not is_empty(row.get(name)):
             return name, _turns(as_list(row[name], name))
-    if "instruction" in row:
-        return "instruction", alpaca_turns({**row, "output": ""})[:-1]
+    asked = next((name for name in ASKED if name in row), None)
+    if asked and not (asked == "input" and "prompt" in row):
+        return asked, alpaca_turns({**row, "output": ""}, asked)[:-1]
     if is_empty(row.get("prompt")):
         return "", None
     prompt = messages_or_text(row["prompt"], "prompt")
@@ -214,7 +223,7 @@ def _prompt(row: dict[str, Any]) -> tuple[str, Any]:
 def _not_shown(row: dict[str, Any], columns: tuple[str, ...], read: str, example: Example) -> list[str]:
     """Return those of the columns that were not read, and have texts that the example does not have."""
     shown = example.text or "\n".join(message["content"] for message in example.messages)
-    read_too = ("instruction", "input", "history") if read == "instruction" else (read,)
+    read_too = (read, "input", "history") if read in ASKED else (read,)
     others = [name for name in columns if name in row and name not in read_too]
     return [name for name in others if not all(text.strip() in shown for text in _texts_in(row[name]))]
 
@@ -235,7 +244,7 @@ def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     whole = [_turns(answer) for answer in answers]
     common = _common_messages(whole)
     # Some sets repeat the conversation in both answers; a text or a question beside them repeats what they hold.
-    said = isinstance(prompt, str) or column == "instruction"
+    said = isinstance(prompt, str) or column in ASKED
     if common and (said or not prompt or common[:1] == prompt[:1]):
         prompt, column = common, "" if said else column
     elif isinstance(prompt, str):

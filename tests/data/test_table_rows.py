@@ -78,6 +78,15 @@ def test_rows_of_parquet_have_no_nulls_that_nobody_wrote(tmp_path: Path, expecte
     assert examples(str(path)) == expected
 
 
+def test_a_table_that_was_written_as_json_is_read_as_the_table(tmp_path: Path, expected: list[Example]) -> None:
+    table = pa.Table.from_pylist(ROWS[:-1]).to_pylist()
+    assert table[0]["tools"][1]["function"]["parameters"]["properties"]["city"] is None
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    for name in ("table.jsonl", "table.json"):
+        assert examples(str(tmp_path / name)) == expected[:-1]
+
+
 def as_datasets_writes_it(tmp_path: Path, rows: list[dict[str, Any]]) -> str:
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = str(tmp_path / "mixed.jsonl")

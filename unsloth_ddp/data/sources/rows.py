@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from unsloth_ddp.data.sources import json_text
 from unsloth_ddp.data.sources.json_text import json_list_items, parse_json, text_lines
-from unsloth_ddp.data.sources.table_nulls import without_filled_nulls
+from unsloth_ddp.data.sources.table_nulls import is_of_table, without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.json import DECODER
 from unsloth_ddp.utils.files.missing import looked_in, similar_file
@@ -152,7 +152,8 @@ def read_rows(
     path = Path(source).expanduser()
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
     try:
-        yield from readers[path.suffix.lower()](path)
+        for row in readers[path.suffix.lower()](path):
+            yield row._replace(columns=without_filled_nulls(row.columns)) if is_of_table(row.columns) else row
     except OSError as error:
         raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
 

@@ -27,6 +27,12 @@ def without_filled_nulls(columns: Any) -> Any:
     return {name: _schema(value) if name in TOOL_COLUMNS else _value(value, schemas) for name, value in columns.items()}
 
 
+def is_of_table(columns: Any) -> bool:
+    """Return whether a tool of a row has a property that is null: no schema has one, so a table was written as JSON."""
+    schemas = _schemas_of(columns).values() if isinstance(columns, dict) else ()
+    return any(None in _object(schema.get("properties")).values() for schema in schemas)
+
+
 def _schemas_of(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of the parameters of each tool in a row, by the tool's name."""
     found = {}

@@ -169,4 +169,5 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
 def nearest(name: str, known: Collection[str], documentation: str) -> str:
     """Return the end of a sentence that refuses a name: the nearest known one, or the place that lists them."""
     near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.75)
+    near = near or [one for one in sorted(known) if name and one.startswith(name)]
     return f"did you mean {near[0]}?" if near else f"{documentation} lists them."

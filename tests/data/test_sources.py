@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import json_text
+from unsloth_ddp.data.sources.json_text import LFS_POINTER
 from unsloth_ddp.data.sources.rows import check_source, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
 
@@ -123,6 +124,8 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.csv", "a,a\n1,2\n", ":1 names a column twice (a, a); rename one."),
         ("a.csv", 'a\n"b\nc\n', ":2 is not CSV (unexpected end of data); fix or remove it."),
         ("a.csv", b"a\nb\n\xe9\n", ":3 is not UTF-8 text"),
+        ("a.jsonl", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; run git lfs pull in its folder."),
+        ("a.parquet", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; "),
         ("a.parquet", "PAR1 no", " is not readable Parquet after row 0 ("),
         ("a.parquet", "", " is not readable Parquet after row 0 ("),
     ],

@@ -17,6 +17,7 @@ import numpy as np
 from unsloth_ddp.config.task_options import ImageSettings
 from unsloth_ddp.data.images.downloads import downloaded
 from unsloth_ddp.data.images.values import DATA, image_value, is_web_address, without_query
+from unsloth_ddp.data.sources.json_text import LFS_POINTER
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Limits of one image. 64 million pixels need 192 MB when they are decoded.
@@ -27,7 +28,6 @@ LONGEST_SIDE = 200
 THUMBNAIL, THUMBNAIL_START = 160, "data:image/jpeg;base64,"
 # Formats whose decoders are part of Pillow; others run programs (EPS) or are drawings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass

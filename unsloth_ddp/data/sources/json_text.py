@@ -16,6 +16,7 @@ LONGEST_ROW = 1 << 27
 CHUNK = 1 << 20
 # A number that ends closer to the end of what was read may go on after it.
 MARGIN = 8
+LFS_POINTER = b"version https://git-lfs"
 # The first bytes of files that are often named as text by mistake.
 MAGIC = {
     b"\x1f\x8b": ("packed with gzip", "unpack it"),

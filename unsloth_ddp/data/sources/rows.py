@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unsloth_ddp.data.sources import json_text
-from unsloth_ddp.data.sources.json_text import json_list_items, parse_json, text_lines
+from unsloth_ddp.data.sources.json_text import LFS_POINTER, json_list_items, parse_json, text_lines
 from unsloth_ddp.data.sources.table_nulls import is_of_table, without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.json import DECODER
@@ -152,6 +152,9 @@ def read_rows(
     path = Path(source).expanduser()
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
     try:
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise UserError(f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its folder.")
         for row in readers[path.suffix.lower()](path):
             yield row._replace(columns=without_filled_nulls(row.columns)) if is_of_table(row.columns) else row
     except OSError as error:

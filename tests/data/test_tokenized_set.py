@@ -110,7 +110,7 @@ def test_special_tokens_in_the_texts_of_rows_are_told_once(
     rows = [chat("a<|end|>"), chat("<|eos|>", "b<|end|>"), {"text": "<|bos|>Once"}, chat("<|pad|>"), SHORT]
     tokenize(tmp_path, tokenizer, rows, looks_for)
     assert capsys.readouterr().out.splitlines() == [
-        "Special tokens in the texts of training rows are read as such and not as text; take them out unless that is meant: "
+        "Special tokens in training texts are read as such and not as text; remove them unless that is meant: "
         "<|end|> (2 rows), <|bos|> (1 row), <|eos|> (1 row).",
     ]
     tokenize(

@@ -309,15 +309,15 @@ def _report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
         for note, count in _most_frequent(_column(tokenized, "notes")).items()
     ]
     for column, what in (
-        ("unread_keys", "Keys of {} messages that the chat template does not read"),
+        ("unread_keys", f"Keys of {purpose} messages that the chat template does not read"),
         (
             "written_tokens",
-            "Special tokens in the texts of {} rows are read as such and not as text; take them out unless that is meant",
+            f"Special tokens in {purpose} texts are read as such and not as text; remove them unless that is meant",
         ),
     ):
         if named := _most_frequent(_column(tokenized, column)):
             names = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in named.items())
-            sentences.append(f"{what.format(purpose)}: {names}.")
+            sentences.append(f"{what}: {names}.")
     return sentences
 
 

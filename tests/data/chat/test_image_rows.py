@@ -129,7 +129,7 @@ def test_an_image_token_that_is_written_in_a_text_is_refused(model: Path, tmp_pa
 
 
 def test_a_model_without_a_processor_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the rows have images, and (model .* takes text only|no processor of model)"):
+    with pytest.raises(UserError, match=r"there are images, and (model .* takes text only|no processor of model)"):
         load_processing(Settings(model=str(DEMO_MODEL)))
 
 

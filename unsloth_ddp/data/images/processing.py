@@ -240,12 +240,12 @@ def load_processing(settings: Settings) -> ImageProcessing:
         raise UserError(f"the processor of model {settings.model} needs a package: {one_line(error, 300)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"the rows have images, and no processor of model {settings.model} can be loaded: {one_line(error, 300).rstrip('.')}; use "
+            f"there are images, and no processor of model {settings.model} can be loaded: {one_line(error, 300).rstrip('.')}; use "
             "an image-text model with its processor files, or remove the images."
         ) from None
     if not hasattr(processor, "image_processor") or getattr(processor, "image_token", None) is None:
         raise UserError(
-            f"the rows have images, and model {settings.model} takes text only ({type(processor).__name__}); use an image-text model, or "
+            f"there are images, and model {settings.model} takes text only ({type(processor).__name__}); use an image-text model, or "
             "remove the images."
         )
     return ImageProcessing(processor, settings.image_max_pixels)

@@ -47,6 +47,7 @@ FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("prompt", "completion"): ("system", "system_prompt", "tools", "functions"),
     ("text",): (),
 }
+TURNS = {"messages": read_message, "conversations": read_sharegpt_turn}
 # Columns with the label of an answer, which --task kto reads.
 LABELS = ("label", "kto_tag")
 MEDIA = ("video", "videos", "audio", "audios")
@@ -108,20 +109,17 @@ def to_example(row: Any) -> Example:
     row |= {name: [] for name in IMAGE_COLUMNS if name in given and name not in row}
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text and images only.")
-    columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
-    if columns in (None, ("text",)) and row.get("role", row.get("from")) in (*ROLES, *SHAREGPT_ROLES):
+    columns = _format_of(row)
+    if columns in ((), ("text",)) and _speaker(row) in (*ROLES, *SHAREGPT_ROLES):
         raise UserError(
-            "the row is one message, and a row is a whole chat; put its messages into a list, in a column messages."
+            "the row is one message, and a row is a whole chat; put its messages into a list named messages."
         )
-    if columns is None or ("chosen" in row and "rejected" in row):
+    if not columns or ("chosen" in row and "rejected" in row):
         raise UserError(_refusal(given, row))
     _refuse_undesired(row, columns)
     unread: list[str] = []
-    if columns == ("messages",):
-        example = _chat(row, [], [read_message(m, unread) for m in as_list(row["messages"], "messages")])
-    elif columns == ("conversations",):
-        turns = as_list(row["conversations"], "conversations")
-        example = _chat(row, [], [read_sharegpt_turn(turn, unread) for turn in turns])
+    if len(columns) == 1 and (read_turn := TURNS.get(columns[0])):
+        example = _chat(row, [], [read_turn(turn, unread) for turn in as_list(row[columns[0]], columns[0])])
     elif columns == ("instruction", "output"):
         example = _chat(row, [], alpaca_turns(row))
     elif columns == ("prompt", "completion"):
@@ -134,9 +132,8 @@ def to_example(row: Any) -> Example:
         {"tools", "functions"} if example.text is not None else set()
     )
     example.unread += sorted(set(unread))
-    example.unread += [
-        str(name)[:100] or "(no name)" for name, value in row.items() if name not in read and not is_empty(value)
-    ]
+    others = [name for name, value in row.items() if name not in read and not is_empty(value)]
+    example.unread += [str(name)[:100] or "(no name)" for name in others]
     return example
 
 
@@ -159,39 +156,38 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
             "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, rename chosen to "
             "messages (a list) or completion (text), and drop rejected."
         )
-    if null := _null_column(given):
+    if null := next((name for name in _format_of(given) if is_missing(given[name])), None):
         return f"{null} is null; give it a value or remove the row."
     names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
     more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
     labelled = next((f"; with {name} it may be one for --task kto" for name in LABELS if name in row), "")
-    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{renaming(row) or ANY_FIX}{labelled}."
+    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{fix(row) or ANY_FIX}{labelled}."
 
 
-def renaming(row: dict[str, Any]) -> str:
-    """Return how to rename a column of messages, or those of a question and its answer that have other names than Alpaca's."""
+def fix(row: dict[str, Any]) -> str:
+    """Return how to rename a column with a whole chat, or those of a question and its answer, or "" without such columns."""
     for name, value in row.items():
         turns = messages_or_text(value, name) if isinstance(value, str) else value
-        if name != "prompt" and isinstance(turns, list) and turns and all(map(_looks_like_message, turns)):
+        if isinstance(turns, list) and all(map(_looks_like_message, turns)) and len({*map(_speaker, turns)}) > 1:
             return f"; rename {name} to messages"
-    found = [[name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS)]
-    found[0] = ["instruction"] if "instruction" in row else found[0]
-    if not all(len(names) == 1 for names in found):
+    asked, answers = ([name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS))
+    asked = ["instruction"] if "instruction" in row else asked
+    if len(asked) != 1 or len(answers) != 1:
         return ""
-    pairs = [
-        (names[0], wanted) for names, wanted in zip(found, ("instruction", "output"), strict=True) if names[0] != wanted
-    ]
-    read = {*found[0], *found[1], *FORMATS["instruction", "output"], *IMAGE_COLUMNS, *LABELS}
+    read = {*asked, *answers, *FORMATS["instruction", "output"], *IMAGE_COLUMNS, *LABELS}
     others = ", ".join(name for name, value in row.items() if isinstance(value, str) and value and name not in read)
     needed = f"; of the others ({others[:200]}) rename to input what the question needs" if others else ""
-    return "; rename " + " and ".join(f"{name} to {wanted}" for name, wanted in pairs) + needed
+    wanted = {asked[0]: "instruction", answers[0]: "output"}
+    return "; rename " + " and ".join(f"{name} to {new}" for name, new in wanted.items() if name != new) + needed
 
 
-def _null_column(row: dict[str, Any]) -> str | None:
-    """Return the first null column of a format of which the row has all columns."""
-    for columns in FORMATS:
-        if all(name in row for name in columns):
-            return next(name for name in columns if is_missing(row[name]))
-    return None
+def _speaker(turn: dict[str, Any]) -> str:
+    return str(turn.get("role", turn.get("from")))
+
+
+def _format_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the columns of the first format of which the row has all, or ()."""
+    return next((columns for columns in FORMATS if all(name in row for name in columns)), ())
 
 
 def alpaca_turns(row: dict[str, Any], asked: str = "instruction") -> list[Message]:

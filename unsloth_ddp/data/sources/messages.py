@@ -21,29 +21,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Roles that templates would not know or would drop: OpenAI's newer name for system, and its older name for tool.
 RENAMED_ROLES = {"developer": "system", "function": "tool"}
 SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
 # A key of these words alone says whether a message takes part in the loss: weight (OpenAI, axolotl), train (axolotl), loss
 # (ms-swift), trainable, loss_weight, is_training.
 LOSS_WORDS = {
-    "weight",
-    "weights",
-    "train",
-    "training",
-    "trainable",
-    "trained",
-    "loss",
-    "supervise",
-    "supervised",
-    "learn",
-}
+    "weight", "weights", "train", "training", "trainable", "trained", "loss", "supervise", "supervised", "learn",
+}  # fmt: skip
 LINK_WORDS = {"is", "in", "on", "do", "has", "for"}
 # Such a word beside others, or one of these, may mean a part of the message, or the opposite.
 MASK_WORDS = {"mask", "masked", "ignore", "ignored", "no", "not", "detail", "details"}

@@ -25,15 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
-from unsloth_ddp.data.sources.formats import (
-    LABELS,
-    QUESTIONS,
-    Example,
-    alpaca_turns,
-    messages_or_text,
-    renaming,
-    to_example,
-)
+from unsloth_ddp.data.sources.formats import LABELS, QUESTIONS, Example, alpaca_turns, fix, messages_or_text, to_example
 from unsloth_ddp.data.sources.messages import read_sharegpt_turn
 from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
@@ -125,7 +117,7 @@ def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if prompt and _role(prompt[-1]) == "assistant":
             _refuse_several([column], [given[0], column])
     if answer is None:
-        raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}{renaming(row)}.")
+        raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}{fix(row)}.")
     if prompt is None:
         if isinstance(answer, list):
             return column, _last_answer(_turns(answer))

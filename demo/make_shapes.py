@@ -87,7 +87,7 @@ def rows(count: int, rng: random.Random) -> list[dict]:
         color, shape = names[number % len(names)]
         chat = [
             {"role": "user", "content": rng.choice(QUESTIONS)},
-            {"role": "assistant", "content": f"a {color} {shape}"},
+            {"role": "assistant", "content": f"{'an' if color == 'orange' else 'a'} {color} {shape}"},
         ]
         found.append({"messages": chat, "images": [{"bytes": draw(color, shape, rng), "path": None}]})
     rng.shuffle(found)

@@ -4,6 +4,7 @@ To count the activations kept for the backward pass, a forward pass is run over 
 and every tensor that autograd saves is added up.
 """
 
+import contextlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -190,19 +191,15 @@ def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
         if isinstance(hidden, torch.Tensor):
             inputs[0] = max(inputs[0], hidden.numel() * hidden.element_size())
 
-    handles = []
-    for index, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(lambda m, a, i=index: enter(i, a[0] if a else None)))
-        handles.append(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))
     ids = torch.zeros((1, COUNTED_TOKENS), dtype=torch.long, device="meta")
     # Four dimensions, so that Transformers uses this mask as it is.
     mask = torch.ones((1, 1, COUNTED_TOKENS, COUNTED_TOKENS), dtype=torch.bool, device="meta")
     model.train()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            text_decoder(model)(input_ids=ids, attention_mask=mask, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks:
+        for index, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(lambda m, a, i=index: enter(i, a[0] if a else None)))
+            hooks.enter_context(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
+        text_decoder(model)(input_ids=ids, attention_mask=mask, use_cache=False)
     blocks_kept = max(kept[:-1], default=0)
     return inputs[0] / COUNTED_TOKENS, blocks_kept / COUNTED_TOKENS, kept[-1] / COUNTED_TOKENS

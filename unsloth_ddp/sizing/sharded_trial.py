@@ -8,6 +8,7 @@ layer need. Weights, gradients and optimizer states are computed (sharded_bytes.
 that all make the same choice.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
@@ -249,16 +250,14 @@ class ShardedMemorySearch(MemorySearch):
     def _pass(self, runner: MicroBatchRunner, batch: dict[str, Any]) -> int:
         """Return the bytes that a forward and backward pass adds to those in use."""
         trained = [p for p in runner.model.parameters() if p.requires_grad]
-        # A sharded run reduces each gradient as soon as it is computed, and keeps only a shard.
-        handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
         before = self.memory.allocated()
         self.memory.reset_peak()
-        try:
+        with contextlib.ExitStack() as hooks:
+            for parameter in trained:
+                # A sharded run reduces each gradient as soon as it is computed, and keeps only a shard.
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
             runner.loss_sum(batch).backward()
             return max(0, self.memory.peak() - before)
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

@@ -43,8 +43,7 @@ def read_model_shape(settings: Settings) -> ModelShape:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with init_empty_weights():
-            auto = model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
-            model: Any = auto.from_config(
+            model: Any = model_class(config, settings).from_config(
                 config,
                 dtype=torch.bfloat16,
                 attn_implementation=_without_scores(),

@@ -32,19 +32,18 @@ PLAIN = ("BF16", "F16", "F32")
 
 def empty_model(folder: Path, settings: Settings) -> Any:
     """Return the model of a folder on the meta device, in the class that its config.json names, without quantization."""
-    trust = settings.trust_remote_code
-    config = read_config(in_folder(settings, folder))
+    settings = in_folder(settings, folder)
+    config = read_config(settings)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"):
-        return model_class(config, str(folder), trust_remote_code=trust).from_config(
-            config, dtype=torch.bfloat16, trust_remote_code=trust
-        )
+        auto = model_class(config, settings)
+        return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=settings.trust_remote_code)
 
 
 def load_on_cpu(settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return the model of the settings on the CPU, without an adapter and ready to evaluate."""
-    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    auto = model_class(read_config(settings), settings)
     model: Any = auto.from_pretrained(
         str(settings.model),
         revision=settings.model_revision,

@@ -135,7 +135,7 @@ class DDPTrainer(ResumableTrainer):
         self._set_callbacks()
         divides = bool(self.model_accepts_loss_kwargs)
         task = make_task(settings, runtime, model, data, super().compute_loss, divides=divides)
-        self.collate.find_supervised(task.head_chooses)
+        self.collate.head_chooses = task.head_chooses
         self.meter = self.make_meter(task)
         # Upstream would divide a second time for models that do not take the divisor.
         self.model_accepts_loss_kwargs = True
@@ -228,7 +228,7 @@ class DDPTrainer(ResumableTrainer):
         if self.runtime.backend != "unsloth" or shards_weights(self.runtime.sharding):
             return self.step.task
         task = self.step.task.tuned(self._runner(), self.data.train.examples, plan.per_device)
-        self.collate.find_supervised(task.head_chooses)
+        self.collate.head_chooses = task.head_chooses
         return task
 
     # ---- rows: upstream shuffles with the global random state and repeats rows to give every rank the same number ----

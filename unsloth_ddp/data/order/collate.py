@@ -132,10 +132,6 @@ class Collate:
     shape: FixedShape | None = None
     by_row: bool = False
 
-    def find_supervised(self, wanted: bool) -> None:
-        """Set whether the positions of supervised tokens are added to every batch."""
-        self.head_chooses = wanted
-
     def pad_to_shape(self, shape: FixedShape | None) -> None:
         """Pad every batch of packs to this shape from now on; None stops it."""
         self.shape = shape

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import choose_backend
-from unsloth_ddp.distributed.sharding import reason_for_transformers
 from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.model.forward.attention import packing_obstacles
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
 from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
 from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel, trained_beside
+from unsloth_ddp.sizing.choose import backend_of
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.errors import UserError, one_line
 
@@ -127,7 +126,7 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
 
 def _has_unsloth_attention(settings: Settings, model_type: str) -> bool:
     """Return whether Unsloth replaces the attention of this architecture, for which it has a file then."""
-    if choose_backend(settings.backend, True, reason_for_transformers(settings, "none", "none")) != "unsloth":
+    if backend_of(settings) != "unsloth":
         return False
     found = importlib.util.find_spec("unsloth")
     return bool(found and found.origin and (Path(found.origin).parent / "models" / f"{model_type}.py").is_file())

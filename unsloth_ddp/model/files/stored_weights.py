@@ -124,14 +124,11 @@ def copy_processor(base: Path, folder: Path) -> None:
 
 def _add_tensors(folder: Path, tensors: dict[str, Path]) -> None:
     """Add tensors to a model's weight files, in a file of their own that the index lists."""
-    files = ModelFiles(folder, list(tensors), stem="base", file_bytes=None)
-    try:
+    with ModelFiles(folder, list(tensors), stem="base", file_bytes=None) as files:
         for name, path in tensors.items():
             with safe_open(path, "pt") as weights:
                 files.add(name, weights.get_tensor(name))
         files.close()
-    finally:
-        files.remove_unfinished()
     everything = [*safetensors_files(folder), folder / "base.safetensors"]
     final = [
         path.rename(folder / f"model-{number:05d}-of-{len(everything):05d}.safetensors")

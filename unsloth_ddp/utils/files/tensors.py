@@ -6,7 +6,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -51,9 +50,7 @@ class TensorFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._file.close()
 
     @property
@@ -94,6 +91,8 @@ class TensorFile:
 
 class ModelFiles:
     """Writes the weights of a model: one file, or several of up to `file_bytes` with an index, as save_pretrained does.
+
+    As a context manager, it removes what was written unless it was closed.
 
     Args:
         folder: exists.
@@ -143,10 +142,12 @@ class ModelFiles:
             text = json.dumps(index, indent=2) + "\n"
             (self.folder / f"{self.stem}.safetensors.index.json").write_text(text, encoding="utf-8")
 
-    def remove_unfinished(self) -> None:
-        """Remove what was written, unless it was closed."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         if self._open is not None:
-            self._open.__exit__(None, None, None)
+            self._open.__exit__(*raised)
             self._open.path.unlink(missing_ok=True)
         for path, _ in self._written:
             path.unlink(missing_ok=True)

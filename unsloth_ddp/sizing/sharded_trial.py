@@ -172,17 +172,8 @@ class ShardedMemorySearch(MemorySearch):
 
     def _was(self, before: dict[str, Any], kinds: Sequence[str], sizes: Sequence[int]) -> bool:
         """Return whether the resumed run trained with the first kind and the last size, sharded over the same GPUs."""
-        runtime = self.runtime
-        same = {
-            "world_size": runtime.ranks.world_size,
-            "device": runtime.device_name,
-            "sharding": runtime.sharding,
-            "offload": runtime.offload,
-            "copies": runtime.copies,
-            "backend": runtime.backend,
-            "gradient_checkpointing": kinds[0],
-            "per_device_train_batch_size": sizes[-1],
-        }
+        layout = {name: value for name, value in self.runtime.layout().items() if name not in ("nodes", "precision")}
+        same = {**layout, "gradient_checkpointing": kinds[0], "per_device_train_batch_size": sizes[-1]}
         return all(before.get(name) == value for name, value in same.items())
 
     def _reason(self, size: int, estimates: Sequence[Estimate], *, fits: bool) -> str:

@@ -41,11 +41,7 @@ class TensorFile:
         self._entries: dict[str, object] = {}
         self._used = 0
         self._file = path.open("wb")
-        try:
-            self._file.seek(LENGTH_BYTES + self.room)
-        except BaseException:
-            self._file.close()
-            raise
+        self._file.seek(LENGTH_BYTES + self.room)
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +78,6 @@ class TensorFile:
         """
         header = json.dumps({"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")).encode()
         if len(header) > self.room:
-            self._file.close()
             raise ValueError(f"the header of {self.path.name} needs {len(header)} bytes and has room for {self.room}")
         self._file.seek(0)
         self._file.write(self.room.to_bytes(LENGTH_BYTES, "little") + header.ljust(self.room))

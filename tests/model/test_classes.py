@@ -37,8 +37,8 @@ def config_of(model_type: str, *named: str, **changed: Any) -> Any:
 )
 def test_the_class_is_the_one_that_the_config_names(model_type: str, named: str, auto: str) -> None:
     config = config_of(model_type, named)
-    assert model_class(config, "m").__name__ == auto
-    assert named.startswith("My") or class_name(config, "m") == named
+    assert model_class(config, Settings(model="m")).__name__ == auto
+    assert named.startswith("My") or class_name(config, Settings(model="m")) == named
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_the_class_is_the_one_that_the_config_names(model_type: str, named: str,
 )
 def test_other_kinds_are_refused(model_type: str, named: str, changed: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"is a {named}, and this kit trains causal language models and image-text"):
-        model_class(config_of(model_type, named, **changed), "m")
+        model_class(config_of(model_type, named, **changed), Settings(model="m"))
 
 
 def test_an_older_name_of_a_class_is_taken() -> None:
     config = transformers.CONFIG_MAPPING["ernie4_5_vl_moe"]()
     config.architectures = ["Ernie4_5_VL_MoeForConditionalGeneration"]
-    assert class_name(config, "m") == "Ernie4_5_VLMoeForConditionalGeneration"
+    assert class_name(config, Settings(model="m")) == "Ernie4_5_VLMoeForConditionalGeneration"
 
 
 def test_a_class_that_takes_a_second_sequence_is_refused() -> None:
@@ -70,16 +70,16 @@ def test_a_class_that_takes_a_second_sequence_is_refused() -> None:
     config = transformers.CONFIG_MAPPING["diffusion_gemma"]()
     config.architectures = ["DiffusionGemmaForBlockDiffusion"]
     with pytest.raises(UserError, match="which have one sequence"):
-        model_class(config, "m")
+        model_class(config, Settings(model="m"))
 
 
 def test_own_code_is_loaded_as_its_config_says_only_if_it_is_trusted() -> None:
     config = transformers.PretrainedConfig(
         architectures=["OtherForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
     )
-    assert model_class(config, "m", trust_remote_code=True).__name__ == "AutoModelForCausalLM"
+    assert model_class(config, Settings(model="m", trust_remote_code=True)).__name__ == "AutoModelForCausalLM"
     with pytest.raises(UserError, match="--trust_remote_code if its own code defines one"):
-        model_class(config, "m")
+        model_class(config, Settings(model="m"))
 
 
 def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_batch_holds_supervised_positions_on_request() -> None:
     rows = [{"input_ids": np.arange(1000), "labels": np.where(np.arange(1000) < 900, IGNORED, np.arange(1000))}]
     collate = Collate(PadRight(0), Flatten("unsloth"))
     assert "shift_labels" not in collate(rows)
-    collate.find_supervised(True)
+    collate.head_chooses = True
     assert collate(rows)["supervised_positions"][0, :100].tolist() == list(range(899, 999))
 
 

@@ -40,8 +40,7 @@ from unsloth_ddp.sizing.estimate import WHOLE_LOGIT, Workload, estimate_activati
 from unsloth_ddp.sizing.rows import RowLengths
 from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
 from unsloth_ddp.training.tasks.choose import make_task
-from unsloth_ddp.training.tasks.images import ImageTask
-from unsloth_ddp.training.tasks.text import TextTask
+from unsloth_ddp.training.tasks.text import ImageTask, TextTask
 from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
 
 GIB = 2**30

@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,20 +301,17 @@ class Checkpoints:
             return reason(error, self.folder)
         return None
 
-    @contextlib.contextmanager
-    def every_write_attempted(self) -> Iterator[None]:
+    def every_write_attempted(self) -> contextlib.AbstractContextManager[None]:
         """Record a failed torch.save inside a library's sharded save instead of raising it.
 
         Such a save has collectives between its files, in which the other ranks would wait for the one that failed.
         """
         import torch
 
+        from unsloth_ddp.model.modules import replaced
+
         save = torch.save
-        torch.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.save = save
+        return replaced(torch, "save", lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs)))
 
     def attempt(self, work: Callable[[], Any]) -> bool:
         """Run `work`, and return whether it worked; a failed write is recorded, because the other ranks wait for this one."""

@@ -5,7 +5,6 @@ Here a value is made of None, booleans, numbers, strings, bytes, paths, lists, t
 arrays and dataclasses that are marked with `sendable`; anything else is refused on both sides.
 """
 
-import array
 import base64
 import dataclasses
 import json
@@ -16,8 +15,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _Class = TypeVar("_Class", bound=type)
 
-# Lists of at least this many integers (token ids) travel as one block of 64-bit numbers, which is faster than JSON.
-LONG_LIST = 64
 NUMERIC_KINDS = "biuf"
 
 _sendable: dict[str, type] = {}
@@ -54,8 +51,6 @@ def _to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        if len(value) >= LONG_LIST and type(value[0]) is int and (numbers := _as_block(value)):
-            return {"ints": numbers}
         return [_to_json(item) for item in value]
     if isinstance(value, tuple):
         return {"tuple": [_to_json(item) for item in value]}
@@ -89,10 +84,6 @@ def _from_json(value: Any) -> Any:
         return [_from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if "ints" in value:
-        numbers = array.array("q")
-        numbers.frombytes(_to_bytes(value["ints"]))
-        return numbers.tolist()
     if "tuple" in value:
         return tuple(_from_json(item) for item in value["tuple"])
     if "dict" in value:
@@ -114,14 +105,6 @@ def _array(value: dict[str, Any]) -> Any:
         raise ValueError(f"a message from another rank holds an array of {dtype}")
     # A copy can be written to, as the array that was sent.
     return np.frombuffer(_to_bytes(value["array"]), dtype).reshape(value["shape"]).copy()
-
-
-def _as_block(numbers: list[Any]) -> str | None:
-    """Return a list of integers as one text; None where an item is not an integer of 64 bits."""
-    try:
-        return _to_text(array.array("q", numbers).tobytes())
-    except (TypeError, OverflowError):
-        return None
 
 
 def _to_text(data: bytes) -> str:

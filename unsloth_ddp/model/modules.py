@@ -1,7 +1,7 @@
 """Name the dtypes of a model, unwrap it from PEFT, find its text decoder, count a layer's weights, and change what it computes with for a block."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -78,14 +78,23 @@ def kept_random_numbers(device: torch.device) -> AbstractContextManager[None]:
 def without_dropout(model: Any) -> Iterator[bool]:
     """Set every dropout layer's probability to 0 inside the block, in training mode too; yield whether there was one."""
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
-    before = [layer.p for layer in layers]
-    for layer in layers:
-        layer.p = 0.0
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(replaced(layer, "p", 0.0))
         yield bool(layers)
+
+
+@contextmanager
+def kept_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Begin the block without gradients of these parameters, and put their own back after it."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
     finally:
-        for layer, p in zip(layers, before, strict=True):
-            layer.p = p
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 @contextmanager

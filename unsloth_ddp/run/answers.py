@@ -86,11 +86,9 @@ def answer(
 
         FastLanguageModel.for_inference(model)
     model.eval()
-    side, tokenizer.padding_side = tokenizer.padding_side, "left"
     length, answers = min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS), []
     for batch in batches(tokenizer, mine, length, processing):
         answers += _generate(model, tokenizer, batch, length, processing)
-    tokenizer.padding_side = side
     if runtime.backend == "unsloth":
         FastLanguageModel.for_training(model)
     model.train(was_training)

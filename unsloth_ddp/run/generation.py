@@ -39,13 +39,11 @@ class GenerationOptions:
             UserError: the prompt fills all positions of the model.
         """
         sampling: dict[str, Any] = {}
-        if self.temperature is not None:
-            sampling = (
-                {"do_sample": False} if self.temperature == 0 else {"do_sample": True, "temperature": self.temperature}
-            )
         if self.temperature == 0:
-            # They would be named as unused, once for each answer.
-            sampling |= {"temperature": None, "top_p": None, "top_k": None}
+            # The others would be named as unused, once for each answer.
+            sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        elif self.temperature is not None:
+            sampling = {"do_sample": True, "temperature": self.temperature}
         most = self.max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if positions and prompt_tokens >= positions:

@@ -4,6 +4,7 @@ To count the activations kept for the backward pass, a forward pass is run over 
 and every tensor that autograd saves is added up.
 """
 
+import contextlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import choose_backend
-from unsloth_ddp.distributed.sharding import reason_for_transformers
 from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.model.forward.attention import packing_obstacles
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
 from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
 from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel, trained_beside
+from unsloth_ddp.sizing.choose import backend_of
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.errors import UserError, one_line
 
@@ -42,8 +42,7 @@ def read_model_shape(settings: Settings) -> ModelShape:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with init_empty_weights():
-            auto = model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
-            model: Any = auto.from_config(
+            model: Any = model_class(config, settings).from_config(
                 config,
                 dtype=torch.bfloat16,
                 attn_implementation=_without_scores(),
@@ -127,7 +126,7 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
 
 def _has_unsloth_attention(settings: Settings, model_type: str) -> bool:
     """Return whether Unsloth replaces the attention of this architecture, for which it has a file then."""
-    if choose_backend(settings.backend, True, reason_for_transformers(settings, "none", "none")) != "unsloth":
+    if backend_of(settings) != "unsloth":
         return False
     found = importlib.util.find_spec("unsloth")
     return bool(found and found.origin and (Path(found.origin).parent / "models" / f"{model_type}.py").is_file())
@@ -190,19 +189,15 @@ def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
         if isinstance(hidden, torch.Tensor):
             inputs[0] = max(inputs[0], hidden.numel() * hidden.element_size())
 
-    handles = []
-    for index, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(lambda m, a, i=index: enter(i, a[0] if a else None)))
-        handles.append(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))
     ids = torch.zeros((1, COUNTED_TOKENS), dtype=torch.long, device="meta")
     # Four dimensions, so that Transformers uses this mask as it is.
     mask = torch.ones((1, 1, COUNTED_TOKENS, COUNTED_TOKENS), dtype=torch.bool, device="meta")
     model.train()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            text_decoder(model)(input_ids=ids, attention_mask=mask, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks:
+        for index, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(lambda m, a, i=index: enter(i, a[0] if a else None)))
+            hooks.enter_context(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
+        text_decoder(model)(input_ids=ids, attention_mask=mask, use_cache=False)
     blocks_kept = max(kept[:-1], default=0)
     return inputs[0] / COUNTED_TOKENS, blocks_kept / COUNTED_TOKENS, kept[-1] / COUNTED_TOKENS

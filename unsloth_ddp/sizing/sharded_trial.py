@@ -8,6 +8,7 @@ layer need. Weights, gradients and optimizer states are computed (sharded_bytes.
 that all make the same choice.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
@@ -171,17 +172,8 @@ class ShardedMemorySearch(MemorySearch):
 
     def _was(self, before: dict[str, Any], kinds: Sequence[str], sizes: Sequence[int]) -> bool:
         """Return whether the resumed run trained with the first kind and the last size, sharded over the same GPUs."""
-        runtime = self.runtime
-        same = {
-            "world_size": runtime.ranks.world_size,
-            "device": runtime.device_name,
-            "sharding": runtime.sharding,
-            "offload": runtime.offload,
-            "copies": runtime.copies,
-            "backend": runtime.backend,
-            "gradient_checkpointing": kinds[0],
-            "per_device_train_batch_size": sizes[-1],
-        }
+        layout = {name: value for name, value in self.runtime.layout().items() if name not in ("nodes", "precision")}
+        same = {**layout, "gradient_checkpointing": kinds[0], "per_device_train_batch_size": sizes[-1]}
         return all(before.get(name) == value for name, value in same.items())
 
     def _reason(self, size: int, estimates: Sequence[Estimate], *, fits: bool) -> str:
@@ -249,16 +241,14 @@ class ShardedMemorySearch(MemorySearch):
     def _pass(self, runner: MicroBatchRunner, batch: dict[str, Any]) -> int:
         """Return the bytes that a forward and backward pass adds to those in use."""
         trained = [p for p in runner.model.parameters() if p.requires_grad]
-        # A sharded run reduces each gradient as soon as it is computed, and keeps only a shard.
-        handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
         before = self.memory.allocated()
         self.memory.reset_peak()
-        try:
+        with contextlib.ExitStack() as hooks:
+            for parameter in trained:
+                # A sharded run reduces each gradient as soon as it is computed, and keeps only a shard.
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
             runner.loss_sum(batch).backward()
             return max(0, self.memory.peak() - before)
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

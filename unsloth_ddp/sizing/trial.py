@@ -142,7 +142,7 @@ class MemorySearch:
         # If nothing leaves the headroom free, use the smallest candidate if it fits at all.
         kind, size = found or (kinds[-1], sizes[0])
         worst = max(trials[kind, size], key=lambda one: one.share)
-        longest = largest_tokens(self.data.train, 1, self.settings.longest_example)
+        longest = self._tokens(1)
         if worst.needed is None:
             raise UserError(self._too_large(kind, size, longest, worst))
         self._check_evaluation()

@@ -35,10 +35,6 @@ class SavedTotals(TrainerCallback, ExportableState):
         self.pending = pending
         self.stream = stream
 
-    def record(self, pending: list[list[float]], stream: dict[str, Any] | None) -> None:
-        """Set the values that the checkpoint being written stores with the totals."""
-        self.pending, self.stream = pending, stream
-
     def state(self) -> dict[str, Any]:
         """Return the state that Transformers writes to trainer_state.json and passes to __init__ on a resume."""
         saved = {"totals": dict(self.totals.sums), "pending": self.pending, "stream": self.stream}

@@ -145,7 +145,8 @@ class ResumableTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.check_weights()
-        self._saved.record(self.meter.pending(), self.feed.position())
+        saved = self._saved
+        saved.pending, saved.stream = self.meter.pending(), self.feed.position()
         with self.meter.paused():
             self._save_whole_checkpoint(model, trial)
 

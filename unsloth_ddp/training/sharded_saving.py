@@ -141,14 +141,10 @@ def write_weights(
     Args:
         describe: see ShardedSaving.save_model.
     """
-
-    def run(write: Callable[[], Any]) -> None:
-        write()
-
     if hasattr(model, "peft_config"):
         empty = _empty(named_tensors(model))
         describe(empty)
-        write_adapter(adapter_names(model, empty), weights.__getitem__, folder, run)
+        write_adapter(adapter_names(model, empty), weights.__getitem__, folder, lambda write: write())
     else:
         describe_without_weights(describe, folder)
-        write_model(model, list(weights), weights.__getitem__, folder, run)
+        write_model(model, list(weights), weights.__getitem__, folder, lambda write: write())

@@ -37,7 +37,7 @@ from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
-from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
 from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
@@ -135,7 +135,7 @@ class DDPTrainer(ResumableTrainer):
         self._set_callbacks()
         divides = bool(self.model_accepts_loss_kwargs)
         task = make_task(settings, runtime, model, data, super().compute_loss, divides=divides)
-        self.collate.find_supervised(task.head_chooses)
+        self.collate.head_chooses = task.head_chooses
         self.meter = self.make_meter(task)
         # Upstream would divide a second time for models that do not take the divisor.
         self.model_accepts_loss_kwargs = True
@@ -228,7 +228,7 @@ class DDPTrainer(ResumableTrainer):
         if self.runtime.backend != "unsloth" or shards_weights(self.runtime.sharding):
             return self.step.task
         task = self.step.task.tuned(self._runner(), self.data.train.examples, plan.per_device)
-        self.collate.find_supervised(task.head_chooses)
+        self.collate.head_chooses = task.head_chooses
         return task
 
     # ---- rows: upstream shuffles with the global random state and repeats rows to give every rank the same number ----
@@ -291,12 +291,9 @@ class DDPTrainer(ResumableTrainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluate on the set given to the trainer."""
-        random_state = torch.get_rng_state()
-        try:
+        # The loader draws a seed; restoring the state keeps dropout independent of when and how often a run evaluates.
+        with kept_random_numbers(torch.device("cpu")):
             return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            # The loader draws a seed; restoring the state keeps dropout independent of when and how often a run evaluates.
-            torch.set_rng_state(random_state)
 
     # ---- evaluation: upstream averages the means of batches, and counts repeated rows again ----
 

@@ -34,20 +34,19 @@ class ProtectedStream:
         self._stream = stream
         self._name = name
         self._unflushed = ""
-        self._lost = False
+        self.is_lost = False
         self._pipe = _pipe_of(stream)
         self._line = ""
         self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
-        self._diverted: Callable[[str], None] | None = None
 
     def write(self, text: str) -> int:
         """Write `text` without secrets; to the log file of this rank if the stream is lost."""
         hidden = hide(text)
-        if self._diverted is not None:
-            self._diverted(hidden)
+        if _diverted_to is not None:
+            _diverted_to(hidden)
             return len(text)
-        if self._lost:
-            self._log(hidden)
+        if self.is_lost:
+            self.log(hidden)
             return len(text)
         kept = self._unflushed + hidden
         self._unflushed = kept if self._pipe is not None else kept[-UNFLUSHED_KEPT:]
@@ -84,14 +83,6 @@ class ProtectedStream:
         for line in lines:
             self.write(line)
 
-    def divert(self, to: Callable[[str], None] | None) -> None:
-        """Hand what is written from now on to this function, without secrets; None: write it again."""
-        self._diverted = to
-
-    @property
-    def is_lost(self) -> bool:
-        return self._lost
-
     def draw(self, text: str) -> None:
         """Write at once and past a diversion; nothing that is drawn goes to the log file.
 
@@ -99,7 +90,7 @@ class ProtectedStream:
         """
         hidden = hide(text)
         # Asked last, because another thread may end the drawing at any moment and write below it.
-        if self._lost or _drawing_is_over.is_set():
+        if self.is_lost or _drawing_is_over.is_set():
             return
         try:
             self._stream.write(hidden)
@@ -107,13 +98,9 @@ class ProtectedStream:
         except OSError as error:
             self.lose(error)
 
-    def keep(self, line: str) -> None:
-        """Write a line to the log file of this rank, as a lost stream does."""
-        self._log(f"{line}\n")
-
     def flush(self) -> None:
         """Flush the stream if it is not lost."""
-        if self._lost:
+        if self.is_lost:
             return
         try:
             if self._pipe is not None:
@@ -134,13 +121,13 @@ class ProtectedStream:
         )
         self._collect(self._unflushed)
         # Only now: another thread that finds the stream lost logs its lines after these.
-        self._lost = True
+        self.is_lost = True
         with contextlib.suppress(OSError, ValueError):
             # Python flushes the descriptor at exit, and native code writes to it.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-        self._log("")
+        self.log("")
 
     def _collect(self, text: str) -> None:
         """Keep the whole lines of `text` until they are logged."""
@@ -149,7 +136,8 @@ class ProtectedStream:
         self._line = self._line.rpartition("\r")[2]
         self._lines.extend(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
-    def _log(self, text: str) -> None:
+    def log(self, text: str) -> None:
+        """Write the whole lines of `text` to the log file of this rank."""
         self._collect(text)
         # Straight to the file: another handler may print to a lost stream, and so come back here.
         files = [h for h in logging.getLogger(LOGGER).handlers if isinstance(h, logging.FileHandler)]
@@ -193,39 +181,32 @@ def protect_streams() -> None:
                 handler.setStream(protected)
 
 
+# What takes the text of the protected standard streams instead of them.
+_diverted_to: Callable[[str], None] | None = None
+_drawing_is_over = threading.Event()
+
+
 @contextlib.contextmanager
 def diverted(to: Callable[[str], None]) -> Iterator[None]:
     """Hand what is written to the protected standard streams to this function within the block.
 
     A forked process writes to the streams again: the function may hold locks of threads that it does not have.
     """
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, ProtectedStream)]
-
-    def restore() -> None:
-        for stream in streams:
-            stream.divert(None)
-
+    global _diverted_to
     _drawing_is_over.clear()
-    for stream in streams:
-        stream.divert(to)
-    _diversions.append(restore)
+    _diverted_to = to
     try:
         yield
     finally:
-        _diversions.remove(restore)
-        restore()
+        _end_diversion()
 
 
-_diversions: list[Callable[[], None]] = []
-_drawing_is_over = threading.Event()
+def _end_diversion() -> None:
+    global _diverted_to
+    _diverted_to = None
 
 
-def _end_diversions() -> None:
-    for restore in _diversions:
-        restore()
-
-
-os.register_at_fork(after_in_child=_end_diversions)
+os.register_at_fork(after_in_child=_end_diversion)
 
 
 def end_drawing() -> None:
@@ -234,7 +215,7 @@ def end_drawing() -> None:
     For the end of a run, when other processes (the launcher) write to the terminal too. Takes no lock.
     """
     _drawing_is_over.set()
-    _end_diversions()
+    _end_diversion()
 
 
 def print_to_stderr(text: str) -> None:

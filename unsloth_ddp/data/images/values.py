@@ -13,6 +13,7 @@ from typing import Any
 
 from unsloth_ddp.data.sources.values import as_list, is_empty, is_missing, kind_of, quoted
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import counted
 
 # The marker of LLaVA and LLaMA-Factory.
 MARKER = "<image>"
@@ -203,7 +204,7 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     marked = sum(str(message["content"]).count(MARKER) for message in messages)
     if inline and marked == len(inline):
         raise UserError(
-            f"the row has {_number(marked, 'image part')} and as often {MARKER} in its texts; keep one of the two."
+            f"the row has {counted(marked, 'image part')} and as often {MARKER} in its texts; keep one of the two."
         )
     if inline and not places and given:
         raise UserError(
@@ -215,7 +216,7 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
         places = marked if column is not None else 0
     if places != len(given):
         raise UserError(
-            f"the row has {_number(len(given), 'image')} for {_number(places, 'place')} ({'image parts' if inline else MARKER} in its "
+            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({'image parts' if inline else MARKER} in its "
             "messages); give as many images as places, in image parts or the column images."
         )
     if not inline and places:
@@ -225,14 +226,10 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     order: list[Any] = list(range(len(given))) if None in numbers or not inline else numbers
     if sorted(order) != list(range(len(given))):
         raise UserError(
-            f"the image parts have the index {order[:20]} for {_number(len(given), 'image')}; number them from 0."
+            f"the image parts have the index {order[:20]} for {counted(len(given), 'image')}; number them from 0."
         )
     following = iter(order)
     return [image if isinstance(image, str) else given[next(following)] for image in images]
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _images_in(message: dict[str, Any]) -> list[str | int | None]:

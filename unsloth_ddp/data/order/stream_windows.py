@@ -120,10 +120,6 @@ def _end_of_first_epoch(numbers: Sequence[tuple[int, int]]) -> int | None:
     return None
 
 
-def _unchanged(item: T) -> T:
-    return item
-
-
 def streamed_windows(
     settings: Settings,
     packing: Packing | None,
@@ -202,7 +198,7 @@ def read_ahead(windows: StreamedWindows, start: StreamPosition, workers: int) ->
         batch_size=None,
         num_workers=workers,
         prefetch_factor=WINDOWS_AHEAD,
-        collate_fn=_unchanged,
+        collate_fn=lambda window: window,
         worker_init_fn=stay,
         # A spawned process would import and load everything again.
         multiprocessing_context="fork",

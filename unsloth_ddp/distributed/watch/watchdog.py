@@ -71,10 +71,8 @@ def describe_stack(thread: int) -> str:
 
 def log_path() -> str | None:
     """Return the path of this rank's log file, None before there is one."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            return handler.baseFilename
-    return None
+    files = (one.baseFilename for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler))
+    return next(files, None)
 
 
 @contextlib.contextmanager

@@ -178,8 +178,7 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
     merge.model.config.use_cache = True
     stop_at(merge.model, stop_tokens)
     describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)
-    out = ModelFiles(target, [name for names in merge.files.values() for name in names])
-    try:
+    with ModelFiles(target, [name for names in merge.files.values() for name in names]) as out:
         for path, names in merge.files.items():
             # Opened again for each file, so that the pages read for the last one are released.
             with safe_open(path, "pt") as weights:
@@ -194,8 +193,6 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
                     kept = merge.sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
                     out.add(name, weight if kept or not weight.is_floating_point() else weight.to(torch.bfloat16))
         out.close()
-    finally:
-        out.remove_unfinished()
 
 
 def _is_sixteen_bit(stored: Iterable[StoredTensor]) -> bool:

@@ -32,19 +32,18 @@ PLAIN = ("BF16", "F16", "F32")
 
 def empty_model(folder: Path, settings: Settings) -> Any:
     """Return the model of a folder on the meta device, in the class that its config.json names, without quantization."""
-    trust = settings.trust_remote_code
-    config = read_config(in_folder(settings, folder))
+    settings = in_folder(settings, folder)
+    config = read_config(settings)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"):
-        return model_class(config, str(folder), trust_remote_code=trust).from_config(
-            config, dtype=torch.bfloat16, trust_remote_code=trust
-        )
+        auto = model_class(config, settings)
+        return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=settings.trust_remote_code)
 
 
 def load_on_cpu(settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return the model of the settings on the CPU, without an adapter and ready to evaluate."""
-    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    auto = model_class(read_config(settings), settings)
     model: Any = auto.from_pretrained(
         str(settings.model),
         revision=settings.model_revision,
@@ -125,14 +124,11 @@ def copy_processor(base: Path, folder: Path) -> None:
 
 def _add_tensors(folder: Path, tensors: dict[str, Path]) -> None:
     """Add tensors to a model's weight files, in a file of their own that the index lists."""
-    files = ModelFiles(folder, list(tensors), stem="base", file_bytes=None)
-    try:
+    with ModelFiles(folder, list(tensors), stem="base", file_bytes=None) as files:
         for name, path in tensors.items():
             with safe_open(path, "pt") as weights:
                 files.add(name, weights.get_tensor(name))
         files.close()
-    finally:
-        files.remove_unfinished()
     everything = [*safetensors_files(folder), folder / "base.safetensors"]
     final = [
         path.rename(folder / f"model-{number:05d}-of-{len(everything):05d}.safetensors")

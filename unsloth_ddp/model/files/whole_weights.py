@@ -3,6 +3,7 @@
 Every rank takes part in gathering, one weight at a time; only the writing rank keeps it, until its layer is written.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -124,7 +125,7 @@ def _write(
         for name, tensor in rename(layer).items():
             files.add(name, tensor)
 
-    try:
+    with files or contextlib.nullcontext():
         for layer in layers:
             whole = {}
             for name in layer:
@@ -136,6 +137,3 @@ def _write(
                 failed = attempt(functools.partial(add, whole)) is False
         if files is not None and not failed:
             attempt(files.close)
-    finally:
-        if files is not None:
-            files.remove_unfinished()

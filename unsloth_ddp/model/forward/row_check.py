@@ -24,6 +24,7 @@ from unsloth_ddp.model.modules import (
     DTYPES,
     base_model,
     embedding_ids,
+    kept_gradients,
     kept_random_numbers,
     replaced,
     text_decoder,
@@ -200,22 +201,18 @@ def _prepared(model: Any, device: torch.device) -> Iterator[None]:
 
     A balancing loss of routers, which is of the whole pack and which training does not add, is left out.
     """
-    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     config = base_model(model).config.get_text_config()
-    try:
-        with (
-            replaced(config, ROUTER_LOSS, False),
-            training_mode(model),
-            without_dropout(model),
-            kept_random_numbers(device),
-            # Both tiny passes would be compiled, for shapes that training does not have.
-            uncompiled_layers(),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
+    with (
+        kept_gradients(p for p in model.parameters() if p.requires_grad),
+        replaced(config, ROUTER_LOSS, False),
+        training_mode(model),
+        without_dropout(model),
+        kept_random_numbers(device),
+        # Both tiny passes would be compiled, for shapes that training does not have.
+        uncompiled_layers(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
 
 
 def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
@@ -233,17 +230,13 @@ def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
 
     for parameter in model.parameters():
         parameter.grad = None
-    hooks = [
+    with (
         model.get_input_embeddings().register_forward_hook(keep),
         text_decoder(model).register_forward_pre_hook(see, with_kwargs=True),
-    ]
-    try:
+    ):
         with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype is not torch.float32):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
     to_tokens = embedded[0].grad
     assert to_tokens is not None, "the loss does not depend on the embedded tokens"
     known = embedding_ids(model)

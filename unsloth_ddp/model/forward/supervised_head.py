@@ -8,8 +8,8 @@ their logits and weights them with zero, so the kit passes it the last hidden st
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,14 +37,9 @@ class SupervisedHead:
         self.positions: Tensor | None = None
         text_decoder(model).register_forward_hook(self._select)
 
-    @contextmanager
-    def at(self, positions: Tensor | None) -> Iterator[None]:
+    def at(self, positions: Tensor | None) -> AbstractContextManager[None]:
         """Select `positions` inside the block, for one forward pass; None passes every position."""
-        self.positions = positions
-        try:
-            yield
-        finally:
-            self.positions = None
+        return replaced(self, "positions", positions)
 
     def _select(self, decoder: torch.nn.Module, inputs: Any, output: Any) -> Any:
         if self.positions is None:

@@ -202,7 +202,7 @@ def attend(
         cu_seq_lens_q: boundaries of packed rows, int32 (rows + 1,); without them every sequence of the batch is a row.
         max_length_q: tokens of the longest packed row.
         shared_keys: the token whose key each token of whole rows has, if the second rows of pairs have no prompt (see
-            data/order/shared_prompts.py); `cu_seq_lens_k` and `max_length_k` are then those of whole rows, int32 (rows + 1,).
+            data/order/collate.py); `cu_seq_lens_k` and `max_length_k` are then those of whole rows, int32 (rows + 1,).
         dense: every sequence of the batch is a row, and torch's attention for such batches is used where it can be.
 
     Returns:

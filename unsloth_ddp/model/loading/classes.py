@@ -38,7 +38,7 @@ def read_config(settings: Settings) -> Any:
     )
 
 
-def model_class(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
+def model_class(config: Any, settings: Settings) -> Any:
     """Return the auto class of Transformers whose from_pretrained and from_config make the class that the config names.
 
     Raises:
@@ -46,7 +46,7 @@ def model_class(config: Any, name: str, *, trust_remote_code: bool = False) -> A
     """
     import transformers
 
-    own_code = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
+    own_code = (getattr(config, "auto_map", None) or {}) if settings.trust_remote_code else {}
     for auto in reversed(TRAINED):
         if auto in own_code:
             return getattr(transformers, auto)
@@ -59,16 +59,16 @@ def model_class(config: Any, name: str, *, trust_remote_code: bool = False) -> A
         chosen = next(for_config, None)
     if chosen is None or _reads_other_tokens(config, mapped[chosen][0]):
         raise UserError(
-            f"model {name} is a {' or '.join(named) or config.model_type}, and this kit trains causal language models and image-text "
+            f"model {settings.model} is a {' or '.join(named) or config.model_type}, and this kit trains causal language models and image-text "
             "models, which have one sequence and attend to its earlier tokens only; give one of those"
-            + ("." if trust_remote_code else ", or --trust_remote_code if its own code defines one.")
+            + ("." if settings.trust_remote_code else ", or --trust_remote_code if its own code defines one.")
         )
     return getattr(transformers, chosen)
 
 
-def class_name(config: Any, name: str, *, trust_remote_code: bool = False) -> str:
+def class_name(config: Any, settings: Settings) -> str:
     """Return the name of the class that model_class makes."""
-    auto = model_class(config, name, trust_remote_code=trust_remote_code).__name__
+    auto = model_class(config, settings).__name__
     named = list(getattr(config, "architectures", None) or [])
     classes = dict(_mapped_classes(config)).get(auto, ())
     return next((one for one in named if one in classes), classes[0] if classes else "".join(named[:1]))

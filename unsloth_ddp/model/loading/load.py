@@ -93,7 +93,7 @@ def check_class(settings: Settings) -> None:
         if not is_model_file_error(error):
             raise
         return  # loading the model tells it
-    model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
+    model_class(config, settings)
 
 
 def _load(
@@ -232,7 +232,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
 
 def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
     """Refuse another class than the transformers backend loads, as names of weights would differ."""
-    known = class_name(model.config, str(settings.model), trust_remote_code=settings.trust_remote_code)
+    known = class_name(model.config, settings)
     if type(model).__name__ != known and not settings.trust_remote_code:
         raise UserError(
             f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {known}; use --backend "
@@ -251,7 +251,7 @@ def _load_transformers(
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
     # Before the tokenizer, whose class reads it too.
-    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    auto = model_class(read_config(settings), settings)
     tokenizer = load_tokenizer(settings)
     quantization = None
     if settings.method == "qlora":

@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import check_complete
-from unsloth_ddp.model.loading.shards import SplitPacked, as_shard, part_of, part_shape, places, split_quantized
+from unsloth_ddp.model.loading.shards import SplitPacked, as_shard, part_of, part_shape, places, put, split_quantized
 from unsloth_ddp.model.modules import DTYPES, base_model, replaced
 from unsloth_ddp.utils.errors import UserError, one_line
 
@@ -118,11 +118,9 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
                 parameter.data = parameter.data.to(torch.bfloat16)
     # accelerate casts trained weights to fp32 unless this is "no", --full_weights bf16 included.
     one_type = len({parameter.dtype for parameter in model.parameters() if parameter.requires_grad}) == 1
-    parts = _parts(model)
+    parts = [(part, found) for part, found in places(model) if isinstance(part, DTensor)]
     for part, found in parts:
-        empty = Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad)
-        for module, name in found:
-            setattr(module, name, empty)
+        put(Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad), found)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
@@ -139,30 +137,19 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     while parts:
         # Popping drops the last reference to a shard that is cast.
         part, found = parts.pop()
-        wrapped: Any = found[0][0].get_parameter(found[0][1])
+        _, module, name = found[0]
+        wrapped: Any = module.get_parameter(name)
         weight = as_shard(part.to_local().detach().to(wrapped.dtype), wrapped, wrapped.device_mesh)
         if on_host:
             weight = Parameter(weight.detach().to("cpu"), weight.requires_grad)
         weight.__dict__.update(part.__dict__)
-        for module, name in found:
-            setattr(module, name, weight)
+        put(weight, found)
     return model
-
-
-def _parts(model: Module) -> list[tuple[DTensor, list[tuple[Module, str]]]]:
-    """Return the weights that were read in shards, each with all its (module, name)."""
-    found: dict[Parameter, list[tuple[Module, str]]] = {}
-    for _, module, name, parameter in places(model):
-        found.setdefault(parameter, []).append((module, name))
-    return [(part, where) for part, where in found.items() if isinstance(part, DTensor)]
 
 
 def _check_shared(model: Any) -> None:
     """Refuse shared weights, except for a tied embedding and output head, which accelerate puts into one group."""
-    paths: dict[Parameter, list[str]] = {}
-    for path, _, _, parameter in places(model):
-        paths.setdefault(parameter, []).append(path)
-    shared = [found for found in paths.values() if len(found) > 1]
+    shared = [[path for path, _, _ in found] for _, found in places(model) if len(found) > 1]
     ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
     if shared and ends[0] is not ends[1]:
         raise UserError(
@@ -201,14 +188,11 @@ def _splittable(conversion: Any) -> bool:
 
 def _place(model: Module, mesh: DeviceMesh, skip: Callable[[str], bool]) -> None:
     """Replace weights on the meta device by DTensors on the meta device."""
-    placed: dict[Parameter, Parameter] = {}
-    for path, module, name, parameter in places(model):
-        if type(parameter) is not Parameter or not parameter.ndim or skip(path) or not _for_everyone(parameter, mesh):
-            continue
-        if parameter not in placed:
+    for parameter, found in places(model):
+        wanted = [one for one in found if not skip(one[0])]
+        if wanted and type(parameter) is Parameter and parameter.ndim and _for_everyone(parameter, mesh):
             local = torch.empty(part_shape(parameter.shape, mesh), dtype=parameter.dtype, device="meta")
-            placed[parameter] = as_shard(local, parameter, mesh)
-        setattr(module, name, placed[parameter])
+            put(as_shard(local, parameter, mesh), wanted)
 
 
 def _for_everyone(parameter: Parameter, mesh: DeviceMesh) -> bool:
@@ -219,11 +203,9 @@ def _for_everyone(parameter: Parameter, mesh: DeviceMesh) -> bool:
 
 def _split_the_rest(model: Module, mesh: DeviceMesh) -> None:
     """Replace the weights that were read whole by this rank's shards."""
-    split: dict[Parameter, Parameter] = {}
-    for _, module, name, parameter in places(model):
+    for parameter, found in places(model):
         if type(parameter) is Parameter and not isinstance(parameter, DTensor) and parameter.ndim:
-            if parameter not in split:
-                split[parameter] = as_shard(part_of(parameter.detach(), mesh), parameter, mesh)
-                # Upstream marks initialized weights with an attribute.
-                split[parameter].__dict__.update(parameter.__dict__)
-            setattr(module, name, split[parameter])
+            shard = as_shard(part_of(parameter.detach(), mesh), parameter, mesh)
+            # Upstream marks initialized weights with an attribute.
+            shard.__dict__.update(parameter.__dict__)
+            put(shard, found)

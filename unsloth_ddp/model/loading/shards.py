@@ -50,11 +50,23 @@ def as_shard(part: Tensor, like: Tensor, mesh: DeviceMesh) -> Parameter:
     return Parameter(whole, like.requires_grad)
 
 
-def places(model: Module) -> Iterator[tuple[str, Module, str, Parameter]]:
-    """Yield (path, module, name in the module, weight) of every weight; a tied weight comes several times."""
-    for path, module in list(model.named_modules()):
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            yield f"{path}.{name}".lstrip("."), module, name, parameter
+# Places of a weight: (path, module, name in the module).
+Places = list[tuple[str, Module, str]]
+
+
+def places(model: Module) -> list[tuple[Parameter, Places]]:
+    """Return every weight with its places; a tied weight has several."""
+    found: dict[Parameter, Places] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module, name))
+    return list(found.items())
+
+
+def put(weight: Parameter, found: Places) -> None:
+    """Put a weight into all places of the one that it replaces."""
+    for _, module, name in found:
+        setattr(module, name, weight)
 
 
 @contextlib.contextmanager

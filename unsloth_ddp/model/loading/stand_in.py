@@ -205,9 +205,7 @@ def unused(model: Module) -> Iterator[None]:
     def refuse(module: Module, inputs: Any) -> None:
         raise NoStandInError(f"its {plain_class(module).__name__} cannot be copied")
 
-    handles = [module.register_forward_pre_hook(refuse, prepend=True) for module in model.modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(refuse, prepend=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

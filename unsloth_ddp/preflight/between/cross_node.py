@@ -182,7 +182,7 @@ def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: boo
         verdict = "failure"
         remedy = (
             "Sharded runs write a part of each checkpoint from every node: put --output_dir on a file system that all "
-            "nodes share (NFS), or use --sharding none."
+            "nodes share (NFS), or use accelerate_configs/multi_node.yaml (DDP)."
         )
     elif False in seen.values():
         remedy = (

@@ -125,7 +125,7 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
             "trainable": trainable,
             "local": is_file(name),
             # Of Transformers, to load the model with.
-            "auto_class": model_class(config, name, trust_remote_code=settings.trust_remote_code).__name__,
+            "auto_class": model_class(config, settings).__name__,
             # What chat and export compare the base model with.
             "weights": trainer.checkpoints.identity.get("model_weights"),
             "license": base_license(name, settings.model_revision),

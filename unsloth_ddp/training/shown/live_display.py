@@ -87,7 +87,7 @@ class LiveDisplay:
             if not self._stream.is_lost:
                 self._console.print(Text.from_ansi(line))
             if self._stream.is_lost:
-                self._stream.keep(line)
+                self._stream.log(f"{line}\n")
 
 
 class _Drawing:

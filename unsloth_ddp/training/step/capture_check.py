@@ -13,7 +13,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import uncompiled_layers
-from unsloth_ddp.model.modules import kept_random_numbers
+from unsloth_ddp.model.modules import kept_gradients, kept_random_numbers
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus
 from unsloth_ddp.training.step.captured_step import CapturedStep
 from unsloth_ddp.utils.errors import one_line
@@ -91,23 +91,18 @@ def check_pass(
         ordinary: returns the loss with its autograd graph.
         other: returns the loss after the backward pass.
     """
-    before = [p.grad for p in trained]
     try:
-        for p in trained:
-            p.grad = None
-        with uncompiled_layers():
-            expected = ordinary()
-            expected.backward()
-        # Kept without a copy, because in full fine-tuning gradients are as large as the model.
-        gradients = [p.grad for p in trained]
-        for p in trained:
-            p.grad = None
-        return _difference(expected, other(), gradients, trained, tolerance)
+        with kept_gradients(trained):
+            with uncompiled_layers():
+                expected = ordinary()
+                expected.backward()
+            # Kept without a copy, because in full fine-tuning gradients are as large as the model.
+            gradients = [p.grad for p in trained]
+            for p in trained:
+                p.grad = None
+            return _difference(expected, other(), gradients, trained, tolerance)
     except Exception as error:
         return _failed(error)
-    finally:
-        for p, gradient in zip(trained, before, strict=True):
-            p.grad = gradient
 
 
 def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str | None:
@@ -122,18 +117,15 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
         why it failed, in a few words, or None.
     """
     parts = (example["input_ids"], example["labels"], example["lengths"])
-    one, before = torch.ones((), device=captured.device), [p.grad for p in captured.trained]
+    one = torch.ones((), device=captured.device)
     try:
-        with kept_random_numbers(captured.device):
+        with kept_random_numbers(captured.device), kept_gradients(captured.trained):
             for tokens in captured.shape.token_sizes:
                 if not captured.has_size(tokens):
                     captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, one)
         return None
     except Exception as error:
         return _failed(error)
-    finally:
-        for p, gradient in zip(captured.trained, before, strict=True):
-            p.grad = gradient
 
 
 def _failed(error: Exception) -> str:

@@ -88,10 +88,6 @@ class CapturedStep:
         """The shape of the micro-batches."""
         return self.forward.shape
 
-    def takes(self, batch: dict[str, Any]) -> bool:
-        """Return whether a micro-batch was padded to the shape; a larger one was not."""
-        return "padded_batch" in batch
-
     def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors]:
         """Add the gradients of a micro-batch to those of its step.
 

@@ -11,11 +11,10 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.supervised_head import SupervisedHead, fits_fused_head
-from unsloth_ddp.training.tasks.images import ImageTask
 from unsloth_ddp.training.tasks.kto import KtoTask
 from unsloth_ddp.training.tasks.pairs import PairTask
 from unsloth_ddp.training.tasks.task import Task
-from unsloth_ddp.training.tasks.text import TextTask
+from unsloth_ddp.training.tasks.text import ImageTask, TextTask
 
 
 def make_task(

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from unsloth_ddp.model.files.identity import model_identity
 from unsloth_ddp.model.forward.attention import flatten_for
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.reference_model import load_reference, reference_model
-from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.model.modules import evaluation_mode, replaced
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.utils.errors import UserError
 
@@ -129,13 +129,10 @@ def without_adapter(model: Any) -> Iterator[None]:
     """
     layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     assert layers, "the model has no adapter"
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for layer in layers:
-            layer._disable_adapters = False
+            stack.enter_context(replaced(layer, "_disable_adapters", True))
+        yield
 
 
 class ModelBeside(Reference):

@@ -6,7 +6,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -42,18 +41,12 @@ class TensorFile:
         self._entries: dict[str, object] = {}
         self._used = 0
         self._file = path.open("wb")
-        try:
-            self._file.seek(LENGTH_BYTES + self.room)
-        except BaseException:
-            self._file.close()
-            raise
+        self._file.seek(LENGTH_BYTES + self.room)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._file.close()
 
     @property
@@ -85,7 +78,6 @@ class TensorFile:
         """
         header = json.dumps({"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")).encode()
         if len(header) > self.room:
-            self._file.close()
             raise ValueError(f"the header of {self.path.name} needs {len(header)} bytes and has room for {self.room}")
         self._file.seek(0)
         self._file.write(self.room.to_bytes(LENGTH_BYTES, "little") + header.ljust(self.room))
@@ -94,6 +86,8 @@ class TensorFile:
 
 class ModelFiles:
     """Writes the weights of a model: one file, or several of up to `file_bytes` with an index, as save_pretrained does.
+
+    As a context manager, it removes what was written unless it was closed.
 
     Args:
         folder: exists.
@@ -143,10 +137,12 @@ class ModelFiles:
             text = json.dumps(index, indent=2) + "\n"
             (self.folder / f"{self.stem}.safetensors.index.json").write_text(text, encoding="utf-8")
 
-    def remove_unfinished(self) -> None:
-        """Remove what was written, unless it was closed."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         if self._open is not None:
-            self._open.__exit__(None, None, None)
+            self._open.__exit__(*raised)
             self._open.path.unlink(missing_ok=True)
         for path, _ in self._written:
             path.unlink(missing_ok=True)

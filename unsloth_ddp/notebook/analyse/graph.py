@@ -129,18 +129,19 @@ class Graph:
     @cached_property
     def trainers(self) -> set[str]:
         """Return the names that hold a trainer; calling one trains."""
-        return set(self._holding(self._gives_trainer)) - self.remote_names - self.functions.keys()
+        made = self._holding(lambda site: self.gives(site, lambda inner: makes_trainer(inner, self.trainer_classes)))
+        return set(made) - self.remote_names - self.functions.keys()
 
-    def _gives_trainer(self, site: CallSite, depth: int = 0) -> bool:
-        """Return whether a call makes a trainer, itself or as a function of the notebook that returns one."""
-        if makes_trainer(site, self.trainer_classes):
+    def gives(self, site: CallSite, wanted: Callable[[CallSite], bool], depth: int = 0) -> bool:
+        """Return whether a call is a wanted one, or that of a function of the notebook that returns what one gives."""
+        if wanted(site):
             return True
         body = self.functions.get(site.path)
         if body is None or body.is_class or depth > 3:
             return False
         returned = {whole for part, whole in body.aliases if part == RETURNED}
-        wanted = {RETURNED} | (returned if len(returned) == 1 else set())
-        return any(self._gives_trainer(inner, depth + 1) for name, inner in body.assigned if name in wanted)
+        names = {RETURNED} | (returned if len(returned) == 1 else set())
+        return any(self.gives(inner, wanted, depth + 1) for name, inner in body.assigned if name in names)
 
     @cached_property
     def accelerators(self) -> frozenset[str]:

@@ -108,7 +108,7 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
         once = not everywhere or statement.takes_sent or statement.usage.defines
         who = "once, by the main process" if once else "every process does, since what it makes cannot be sent"
         yield "paid call", f"calls a service: {who}"
-    if statement.reads_one_node:
+    if any(writer.role is not Role.NODE for writer in statement.writers):
         yield "read back", "only the main process saved this: several nodes need a shared disk"
     if Effect.INFER in effects and statement.needed and Effect.LOOP in effects:
         yield "inference", "every process generates here, in code that also trains"

@@ -82,7 +82,7 @@ class Statement:
     configs: frozenset[str] = frozenset()  # names that hold the config of one
     takes_sent: bool = False  # the main process sends it values
     stands_in: bool = False  # the other processes get a stand-in for the run that it starts
-    reads_one_node: bool = False  # it reads back what only the main process could save
+    writers: list["Statement"] = field(default_factory=list)  # what saved the paths that it reads back
     timed: frozenset[str] | None = None  # names of clock readings used for durations only; None ignores clocks
 
     @property

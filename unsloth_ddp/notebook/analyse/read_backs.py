@@ -46,10 +46,10 @@ def _settle(reader: Statement, writers: list[Statement], before: bool) -> None:
         on_one = not before or any(writer.role is not Role.NODE for writer in writers)
         reader.role = Role.MAIN if on_one else Role.NODE
         return
+    reader.writers += writers
     for writer in writers:
         if writer.role is Role.MAIN and _can_save_on_each_node(writer):
             writer.role = Role.NODE
-        reader.reads_one_node |= writer.role is not Role.NODE
 
 
 def _can_save_on_each_node(statement: Statement) -> bool:

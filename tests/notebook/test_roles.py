@@ -481,3 +481,29 @@ def test_methods_of_a_class_that_another_inherits_are_followed() -> None:
     )
     text = body(convert_cells("import torch", LOAD, DATA, *cells))
     assert text.count("    sizes = bench.size()") == 2
+
+
+_MADE = "SFTTrainer(model=model, args=SFTConfig(), train_dataset=[1])"
+
+
+@pytest.mark.parametrize(
+    ("made", "trains"),
+    [
+        (f"trainer = {_MADE}\nfrom unsloth import unsloth_train", "unsloth_train(trainer)"),
+        (f"trainer = {_MADE}\ndef go(what):\n    return what.train()", "go(trainer)"),
+        (f"runs = {{}}\nruns['a'] = {_MADE}", "runs['a'].train()"),
+        (f"runs = [{_MADE}]", "runs[0].train()"),
+        (f"trainer = {_MADE}\nsame = trainer", "same.train()"),
+        (f"import types\nrun = types.SimpleNamespace()\nrun.one = {_MADE}", "run.one.evaluate()"),
+        (
+            f"def start():\n    trainer = {_MADE}\n    return {{'trainer': trainer}}\nrun = start()",
+            "run['trainer'].train()",
+        ),
+    ],
+)
+def test_what_trains_is_never_guarded_however_the_trainer_is_reached(made: str, trains: str) -> None:
+    """Under a guard the main process would wait for the gradients of the others."""
+    text = body(
+        convert_cells(LOAD, "from trl import SFTConfig, SFTTrainer", made, f"stats = {trains}", "print(stats.metrics)")
+    )
+    assert f"\nstats = {trains}\n" in text and "IS_MAIN" not in text

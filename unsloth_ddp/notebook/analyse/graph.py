@@ -23,7 +23,7 @@ from unsloth_ddp.notebook.syntax.effects import (
     starts_run,
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import full_path, is_false
+from unsloth_ddp.notebook.syntax.tree import full_path, is_false, root_name
 from unsloth_ddp.notebook.syntax.usage import (
     NAMESPACE,
     RETURNED,
@@ -42,6 +42,7 @@ TOGETHER = SEEDS | {Effect.SYNC, Effect.GATHER}
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL, *TOGETHER}
 
+_TRAINS = {"train", "evaluate", "predict"}
 _SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
 # Methods of an accelerator that wait for nobody.
 _ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
@@ -144,6 +145,29 @@ class Graph:
         return any(self.gives(inner, wanted, depth + 1) for name, inner in body.assigned if name in names)
 
     @cached_property
+    def _holders(self) -> set[str]:
+        """Return the names through which a trainer may be reached: its other names, lists and objects that hold one."""
+        found: set[str] = set()
+        for usage in (s.usage for s in self.statements if isinstance(s.node, cst.SimpleStatementLine)):
+            sites = [
+                *usage.calls,
+                *(inner for site in usage.calls for b in self.bodies_run_by(site) for inner in b.calls),
+            ]
+            if any(makes_trainer(site, self.trainer_classes) for site in sites):
+                found |= usage.writes | usage.stores
+        follow_aliases(found, [(whole, part) for s in self.statements for part, whole in s.usage.aliases])
+        return found
+
+    def _may_train(self, site: CallSite) -> bool:
+        """Return whether a library's function gets a trainer (`unsloth_train(trainer)`), or what holds one is trained."""
+        if site.root in self.imports:
+            return bool(site.names & self.trainers)
+        reached, _, method = code(site.node.func).rpartition(".")
+        return (
+            method in _TRAINS and root_name(site.node.func) in self._holders and "model" not in reached.split(".")[-1]
+        )
+
+    @cached_property
     def accelerators(self) -> frozenset[str]:
         """Return the names that hold an object whose methods wait for the other processes."""
         return self._holding(lambda site: makes_accelerator(self.full_path(site)))
@@ -219,6 +243,8 @@ class Graph:
         if body is not None:
             if not body.is_class:
                 found |= self.effects_inside(site.path)
+                if site.names & self.trainers and any(i.tail in _TRAINS and i.root in body.params for i in body.calls):
+                    found.add(Effect.TRAIN)
             elif any(downloads_data(self.full_path(inner)) for inner in body.calls):
                 found.add(Effect.DATA)  # a Dataset class that downloads when it is made
         elif owner := self._owner(site):
@@ -231,6 +257,8 @@ class Graph:
             found |= call_effects(site, full, self.trainers, self.trainer_classes)
             if not found and site.root in self.imports and site.tail.startswith(_SETS_LIBRARY):
                 found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
+            if not found and self._may_train(site):
+                found.add(Effect.TRAIN)
         for name in (site.names & self.functions.keys()).difference(params):
             found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
         return found

@@ -22,9 +22,8 @@ _KNOWN = ONCE | {Effect.INPUT, Effect.PRINT, Effect.SHOW}
 def makes_plain_values(graph: Graph, statement: Statement) -> bool:
     """Return whether everything that a statement binds or changes is plain."""
     usage = statement.usage
-    if usage.imports or usage.defines or not gives_plain_values(graph, statement, usage):
-        return False
-    if any(graph.gives(site, lambda made: made.tail in _OPENS) for _, site in usage.assigned):
+    opens = any(graph.gives(site, lambda made: made.tail in _OPENS) for _, site in usage.assigned)
+    if opens or usage.imports or usage.defines or not gives_plain_values(graph, statement, usage):
         return False
     earlier = [graph.statements[i] for i in statement.uses]
     changed = usage.mutates | (usage.writes if statement.conditional else set())

@@ -206,7 +206,9 @@ def call_effects(site: CallSite, full: str, trainers: set[str], classes: Trainer
     if is_loader_call(site.path):
         return {Effect.LOAD}
     if is_trainer_method(site, trainers):
-        return {Effect.TRAIN} if _TRAIN.match(tail) else _method_effects(tail)
+        if _TRAIN.match(tail):
+            return {Effect.TRAIN}
+        return {Effect.SYNC, Effect.SAVE} if _SAVE.match(tail) else {Effect.SYNC}  # it asks for itself who saves
     if tail in ("for_inference", "for_training"):
         return {Effect.MODE}
     found = {effect for effect, pattern in _BY_PATH.items() if pattern.search(full)}
@@ -231,11 +233,6 @@ def call_effects(site: CallSite, full: str, trainers: set[str], classes: Trainer
     if draws_from(site, full):
         found.add(Effect.RANDOM)
     return found | _display_effects(site, full)
-
-
-def _method_effects(tail: str) -> set[Effect]:
-    """Return the effects of a trainer's or an accelerator's method: it asks for itself which process saves."""
-    return {Effect.SYNC, Effect.SAVE} if _SAVE.match(tail) else {Effect.SYNC}
 
 
 def _display_effects(site: CallSite, full: str) -> set[Effect]:

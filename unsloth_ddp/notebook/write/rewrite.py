@@ -95,10 +95,10 @@ class _Rewriter(LineEditor):
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> Small:
         """Let one process on each node open a file to write to: opened again, it would be emptied under the first."""
-        call, made = original_node.value, updated_node.value
-        if self.nested or self.context.on_one_process or not isinstance(made, cst.Call) or code(made.func) != "open":
+        made, line = updated_node.value, cst.SimpleStatementLine(body=[cst.Expr(original_node.value)])
+        if not isinstance(made, cst.Call) or code(made.func) != "open" or self.nested or self.context.on_one_process:
             return updated_node
-        if Effect.FILE not in self.graph.effects_of(collect(cst.SimpleStatementLine(body=[cst.Expr(call)]))):
+        if Effect.FILE not in self.graph.effects_of(collect(line)):
             return updated_node
         self.note(self.context.edit("save", "one process on each node writes this file"))
         given = keyword(made, "file") or made.args[0]

@@ -274,9 +274,8 @@ def _shared_value(
     """Return `x = from_main(lambda: value)` for a single assignment whose value every process needs."""
     first = group[0].statement
     whole = first.share_value
-    if first.role is Role.NODE and Effect.FILE in first.effects and not whole:
-        return None  # its files have to be on each node
-    if len(group) != 1 or not (whole or len(share) == 1):
+    on_each = first.role is Role.NODE and Effect.FILE in first.effects  # its files have to be on each node
+    if len(group) != 1 or not (whole or (len(share) == 1 and not on_each)):
         return None
     match nodes[0]:
         case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target)]) as small]):

@@ -151,6 +151,12 @@ def test_files_written_for_training_are_written_once_a_node() -> None:
     assert text.index("wait_for_everyone()") < text.index("main_process_first()")
 
 
+def test_a_database_that_reward_functions_ask_is_filled_once_a_node_before_the_others_go_on() -> None:
+    cell = "import sqlite3\nbase = sqlite3.connect('a.db')\nframe.to_sql('a', base)\nprint(len(frame))"
+    text = body(convert_cells(LOAD, "import pandas as pd\nframe = pd.DataFrame()", cell, DATA, TRAIN))
+    assert "    base = sqlite3.connect('a.db')\n    frame.to_sql('a', base)\nwait_for_everyone()\n" in text
+
+
 def test_a_files_name_is_not_mistaken_for_a_result() -> None:
     """`f` is bound again by what reads the file: nothing of the first one is needed."""
     cells = ("with open('rows', 'w') as f:\n    f.write('x')", "with open('rows') as f:\n    dataset = f.readlines()")

@@ -270,7 +270,7 @@ def _is_data(site: CallSite, full: str) -> bool:
 def _writes_file(site: CallSite, full: str) -> bool:
     if full in ("open", "io.open", "codecs.open") or (site.tail == "open" and site.root == "?"):
         return any(_is_write_mode(arg) for arg in site.node.args)
-    if site.tail in ("to_csv", "to_json"):
+    if site.tail in ("to_csv", "to_json", "to_sql"):
         return bool(site.node.args)
     if site.is_method and site.tail == "save" and site.node.args:
         return not site.root.startswith(("model", "trainer")) or full.startswith(("torch.", "numpy."))

@@ -502,6 +502,11 @@ _MADE = "SFTTrainer(model=model, args=SFTConfig(), train_dataset=[1])"
         (f"trainer = {_MADE}\nsame = trainer", "same.train()"),
         (f"import types\nrun = types.SimpleNamespace()\nrun.one = {_MADE}", "run.one.evaluate()"),
         (
+            "from trl import SFTTrainer as Kind\nrun = Kind(model=model, args=SFTConfig(), train_dataset=[1])",
+            "run.train()",
+        ),
+        ("Kind = SFTTrainer\nrun = Kind(model=model, args=SFTConfig(), train_dataset=[1])", "run.train()"),
+        (
             f"def start():\n    trainer = {_MADE}\n    return {{'trainer': trainer}}\nrun = start()",
             "run['trainer'].train()",
         ),

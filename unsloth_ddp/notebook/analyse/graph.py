@@ -20,6 +20,7 @@ from unsloth_ddp.notebook.syntax.effects import (
     is_trainer_call,
     makes_accelerator,
     makes_trainer,
+    names_trainer,
     starts_run,
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
@@ -251,7 +252,7 @@ class Graph:
             found |= self.effects_inside(owner)
         elif site.root in self.accelerators and site.tail not in _ALONE:
             found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
-        elif self._gathers and site.is_method and site.tail == "compute":
+        elif site.path.endswith(".compute") and any("torchmetrics" in path for path in self.imports.values()):
             found.add(Effect.GATHER)
         else:
             found |= call_effects(site, full, self.trainers, self.trainer_classes)
@@ -262,10 +263,6 @@ class Graph:
         for name in (site.names & self.functions.keys()).difference(params):
             found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
         return found
-
-    @cached_property
-    def _gathers(self) -> bool:
-        return any(path.split(".")[0] == "torchmetrics" for path in self.imports.values())
 
     # What calls run ---------------------------------------------------------------------------------------------------
 
@@ -351,7 +348,7 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
             statement.effects.add(Effect.STATE)
         # A module's function changes its arguments or the world, not the name it was imported under.
         statement.usage.mutates -= imports.keys()
-    graph = Graph(statements, imports, functions, _trainer_classes(functions))
+    graph = Graph(statements, imports, functions, _trainer_classes(functions, imports, aliases))
     for statement in statements:
         statement.effects |= graph.effects_of(statement.usage)
         if statement.usage.iterates & graph.shared:
@@ -361,10 +358,14 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
     return graph
 
 
-def _trainer_classes(functions: dict[str, DeferredBody]) -> TrainerClasses:
-    """Return the notebook's classes that inherit from a trainer, whatever they are called."""
+def _trainer_classes(
+    functions: dict[str, DeferredBody], imports: dict[str, str], aliases: list[tuple[str, str]]
+) -> TrainerClasses:
+    """Return what the notebook calls trainers' classes: those it imports, its own that inherit from one, other names."""
     found = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
-    while further := {name for name, body in functions.items() if found & set(body.bases)} - found:
+    found |= {name for name, path in imports.items() if names_trainer(path.split(".")[-1])}
+    other = [*aliases, *((name, base) for name, body in functions.items() for base in body.bases)]
+    while further := {name for name, of in other if of in found} - found:
         found |= further
     classes = TrainerClasses(found)
     classes.others = frozenset(functions.keys() - found)

@@ -159,3 +159,35 @@ def test_the_helper_seeds_what_it_is_told_to() -> None:
 
 def test_another_seed() -> None:
     assert "shuffle(seed=7)" in body(convert_cells(LOAD, LOADED, "dataset = dataset.shuffle()", TRAIN, seed=7))
+
+
+REWARDED = (
+    "from trl import GRPOConfig, GRPOTrainer\n"
+    "trainer = GRPOTrainer(model=model, train_dataset=rows, reward_funcs=[reward], args=GRPOConfig())\n"
+    "trainer.train()"
+)
+
+
+@pytest.mark.parametrize(
+    ("opened", "made"),
+    [
+        ("log = open('a.txt', 'a')", "    log = open('a.txt' if LOCAL_RANK == 0 else os.devnull, 'a')"),
+        ("log = open(mode='w', file=path)", "    log = open(mode='w', file=path if LOCAL_RANK == 0 else os.devnull)"),
+        ("import os\nlog = os.popen('sort > a.txt', 'w')", "    log = os.popen("),
+        (
+            "import os, sqlite3\ndef start():\n    os.makedirs('d')\n    base = sqlite3.connect('d/a')\n    return base\n"
+            "log = start()",
+            "    log = start()",
+        ),
+    ],
+)
+def test_what_a_process_has_opened_is_not_sent(opened: str, made: str) -> None:
+    reward = "def reward(completions, **given):\n    log.write('x')\n    return [1.0]"
+    text = body(convert_cells(LOAD, "rows = [1]\npath = 'a.txt'", opened, reward, REWARDED))
+    assert f"with main_process_first():\n{made}" in text and "from_main" not in text
+
+
+def test_a_file_that_a_function_reads_does_not_keep_its_value() -> None:
+    read = "import json\ndef read(path):\n    with open(path) as file:\n        return json.load(file)"
+    ask = "import os\nos.makedirs('d')\nsize = read(input())"
+    assert "size = read(from_main(lambda: input()))" in body(convert_cells(LOAD, read, ask, "dataset = [size]", TRAIN))

@@ -257,3 +257,8 @@ def test_await_at_the_top_level_runs_on_one_loop() -> None:
 @pytest.mark.parametrize("line", ["cd ..", "cd ../data", "cd ."])
 def test_a_change_of_folder_without_its_sign_is_one(line: str) -> None:
     assert f'os.chdir(os.path.expanduser("{line[3:]}"))' in body(convert_cells(line, LOAD))
+
+
+def test_an_indent_that_only_the_first_lines_have_is_taken_off() -> None:
+    """Colab's IPython runs such a cell."""
+    assert "\na = 1\n\nb = a\nc = 2\n" in body(convert_cells(LOAD, "  a = 1\n\n  b = a\nc = 2"))

@@ -105,3 +105,26 @@ def test_an_evaluation_that_seeds_what_it_generates_runs_once() -> None:
     )
     text = body(convert_cells(LOAD, DATA, TRAIN, *cells))
     assert "if IS_MAIN:\n    for steps in (1, 16):" in text and "main_process_first():\n    for steps" not in text
+
+
+WRITE = "import json\nwith open('rows.json', 'w') as file:\n    json.dump(rows, file)"
+READ = "from datasets import load_dataset\ndataset = load_dataset('json', data_files='rows.json')"
+
+
+def test_rows_of_a_file_that_training_reads_are_made_on_each_node() -> None:
+    make = "rows = []\nfor row in (1, 2):\n    rows.append(row)\n    print(row)\nif len(rows) < 9:\n    rows = rows * 2\n    print(9)"
+    done = convert_cells(LOAD, f"{make}\n{WRITE}\n{READ}", TRAIN)
+    assert "if LOCAL_RANK == 0:\n    rows = []\n" in body(done) and "IS_MAIN" not in body(done) and kinds(done) == []
+
+
+def test_a_file_of_rows_that_only_the_main_process_makes_needs_a_shared_disk() -> None:
+    make = "rows = []\nfor text in ('a', 'b'):\n    rows.append(model.generate(text))"
+    done = convert_cells(LOAD, make, WRITE, READ, TRAIN)
+    assert "if IS_MAIN:\n    with open('rows.json', 'w')" in body(done) and kinds(done) == ["read back"]
+
+
+def test_a_function_writes_its_file_on_each_node_and_its_value_is_the_main_process_s() -> None:
+    make = "def write(rows):\n    with open('rows.json', 'w') as file:\n        file.write(str(rows))\n    return 'rows.json'"
+    read = "from datasets import load_dataset\ndataset = load_dataset('json', data_files=path)"
+    text = body(convert_cells(LOAD, make, "path = write([1])", read, TRAIN))
+    assert "if LOCAL_RANK == 0:\n    path = write([1])\npath = from_main(lambda: path)\n" in text

@@ -151,6 +151,12 @@ def test_files_written_for_training_are_written_once_a_node() -> None:
     assert text.index("wait_for_everyone()") < text.index("main_process_first()")
 
 
+def test_a_database_that_reward_functions_ask_is_filled_once_a_node_before_the_others_go_on() -> None:
+    cell = "import sqlite3\nbase = sqlite3.connect('a.db')\nframe.to_sql('a', base)\nprint(len(frame))"
+    text = body(convert_cells(LOAD, "import pandas as pd\nframe = pd.DataFrame()", cell, DATA, TRAIN))
+    assert "    base = sqlite3.connect('a.db')\n    frame.to_sql('a', base)\nwait_for_everyone()\n" in text
+
+
 def test_a_files_name_is_not_mistaken_for_a_result() -> None:
     """`f` is bound again by what reads the file: nothing of the first one is needed."""
     cells = ("with open('rows', 'w') as f:\n    f.write('x')", "with open('rows') as f:\n    dataset = f.readlines()")
@@ -481,3 +487,34 @@ def test_methods_of_a_class_that_another_inherits_are_followed() -> None:
     )
     text = body(convert_cells("import torch", LOAD, DATA, *cells))
     assert text.count("    sizes = bench.size()") == 2
+
+
+_MADE = "SFTTrainer(model=model, args=SFTConfig(), train_dataset=[1])"
+
+
+@pytest.mark.parametrize(
+    ("made", "trains"),
+    [
+        (f"trainer = {_MADE}\nfrom unsloth import unsloth_train", "unsloth_train(trainer)"),
+        (f"trainer = {_MADE}\ndef go(what):\n    return what.train()", "go(trainer)"),
+        (f"runs = {{}}\nruns['a'] = {_MADE}", "runs['a'].train()"),
+        (f"runs = [{_MADE}]", "runs[0].train()"),
+        (f"trainer = {_MADE}\nsame = trainer", "same.train()"),
+        (f"import types\nrun = types.SimpleNamespace()\nrun.one = {_MADE}", "run.one.evaluate()"),
+        (
+            "from trl import SFTTrainer as Kind\nrun = Kind(model=model, args=SFTConfig(), train_dataset=[1])",
+            "run.train()",
+        ),
+        ("Kind = SFTTrainer\nrun = Kind(model=model, args=SFTConfig(), train_dataset=[1])", "run.train()"),
+        (
+            f"def start():\n    trainer = {_MADE}\n    return {{'trainer': trainer}}\nrun = start()",
+            "run['trainer'].train()",
+        ),
+    ],
+)
+def test_what_trains_is_never_guarded_however_the_trainer_is_reached(made: str, trains: str) -> None:
+    """Under a guard the main process would wait for the gradients of the others."""
+    text = body(
+        convert_cells(LOAD, "from trl import SFTConfig, SFTTrainer", made, f"stats = {trains}", "print(stats.metrics)")
+    )
+    assert f"\nstats = {trains}\n" in text and "IS_MAIN" not in text

@@ -73,11 +73,9 @@ def trains_nothing(sources: list[str]) -> bool:
 
 def check_notebook(graph: Graph, context: ConversionContext) -> list[str]:
     """Return comments with the warnings about the notebook as a whole."""
-    live = [s for s in graph.statements if not is_dead(s.node)]
-    functions = set().union(*graph.function_effects.values(), set())
-    effects = functions.union(*(s.effects for s in live))
     context.cell = None
-    if not effects & SEEDS:
+    live = [s.effects for s in graph.statements if not is_dead(s.node)]
+    if not SEEDS & set().union(*graph.function_effects.values(), *live):
         return [context.warn("no trainer", "no trainer found: nothing here is known to train on several processes")]
     return []
 
@@ -96,7 +94,8 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
     effects = statement.effects.union(*(graph.effects_inside(name) & {Effect.LOOP} for name in statement.usage.defines))
     everywhere = statement.role in (Role.ALL, Role.FIRST)
     shared = context.accelerated or id(statement) in context.shared_loops
-    if Effect.LOOP in effects and not (shared or Effect.TRAIN in effects or _only_calls(statement)):
+    here = any(site.tail == "backward" for site in _sites(statement))  # and not in a function that it only calls
+    if Effect.LOOP in effects and here and not (shared or Effect.TRAIN in effects):
         yield "loop", _LOOP_WITH_ACCELERATE if graph.prepares else _LOOP
     if effects & SEEDS and _breaks_by_the_clock(statement, graph):
         yield "loop", "ends by the clock: each process has its own, and those that go on wait"
@@ -108,7 +107,7 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
         once = not everywhere or statement.takes_sent or statement.usage.defines
         who = "once, by the main process" if once else "every process does, since what it makes cannot be sent"
         yield "paid call", f"calls a service: {who}"
-    if statement.reads_one_node:
+    if any(writer.role is not Role.NODE for writer in statement.writers):
         yield "read back", "only the main process saved this: several nodes need a shared disk"
     if Effect.INFER in effects and statement.needed and Effect.LOOP in effects:
         yield "inference", "every process generates here, in code that also trains"
@@ -186,11 +185,6 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
             yield "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
 
 
-def _only_calls(statement: Statement) -> bool:
-    """Return whether the loop is in a function that the statement calls; the function carries the warning."""
-    return not any(site.tail == "backward" for site in _sites(statement))
-
-
 def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     for site in _sites(statement):
         full = graph.full_path(site)
@@ -235,15 +229,11 @@ def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext
     counts = {graph.full_path(site) for site in _sites(statement) if site.tail == "device_count"}
     if counts - set(DEVICE_COUNTS) and statement.role is not Role.MAIN:
         yield "sizing", "counts the GPUs itself; under DDP every process has one"
-    elif isinstance(statement.node, cst.SimpleStatementLine) and any(map(_sets_batch, statement.node.body)):
+        return
+    lines = statement.node.body if isinstance(statement.node, cst.SimpleStatementLine) else []
+    targets = [small.targets[0].target for small in lines if isinstance(small, cst.Assign)]
+    if any(isinstance(target, cst.Attribute) and target.attr.value in _COUNTS for target in targets):
         yield "sizing", "changes the batch after the arguments were made; check the global batch"
-
-
-def _sets_batch(small: cst.BaseSmallStatement) -> bool:
-    if not isinstance(small, cst.Assign):
-        return False
-    target = small.targets[0].target
-    return isinstance(target, cst.Attribute) and target.attr.value in _COUNTS
 
 
 _CHECKS = (

@@ -20,10 +20,11 @@ from unsloth_ddp.notebook.syntax.effects import (
     is_trainer_call,
     makes_accelerator,
     makes_trainer,
+    names_trainer,
     starts_run,
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import full_path, is_false
+from unsloth_ddp.notebook.syntax.tree import full_path, is_false, root_name
 from unsloth_ddp.notebook.syntax.usage import (
     NAMESPACE,
     RETURNED,
@@ -42,6 +43,7 @@ TOGETHER = SEEDS | {Effect.SYNC, Effect.GATHER}
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL, *TOGETHER}
 
+_TRAINS = {"train", "evaluate", "predict"}
 _SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
 # Methods of an accelerator that wait for nobody.
 _ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
@@ -82,7 +84,7 @@ class Statement:
     configs: frozenset[str] = frozenset()  # names that hold the config of one
     takes_sent: bool = False  # the main process sends it values
     stands_in: bool = False  # the other processes get a stand-in for the run that it starts
-    reads_one_node: bool = False  # it reads back what only the main process could save
+    writers: list["Statement"] = field(default_factory=list)  # what saved the paths that it reads back
     timed: frozenset[str] | None = None  # names of clock readings used for durations only; None ignores clocks
 
     @property
@@ -129,18 +131,42 @@ class Graph:
     @cached_property
     def trainers(self) -> set[str]:
         """Return the names that hold a trainer; calling one trains."""
-        return set(self._holding(self._gives_trainer)) - self.remote_names - self.functions.keys()
+        made = self._holding(lambda site: self.gives(site, lambda inner: makes_trainer(inner, self.trainer_classes)))
+        return set(made) - self.remote_names - self.functions.keys()
 
-    def _gives_trainer(self, site: CallSite, depth: int = 0) -> bool:
-        """Return whether a call makes a trainer, itself or as a function of the notebook that returns one."""
-        if makes_trainer(site, self.trainer_classes):
+    def gives(self, site: CallSite, wanted: Callable[[CallSite], bool], depth: int = 0) -> bool:
+        """Return whether a call is a wanted one, or that of a function of the notebook that returns what one gives."""
+        if wanted(site):
             return True
         body = self.functions.get(site.path)
         if body is None or body.is_class or depth > 3:
             return False
         returned = {whole for part, whole in body.aliases if part == RETURNED}
-        wanted = {RETURNED} | (returned if len(returned) == 1 else set())
-        return any(self._gives_trainer(inner, depth + 1) for name, inner in body.assigned if name in wanted)
+        names = {RETURNED} | (returned if len(returned) == 1 else set())
+        return any(self.gives(inner, wanted, depth + 1) for name, inner in body.assigned if name in names)
+
+    @cached_property
+    def _holders(self) -> set[str]:
+        """Return the names through which a trainer may be reached: its other names, lists and objects that hold one."""
+        found: set[str] = set()
+        for usage in (s.usage for s in self.statements if isinstance(s.node, cst.SimpleStatementLine)):
+            sites = [
+                *usage.calls,
+                *(inner for site in usage.calls for b in self.bodies_run_by(site) for inner in b.calls),
+            ]
+            if any(makes_trainer(site, self.trainer_classes) for site in sites):
+                found |= usage.writes | usage.stores
+        follow_aliases(found, [(whole, part) for s in self.statements for part, whole in s.usage.aliases])
+        return found
+
+    def _may_train(self, site: CallSite) -> bool:
+        """Return whether a library's function gets a trainer (`unsloth_train(trainer)`), or what holds one is trained."""
+        if site.root in self.imports:
+            return bool(site.names & self.trainers)
+        reached, _, method = code(site.node.func).rpartition(".")
+        return (
+            method in _TRAINS and root_name(site.node.func) in self._holders and "model" not in reached.split(".")[-1]
+        )
 
     @cached_property
     def accelerators(self) -> frozenset[str]:
@@ -218,25 +244,25 @@ class Graph:
         if body is not None:
             if not body.is_class:
                 found |= self.effects_inside(site.path)
+                if site.names & self.trainers and any(i.tail in _TRAINS and i.root in body.params for i in body.calls):
+                    found.add(Effect.TRAIN)
             elif any(downloads_data(self.full_path(inner)) for inner in body.calls):
                 found.add(Effect.DATA)  # a Dataset class that downloads when it is made
         elif owner := self._owner(site):
             found |= self.effects_inside(owner)
         elif site.root in self.accelerators and site.tail not in _ALONE:
             found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
-        elif self._gathers and site.is_method and site.tail == "compute":
+        elif site.path.endswith(".compute") and any("torchmetrics" in path for path in self.imports.values()):
             found.add(Effect.GATHER)
         else:
             found |= call_effects(site, full, self.trainers, self.trainer_classes)
             if not found and site.root in self.imports and site.tail.startswith(_SETS_LIBRARY):
                 found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
+            if not found and self._may_train(site):
+                found.add(Effect.TRAIN)
         for name in (site.names & self.functions.keys()).difference(params):
             found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
         return found
-
-    @cached_property
-    def _gathers(self) -> bool:
-        return any(path.split(".")[0] == "torchmetrics" for path in self.imports.values())
 
     # What calls run ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +348,7 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
             statement.effects.add(Effect.STATE)
         # A module's function changes its arguments or the world, not the name it was imported under.
         statement.usage.mutates -= imports.keys()
-    graph = Graph(statements, imports, functions, _trainer_classes(functions))
+    graph = Graph(statements, imports, functions, _trainer_classes(functions, imports, aliases))
     for statement in statements:
         statement.effects |= graph.effects_of(statement.usage)
         if statement.usage.iterates & graph.shared:
@@ -332,10 +358,14 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
     return graph
 
 
-def _trainer_classes(functions: dict[str, DeferredBody]) -> TrainerClasses:
-    """Return the notebook's classes that inherit from a trainer, whatever they are called."""
+def _trainer_classes(
+    functions: dict[str, DeferredBody], imports: dict[str, str], aliases: list[tuple[str, str]]
+) -> TrainerClasses:
+    """Return what the notebook calls trainers' classes: those it imports, its own that inherit from one, other names."""
     found = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
-    while further := {name for name, body in functions.items() if found & set(body.bases)} - found:
+    found |= {name for name, path in imports.items() if names_trainer(path.split(".")[-1])}
+    other = [*aliases, *((name, base) for name, body in functions.items() for base in body.bases)]
+    while further := {name for name, of in other if of in found} - found:
         found |= further
     classes = TrainerClasses(found)
     classes.others = frozenset(functions.keys() - found)

@@ -207,7 +207,7 @@ class MainValues:
             case cst.For() | cst.CompFor():
                 return [part for part in node.children if part is not node.target]
             case cst.BinaryOperation(operator=cst.Subtract()) | cst.Comparison():
-                return [part for part in node.children if not self.is_fresh(_operand(part))]
+                return [part for part in node.children if not self.is_fresh(getattr(part, "comparator", part))]
             case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in (self.timed or ()):
                 return node.children if self.reads_tracker(node.value) else []
             case cst.SimpleStatementLine(body=[cst.Expr()]):
@@ -250,10 +250,6 @@ def chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
                 node = node.func
             case _:
                 return node, steps[::-1]
-
-
-def _operand(node: cst.CSTNode) -> cst.CSTNode:
-    return node.comparator if isinstance(node, cst.ComparisonTarget) else node
 
 
 # Which statements ----------------------------------------------------------------------------------------------------

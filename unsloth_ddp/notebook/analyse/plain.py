@@ -14,13 +14,16 @@ from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
 
 # Third-party functions that hand through what they get, or give text.
 _HAND_ON = {"tqdm", "requests", "httpx", "yaml", "dotenv", "json5", "regex"}
+# What gives an open file, a pipe or a connection, which cannot be sent.
+_OPENS = {"open", "popen", "connect"}
 _KNOWN = ONCE | {Effect.INPUT, Effect.PRINT, Effect.SHOW}
 
 
 def makes_plain_values(graph: Graph, statement: Statement) -> bool:
     """Return whether everything that a statement binds or changes is plain."""
     usage = statement.usage
-    if usage.imports or usage.defines or not gives_plain_values(graph, statement, usage):
+    opens = any(graph.gives(site, lambda made: made.tail in _OPENS) for _, site in usage.assigned)
+    if opens or usage.imports or usage.defines or not gives_plain_values(graph, statement, usage):
         return False
     earlier = [graph.statements[i] for i in statement.uses]
     changed = usage.mutates | (usage.writes if statement.conditional else set())

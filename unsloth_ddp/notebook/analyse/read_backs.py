@@ -30,15 +30,12 @@ def keep_read_backs(graph: Graph, last: int) -> None:
                 if re.fullmatch(r"[\w./~-]+", path):
                     saved.setdefault(path, []).append(statement)
         elif statement.role in (Role.ALL, Role.FIRST) and saved:
-            found = [s for path in paths.read_by(statement) for s in _writers(path, saved)]
+            read = [path.rstrip("/") + "/" for path in paths.read_by(statement)]
+            folders = [folder for folder in saved if any(path.startswith(folder.rstrip("/") + "/") for path in read)]
+            found = [writer for folder in folders for writer in saved[folder]]
             if found and statement.usage.calls and not statement.usage.defines:
                 _settle(statement, found, index < last)
         paths.learn(statement)
-
-
-def _writers(path: str, saved: dict[str, list[Statement]]) -> list[Statement]:
-    folders = [folder for folder in saved if path == folder or path.startswith(folder.rstrip("/") + "/")]
-    return [statement for folder in folders for statement in saved[folder]]
 
 
 def _settle(reader: Statement, writers: list[Statement], before: bool) -> None:
@@ -46,10 +43,10 @@ def _settle(reader: Statement, writers: list[Statement], before: bool) -> None:
         on_one = not before or any(writer.role is not Role.NODE for writer in writers)
         reader.role = Role.MAIN if on_one else Role.NODE
         return
+    reader.writers += writers
     for writer in writers:
         if writer.role is Role.MAIN and _can_save_on_each_node(writer):
             writer.role = Role.NODE
-        reader.reads_one_node |= writer.role is not Role.NODE
 
 
 def _can_save_on_each_node(statement: Statement) -> bool:

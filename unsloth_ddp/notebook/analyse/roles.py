@@ -31,6 +31,7 @@ def assign_roles(graph: Graph) -> None:
     _drop_installs(graph)
     keep_trackers(graph)
     _keep_handles(graph)
+    _fill_files_on_each_node(graph, last)
     keep_read_backs(graph, last)
     while _settle(graph, last):
         pass
@@ -99,6 +100,15 @@ def removes_files(node: cst.BaseStatement) -> bool:
     """Return whether code removes files or moves them, which a second process would not find any more."""
     removes = {"remove", "unlink", "rmdir", "rmtree", "removedirs", "rename", "replace", "move", "symlink"}
     return any(site.tail in removes for site in collect(node).calls)
+
+
+def _fill_files_on_each_node(graph: Graph, last: int) -> None:
+    """Let one process on each node make what its files and commands are made of, where that only prints besides."""
+    for statement in reversed(graph.statements[: last + 1]):
+        if statement.role is Role.NODE:
+            for maker in (graph.statements[i] for i in statement.uses):
+                if maker.role is Role.MAIN and maker.effects <= {Effect.PRINT, Effect.SHOW}:
+                    maker.role = Role.NODE
 
 
 def _needed_names(graph: Graph, statement: Statement) -> list[str]:

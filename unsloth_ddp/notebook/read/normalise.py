@@ -87,13 +87,11 @@ class _Normaliser(LineEditor):
             return updated_node.with_changes(value=call) if call is not None else cst.RemoveFromParent()
         if isinstance(updated_node.value, cst.Call) and variable_of(updated_node.value):
             return self._without_launchers(updated_node.value, updated_node)
-        if isinstance(updated_node.value, cst.Name) and self._is_bare_magic(updated_node.value.value):
-            self.note(self.context.edit("magic", f"%{updated_node.value.value} is for notebooks"))
+        name = updated_node.value.value if isinstance(updated_node.value, cst.Name) else ""
+        if name in _QUIET and name not in self.context.bound:
+            self.note(self.context.edit("magic", f"%{name} is for notebooks"))
             return cst.RemoveFromParent()
         return updated_node
-
-    def _is_bare_magic(self, name: str) -> bool:
-        return name in _QUIET and name not in self.context.bound
 
     def _line_magic(self, name: str, line: str, node: cst.Expr) -> Small:
         context = self.context
@@ -155,7 +153,8 @@ class _Normaliser(LineEditor):
         if isinstance(target, cst.Name):
             held = hosts.is_secret(updated_node.value, self.context)
             (self.context.secrets.add if held else self.context.secrets.discard)(target.value)
-            if isinstance(original_node.value, cst.Call) and self._is_client(original_node.value):
+            root = dotted(original_node.value.func).split(".")[0] if isinstance(original_node.value, cst.Call) else ""
+            if self.context.imports.get(root, "").startswith("kaggle_secrets."):
                 self.note(self.context.edit("host", "secrets come from the environment"))
                 return cst.RemoveFromParent()
         if self._is_left_out(original_node.value, updated_node.value):
@@ -173,10 +172,6 @@ class _Normaliser(LineEditor):
         if not isinstance(original, cst.Call) or not isinstance(updated, cst.Call):
             return False
         return hosts.is_dropped(original, self.context) and code(original.func) == code(updated.func)
-
-    def _is_client(self, call: cst.Call) -> bool:
-        root = dotted(call.func).split(".")[0]
-        return self.context.imports.get(root, "").startswith("kaggle_secrets.")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         if self._is_shell(node.value) and node.attr.value in SHELL_METHODS:

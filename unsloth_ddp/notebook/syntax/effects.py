@@ -145,7 +145,7 @@ _SEEDS_ALL = re.compile(
     r"(set_seed|seed_everything|enable_full_determinism)$"
 )
 # Those of tokenizers count words.
-_TRAINER_NAME = re.compile(r"^(?!(Bpe|WordPiece|WordLevel|Unigram)Trainer$)([A-Z]\w*)?Trainer$")
+names_trainer = re.compile(r"^(?!(Bpe|WordPiece|WordLevel|Unigram)Trainer$)([A-Z]\w*)?Trainer$").match
 # Libraries whose trainings run on machines of their own.
 is_remote = re.compile(r"^(sagemaker|kubeflow|vertexai|google\.cloud\.aiplatform|azure\.ai\.ml|ray\.train)\.").match
 REMOTE_STARTS = {"train", "fit", "deploy", "run", "submit", "create_job"}
@@ -159,7 +159,7 @@ _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr"
 
 
 class TrainerClasses(frozenset[str]):
-    """The notebook's classes that inherit from a trainer, and those that do not, whatever they are called."""
+    """What the notebook calls trainers' classes, its own too, and its classes that are none, whatever they are called."""
 
     others: frozenset[str] = frozenset()
 
@@ -171,7 +171,7 @@ def is_trainer_call(site: CallSite, classes: TrainerClasses) -> bool:
 
 def makes_trainer(site: CallSite, classes: TrainerClasses) -> bool:
     """Return whether a call makes a trainer, with or without arguments."""
-    return site.path not in classes.others and (bool(_TRAINER_NAME.match(site.tail)) or site.path in classes)
+    return site.path not in classes.others and (bool(names_trainer(site.tail)) or site.path in classes)
 
 
 def is_trainer_method(site: CallSite, trainers: set[str]) -> bool:
@@ -206,7 +206,8 @@ def call_effects(site: CallSite, full: str, trainers: set[str], classes: Trainer
     if is_loader_call(site.path):
         return {Effect.LOAD}
     if is_trainer_method(site, trainers):
-        return {Effect.TRAIN} if _TRAIN.match(tail) else _method_effects(tail)
+        saves = {Effect.SAVE} if _SAVE.match(tail) else set()  # it asks for itself on which process
+        return {Effect.TRAIN} if _TRAIN.match(tail) else {Effect.SYNC} | saves
     if tail in ("for_inference", "for_training"):
         return {Effect.MODE}
     found = {effect for effect, pattern in _BY_PATH.items() if pattern.search(full)}
@@ -231,11 +232,6 @@ def call_effects(site: CallSite, full: str, trainers: set[str], classes: Trainer
     if draws_from(site, full):
         found.add(Effect.RANDOM)
     return found | _display_effects(site, full)
-
-
-def _method_effects(tail: str) -> set[Effect]:
-    """Return the effects of a trainer's or an accelerator's method: it asks for itself which process saves."""
-    return {Effect.SYNC, Effect.SAVE} if _SAVE.match(tail) else {Effect.SYNC}
 
 
 def _display_effects(site: CallSite, full: str) -> set[Effect]:
@@ -273,7 +269,7 @@ def _is_data(site: CallSite, full: str) -> bool:
 def _writes_file(site: CallSite, full: str) -> bool:
     if full in ("open", "io.open", "codecs.open") or (site.tail == "open" and site.root == "?"):
         return any(_is_write_mode(arg) for arg in site.node.args)
-    if site.tail in ("to_csv", "to_json"):
+    if site.tail in ("to_csv", "to_json", "to_sql"):
         return bool(site.node.args)
     if site.is_method and site.tail == "save" and site.node.args:
         return not site.root.startswith(("model", "trainer")) or full.startswith(("torch.", "numpy."))

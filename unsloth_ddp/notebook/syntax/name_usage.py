@@ -56,10 +56,6 @@ class _Collector(tree.NamesRead):
 
     # Names -----------------------------------------------------------------------------------------------------------
 
-    def _read(self, name: str) -> None:
-        if name not in self.scopes[-1].own:
-            self.scopes[-1].usage.reads.add(name)
-
     def _bind_block(self, target: cst.BaseExpression) -> None:
         """Bind what a block binds before its body runs: later reads are of this binding, not of an earlier one."""
         self._bind(target)
@@ -103,7 +99,8 @@ class _Collector(tree.NamesRead):
             target.visit(self)
 
     def visit_Name(self, node: cst.Name) -> None:
-        self._read(node.value)
+        if node.value not in self.scopes[-1].own:
+            self.scopes[-1].usage.reads.add(node.value)
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         self._bind(node.target)

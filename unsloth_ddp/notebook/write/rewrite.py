@@ -11,7 +11,7 @@ from unsloth_ddp.notebook.analyse.main_values import send_values
 from unsloth_ddp.notebook.analyse.roles import removes_files
 from unsloth_ddp.notebook.analyse.tracked_runs import can_be_disabled, edit_run, tells_tracker
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import code
+from unsloth_ddp.notebook.syntax.arguments import code, keyword, with_value
 from unsloth_ddp.notebook.syntax.effects import Effect, is_remote, is_trainer_call, starts_run
 from unsloth_ddp.notebook.syntax.ipython import (
     IPythonCall,
@@ -92,6 +92,18 @@ class _Rewriter(LineEditor):
             edits += [] if entered else [edit_run, edit_command, edit_login]
         made = (edit(call, full, self.context) for edit in edits)
         return next((found for found in made if found[1]), (call, []))
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> Small:
+        """Let one process on each node open a file to write to: opened again, it would be emptied under the first."""
+        made, line = updated_node.value, cst.SimpleStatementLine(body=[cst.Expr(original_node.value)])
+        if not isinstance(made, cst.Call) or code(made.func) != "open" or self.nested or self.context.on_one_process:
+            return updated_node
+        if Effect.FILE not in self.graph.effects_of(collect(line)):
+            return updated_node
+        self.note(self.context.edit("save", "one process on each node writes this file"))
+        given = keyword(made, "file") or made.args[0]
+        path = f"{code(given.value)} if {self.context.names['LOCAL_RANK']} == 0 else os.devnull"
+        return updated_node.with_changes(value=with_value(made, given, cst.parse_expression(path)))
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
         element, notes = load.edit_dict_element(updated_node, self.context)

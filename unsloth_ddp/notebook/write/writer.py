@@ -235,13 +235,13 @@ def _guard(
     names = context.names
     test = names["IS_MAIN"] if role is Role.MAIN else f"{names['LOCAL_RANK']} == 0"
     words = [word for effect, word in _WORDS.items() if effect in effects] or ["uses this"]
-    who = "only the main process" if role is Role.MAIN else "one process on each node"
+    shared = _shared_value(group, nodes, share, context)
+    who = "only the main process" if role is Role.MAIN or shared is not None else "one process on each node"
     listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
     kind = "save" if Effect.SAVE in effects else "once" if effects & _WAITS else "main process"
     note = context.edit(kind, f"{who} {listed}")
     if group[0].statement.stands_in:
         return [lead(_with_stand_in(nodes[0], context), [note])]
-    shared = _shared_value(group, nodes, share, context)
     if shared is not None:
         return [lead(shared, [note])]
     block = cst.If(
@@ -272,8 +272,10 @@ def _shared_value(
     group: list[EditedStatement], nodes: list[cst.BaseStatement], share: list[str], context: ConversionContext
 ) -> cst.BaseStatement | None:
     """Return `x = from_main(lambda: value)` for a single assignment whose value every process needs."""
-    whole = group[0].statement.share_value
-    if len(group) != 1 or not (whole or len(share) == 1):
+    first = group[0].statement
+    whole = first.share_value
+    on_each = first.role is Role.NODE and Effect.FILE in first.effects  # its files have to be on each node
+    if len(group) != 1 or not (whole or (len(share) == 1 and not on_each)):
         return None
     match nodes[0]:
         case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target)]) as small]):

@@ -143,6 +143,24 @@ def test_rows_before_a_broken_one_are_read(tmp_path: Path) -> None:
         next(reader)
 
 
+@pytest.mark.parametrize(
+    ("file", "row", "column"),
+    [
+        ("metadata.jsonl", {"file_name": "cats/1.PNG"}, "image"),
+        ("metadata.csv", {"file_name": "1.jpeg"}, "image"),
+        ("metadata.jsonl", {"file_name": "1.wav"}, "file_name"),
+        ("metadata.jsonl", {"file_name": "1.png", "image": "2.png"}, "file_name"),
+        ("rows.jsonl", {"file_name": "1.png"}, "file_name"),
+    ],
+)
+def test_the_rows_of_an_image_folder_have_its_images(
+    tmp_path: Path, file: str, row: dict[str, str], column: str
+) -> None:
+    text = json.dumps(row) if file.endswith(".jsonl") else "\n".join((",".join(row), ",".join(row.values())))
+    found = next(iter(read_rows(str(write(tmp_path, file, text)), "train"))).columns
+    assert found == {column if name == "file_name" else name: value for name, value in row.items()}
+
+
 def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     broken = pyarrow.array([b"fine", b"\xff"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")

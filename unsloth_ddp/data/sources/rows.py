@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import mimetypes
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from unsloth_ddp.utils.known_errors import find_known_error
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
+# The stem of the file whose rows name the images of a folder (Datasets' ImageFolder).
+IMAGE_FOLDER = "metadata"
 # Matches files of other splits as Hub datasets name them: test-00000-of-00001.parquet, validation/0.jsonl.
 OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
 # What Python, pandas and databases write into a CSV cell for a missing value.
@@ -155,10 +158,19 @@ def read_rows(
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its folder.")
-        for row in readers[path.suffix.lower()](path):
-            yield row._replace(columns=without_filled_nulls(row.columns)) if is_of_table(row.columns) else row
+        for location, columns in readers[path.suffix.lower()](path):
+            columns = without_filled_nulls(columns) if is_of_table(columns) else columns
+            yield SourceRow(location, _with_image(columns) if path.stem == IMAGE_FOLDER else columns)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
+
+
+def _with_image(columns: Any) -> Any:
+    """Return a row of an image folder with its image, as Datasets reads it; other files, such as sounds, are left as they are."""
+    named = columns.get("file_name") if isinstance(columns, dict) and not {"image", "images"} & columns.keys() else None
+    if not str(mimetypes.guess_type(str(named))[0]).startswith("image/"):
+        return columns
+    return {"image" if name == "file_name" else name: value for name, value in columns.items()}
 
 
 def _in_one_line(error: object) -> str:

@@ -86,6 +86,8 @@ CALLED = {
     "attention_mask local_size allow_is_causal_skip allow_is_bidirectional_skip allow_torch_fix use_vmap device **kwargs",
     "torch/nn/attention/varlen.py:varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale "
     "window_size enable_gqa seqused_k block_table num_splits",
+    "torch/nn/attention/varlen.py:_varlen_attn_backward": "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k "
+    "is_causal rng_state scale window_size",
     "torch/serialization.py:register_package": "priority tagger deserializer",
     "torch/distributed/checkpoint/hf_storage.py:HuggingFaceStorageReader.read_metadata": "self",
     "torch/distributed/tensor/_utils.py:compute_local_shape_and_global_offset": "global_shape mesh placements "

@@ -269,7 +269,10 @@ TRANSFORMERS = {"unsloth_attention": False, "replaceable": True}
         ({**TRANSFORMERS, "torch_varlen": False, "xformers": True, "flash_attn": True}, None),
         ({**TRANSFORMERS, "replaceable": False}, None),
         ({**TRANSFORMERS, "implementation": "torch_varlen"}, "torch's varlen_attn"),
-        ({**TRANSFORMERS, "implementation": "eager"}, None),
+        # The attention that models with sinks have.
+        ({**TRANSFORMERS, "implementation": "eager"}, "torch's varlen_attn"),
+        ({**TRANSFORMERS, "implementation": "eager", "replaceable": False}, None),
+        ({**TRANSFORMERS, "implementation": "eager", "chosen_by_unsloth": True}, None),
         ({**TRANSFORMERS, "implementation": "flash_attention_2", "replaceable": False}, "flash-attn"),
     ],
 )

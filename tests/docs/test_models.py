@@ -28,7 +28,6 @@ NAMED = ROW.findall(TABLE)
 # What is found -> how the table says it.
 SHORT = {
     "carry a state": "layers with a state",
-    "attention sinks": "attention sinks",
     "values, and kernels for packed rows": "wide heads",
     "does not let other attention": "attention of its own",
 }
@@ -40,7 +39,7 @@ def packing(model: Any, class_name: str) -> str:
     # Heads of the tiny model are small. A size without use in attention is none of a released model (GLM-4 MoE).
     if (head := attention._largest_head(text)) % 8 == 0:
         model.config.get_text_config().head_dim = head
-    found = attention.packing_obstacles(model, unsloth_attention=False)
+    found = attention.packing_obstacles(model, "transformers", unsloth_attention=False)
     reason = found.wrong or found.no_kernel
     return f"no: {next((said for known, said in SHORT.items() if known in reason), reason)}" if reason else "yes"
 

@@ -183,7 +183,7 @@ def test_kernels_are_found_where_the_table_says(attention: str, where: str, kern
             head_dim=128,
             implementation=attention.split("' ")[1] if attention.startswith("Transformers'") else "sdpa",
             unsloth_attention=not attention.startswith("Transformers'"),
-            replaceable=True,
+            replaceable="chosen" not in attention,
             capability=7 if "below 8" in where else 9,
             flash_attn="flash-attn" in attention,
             xformers="xformers" in attention,

@@ -187,7 +187,9 @@ def test_image_tokens_that_look_ahead_take_no_kernel(tiny: Any, monkeypatch: pyt
     with_images = attention.choose_packing(Settings(model="m"), runtime, larger, images=True)
     assert with_images == PackingDecision(False, reason)
     assert attention.choose_packing(Settings(model="m"), runtime, larger).packed
-    shape = dataclasses.replace(SHAPE, packing=attention.packing_obstacles(larger, unsloth_attention=False))
+    shape = dataclasses.replace(
+        SHAPE, packing=attention.packing_obstacles(larger, "transformers", unsloth_attention=False)
+    )
     on_gpus = Settings(model="m", backend="transformers")
     assert planned_packing(on_gpus, shape, images=True) == PackingDecision(False, reason)
     assert planned_packing(on_gpus, shape).packed

@@ -15,12 +15,13 @@ from torch import Tensor
 from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.order.collate import Flatten
-from unsloth_ddp.model.forward import varlen
+from unsloth_ddp.model.forward import attention_operators, varlen
 
 QWEN3 = {**KV, "head_dim": 16}
 MISTRAL = {**KV, "sliding_window": 8}
 # Its scores are not divided by the root of the head size.
 GRANITE = {**KV, "attention_multiplier": 0.7}
+GPT_OSS = {**QWEN3, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8, "initializer_range": 0.3}
 LATENT = {
     "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "head_dim": 8, "num_key_value_heads": 2,
@@ -29,23 +30,37 @@ LATENT = {
 
 def slow_varlen(
     query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, boundaries_k: Tensor, longest: int, longest_k: int,
-    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, return_aux: Any = None,
+) -> Any:  # fmt: skip
     """Compute what torch's varlen_attn does, row by row, causal, within a window: (tokens, heads, size)."""
     assert boundaries.dtype == boundaries_k.dtype == torch.int32
     assert longest == int(boundaries.diff().max()) and longest_k == int(boundaries_k.diff().max())
     assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
-    rows = []
-    ends = zip(*(x.tolist()[i:][: len(x) - 1] for x in (boundaries, boundaries_k) for i in (0, 1)), strict=True)
-    for first, end, first_k, end_k in ends:
+    rows, sums = [], []
+    for first, end, first_k, end_k in of_rows(boundaries, boundaries_k):
         q = query[first:end].transpose(0, 1)[None]
         k, v = (x[first_k:end_k].transpose(0, 1)[None] for x in (key, value))
-        # Queries are those of the last tokens.
-        ago = torch.arange(end_k - first_k)[first - end :, None] - torch.arange(end_k - first_k)
-        seen = (ago >= 0) & ((ago <= window_size[0]) | (window_size[0] < 0))
+        seen = seen_keys(end - first, end_k - first_k, window_size[0])
         row = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
         rows.append(row[0].transpose(0, 1))
-    return torch.cat(rows)
+        sums.append(scores_of(q[0], k[0], seen, scale or q.shape[-1] ** -0.5).logsumexp(-1))
+    return (torch.cat(rows), torch.cat(sums, dim=1)) if return_aux and return_aux.lse else torch.cat(rows)
+
+
+def of_rows(boundaries: Tensor, boundaries_k: Tensor) -> Any:
+    """Return where each row begins and ends among queries, and among keys."""
+    return zip(*(x.tolist()[i:][: len(x) - 1] for x in (boundaries, boundaries_k) for i in (0, 1)), strict=True)
+
+
+def seen_keys(queries: int, keys: int, before: int) -> Tensor:
+    """Return which keys each query attends to; queries are those of the last tokens."""
+    ago = torch.arange(keys)[keys - queries :, None] - torch.arange(keys)
+    return (ago >= 0) & ((ago <= before) | (before < 0))
+
+
+def scores_of(query: Tensor, key: Tensor, seen: Tensor, scale: float) -> Tensor:
+    key = key.repeat_interleave(len(query) // len(key), dim=0)
+    return (scale * query @ key.mT).masked_fill(~seen, -torch.inf)
 
 
 @pytest.fixture
@@ -80,6 +95,8 @@ def packed_for_flash() -> dict[str, Any]:
         ("Granite", GRANITE),
         # Its values are narrower than its keys.
         ("DeepseekV3", LATENT),
+        # With sinks, and a window in every other layer.
+        ("GptOss", GPT_OSS),
     ],
 )
 def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[str, Any], calls: list[Any]) -> None:
@@ -194,7 +211,6 @@ def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: p
         # Its dropout has another name.
         ("GPT2", {}, "has dropout"),
         ("Gemma2", {**KV, "head_dim": 16}, "has a softcap"),
-        ("GptOss", {**KV, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, "has attention sinks"),
         ("Bloom", {"hidden_size": 32, "n_head": 2}, "does not let other attention"),
         # Its layers do not pass row boundaries on.
         ("Nemotron", KV, "does not pass the boundaries"),
@@ -225,7 +241,8 @@ CALL = {
         ({"cu_seq_lens_q": None}, False), ({"max_length_q": None}, False),
         ({"dropout": 0.0, "softcap": None}, True), ({"dropout": 0.1}, False), ({"softcap": 30.0}, False),
         ({"head_size": 512}, True), ({"head_size": 512, "sliding_window": 8}, False), ({"sliding_window": 8}, True),
-        ({"s_aux": torch.zeros(2)}, False), ({"position_bias": torch.zeros(2)}, False),
+        ({"s_aux": torch.zeros(2)}, True), ({"s_aux": torch.zeros(2), "head_size": 512}, False),
+        ({"position_bias": torch.zeros(2)}, False),
     ],
 )  # fmt: skip
 def test_a_call_is_supported_with_every_needed_argument_and_no_other(changed: dict[str, Any], supported: bool) -> None:
@@ -344,7 +361,7 @@ def slow_backward(
 @pytest.mark.parametrize("compiled", [False, True])
 def test_wide_heads_take_the_other_kernel_forward_and_backward(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {"_efficient_attention_forward": slow_forward, "_efficient_attention_backward": slow_backward}
-    monkeypatch.setattr(varlen, "aten", SimpleNamespace(**kernels))
+    monkeypatch.setattr(attention_operators, "aten", SimpleNamespace(**kernels))
     monkeypatch.setattr(varlen, "SIXTEEN_BIT", (torch.float32,))
     torch.manual_seed(0)
     sizes = [(1, heads, 10, 264) for heads in (4, 2, 2)]
@@ -366,6 +383,70 @@ def test_wide_heads_take_the_other_kernel_forward_and_backward(compiled: bool, m
     expected = torch.cat(alone, dim=2).transpose(1, 2)
     torch.testing.assert_close(attended, expected)
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), inputs))
+
+
+@torch.library.custom_op("tests::flash_backward", mutates_args=())
+def flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, sums: Tensor, boundaries: Tensor,
+    boundaries_k: Tensor, longest: int, longest_k: int, causal: bool, random_state: Tensor, scale: float, window: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients that flash attention computes from its output and its log-sum-exp values."""
+    assert causal == (window[0] < 0) and window[1] == 0 and random_state.dtype == torch.uint64
+    of_query, of_key, of_value = (torch.zeros_like(one) for one in (query, key, value))
+    for first, end, first_k, end_k in of_rows(boundaries, boundaries_k):
+        q, o, g = (one[first:end].transpose(0, 1) for one in (query, attended, grad))
+        k, v = (one[first_k:end_k].transpose(0, 1) for one in (key, value))
+        groups = len(q) // len(k)
+        shares = (
+            scores_of(q, k, seen_keys(end - first, end_k - first_k, window[0]), scale) - sums[:, first:end, None]
+        ).exp()
+        k, v = (one.repeat_interleave(groups, dim=0) for one in (k, v))
+        scores = scale * shares * (g @ v.mT - (g * o).sum(-1, keepdim=True))
+        of_query[first:end] = (scores @ k).transpose(0, 1)
+        for kept, one in ((of_key, scores.mT @ q), (of_value, shares.mT @ g)):
+            kept[first_k:end_k] = one.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+    return of_query, of_key, of_value
+
+
+@flash_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(one) for one in (query, key, value))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sinks_are_in_the_softmax_forward_and_backward(
+    compiled: bool, window: int | None, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", flash_backward)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, 10, 16, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, requires_grad=True)
+    boundaries = torch.tensor([0, 6, 10], dtype=torch.int32)
+
+    def attend(*given: Tensor) -> Tensor:
+        return varlen.attend(
+            torch.nn.Identity(), *given[:3], s_aux=given[3], sliding_window=window, scaling=0.3, cu_seq_lens_q=boundaries,
+            max_length_q=6,
+        )[0]  # fmt: skip
+
+    attended = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(*inputs, sinks)
+    weights = torch.randn_like(attended)
+    gradients = torch.autograd.grad((attended * weights).sum(), [*inputs, sinks])
+    expected = torch.cat(
+        [softmax_with_sinks(*(x[0, :, i:j] for x in inputs), sinks, window) for i, j in ((0, 6), (6, 10))]
+    )
+    torch.testing.assert_close(attended[0], expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights[0]).sum(), [*inputs, sinks]))
+    assert calls == [(10, 4, 16)]
+
+
+def softmax_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: int | None) -> Tensor:
+    """Compute attention of one row, (tokens, heads, size), as the paper writes it."""
+    tokens = query.shape[1]
+    scores = scores_of(query, key, seen_keys(tokens, tokens, -1 if window is None else window - 1), 0.3)
+    shares = torch.cat([scores, sinks[:, None, None].expand(-1, tokens, 1)], dim=-1).softmax(-1)[..., :-1]
+    return (shares @ value.repeat_interleave(len(query) // len(value), dim=0)).transpose(0, 1)
 
 
 def test_32_bits_are_left_to_sdpa() -> None:

@@ -73,7 +73,9 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     # Experts that are linear layers of their own are counted among those.
     counted = not known or bool(stacked and used)
     vocabulary, head_size = head.weight.shape[0], head.weight.numel()
-    packing = packing_obstacles(model, unsloth_attention=_has_unsloth_attention(settings, model.config.model_type))
+    backend = backend_of(settings)
+    unsloths = backend == "unsloth" and _is_file_of_unsloth(model.config.model_type)
+    packing = packing_obstacles(model, backend, unsloth_attention=unsloths)
     beside = {id(one): one for part in parts_beside_text(model).values() for one in part.modules()}
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and id(m) not in beside]
     towers = {id(p): p for one in beside.values() for p in one.parameters()}
@@ -124,10 +126,8 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     )
 
 
-def _has_unsloth_attention(settings: Settings, model_type: str) -> bool:
-    """Return whether Unsloth replaces the attention of this architecture, for which it has a file then."""
-    if backend_of(settings) != "unsloth":
-        return False
+def _is_file_of_unsloth(model_type: str) -> bool:
+    """Return whether Unsloth has a file for this architecture, which replaces its attention."""
     found = importlib.util.find_spec("unsloth")
     return bool(found and found.origin and (Path(found.origin).parent / "models" / f"{model_type}.py").is_file())
 

@@ -38,7 +38,7 @@ logger = logging.getLogger("unsloth_ddp")
 # Of the kernels that varlen.py takes.
 LARGEST_HEAD = 512
 TORCH_KERNEL = "torch's varlen_attn"
-# Attention of Transformers in whose place varlen.py computes.
+# Attention of Transformers that Unsloth lets varlen.py replace.
 REPLACED = ("sdpa", varlen.NAME)
 
 
@@ -72,6 +72,11 @@ class AttentionSetup:
     xformers: bool = False
     torch_varlen: bool = False
 
+    @property
+    def kept_by_unsloth(self) -> bool:
+        """Return whether Unsloth has chosen another implementation, beside which it changes layers."""
+        return self.chosen_by_unsloth and self.implementation not in REPLACED
+
 
 def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     """Return the kernel for packed rows, in Unsloth's order of preference; None if a mask has to be used.
@@ -85,7 +90,7 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
             return None if wide else "flash-attn"
-        usable = setup.implementation in REPLACED and setup.replaceable and not setup.obstacle
+        usable = setup.replaceable and not setup.kept_by_unsloth and not setup.obstacle
         return torch_kernel if usable else None
     if wide:
         return None
@@ -207,7 +212,7 @@ def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
     """Return what in the model keeps a GPU from computing packed rows with a kernel; None if it is something else."""
     if setup is None or setup.device_type != "cuda" or not setup.sixteen_bit:
         return None
-    if setup.chosen_by_unsloth and setup.implementation not in REPLACED:
+    if setup.kept_by_unsloth:
         return (
             f"Unsloth computes the model's attention with {setup.implementation or 'code of its own'}, which takes no boundaries of "
             "rows; --backend transformers may pack them"
@@ -220,10 +225,11 @@ def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
     return setup.obstacle
 
 
-def packing_obstacles(model: Any, *, unsloth_attention: bool) -> PackingObstacles:
+def packing_obstacles(model: Any, backend: str, *, unsloth_attention: bool) -> PackingObstacles:
     """Return what in a model, which may be empty, is against packing its rows on a GPU in 16 bit.
 
     Args:
+        backend: unsloth or transformers.
         unsloth_attention: whether Unsloth will have replaced the model's attention layers.
     """
     base = base_model(model)
@@ -231,6 +237,8 @@ def packing_obstacles(model: Any, *, unsloth_attention: bool) -> PackingObstacle
         "cuda",
         sixteen_bit=True,
         head_dim=_largest_head(base.config.get_text_config()),
+        implementation=_implementation(model),
+        chosen_by_unsloth=backend == "unsloth" and not unsloth_attention,
         obstacle=None if unsloth_attention else varlen.obstacle(base),
     )
     wrong = mixing_reason(model) or state_reason(model)

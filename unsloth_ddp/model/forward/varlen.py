@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from unsloth_ddp.model.forward.attention_operators import attention_with_sinks, wide_attention
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
-aten = torch.ops.aten
 
-# Values of a head that flash attention takes, and the code of torch's memory-efficient kernel for causal attention.
-LARGEST_FLASH_HEAD, CAUSAL_FROM_TOP_LEFT = 256, 1
+# Values of a head that flash attention takes.
+LARGEST_FLASH_HEAD = 256
 NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Config fields for the dropout of attention scores, which varlen_attn does not have.
@@ -29,7 +29,6 @@ DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_pr
 UNSUPPORTED_ARGUMENTS = {
     "dropout": "dropout of attention scores",
     "softcap": "a softcap on attention scores",
-    "s_aux": "attention sinks",
     "position_bias": "a bias by position",
 }
 NOT_TAKEN = "the model's attention has {}, which torch's kernel for packed rows does not take"
@@ -86,8 +85,9 @@ def _obstacle_in(others: dict[str, Any]) -> str | None:
         return "the model does not pass the boundaries of rows to the attention kernel"
     if not others["same_shapes"]:
         return NOT_TAKEN.format("keys of another size than queries, or wider values")
-    if others["head_size"] > LARGEST_FLASH_HEAD and others.get("sliding_window"):
-        return NOT_TAKEN.format(f"heads of {others['head_size']} values with a sliding window")
+    beside = {"sliding_window": "a sliding window", "s_aux": "attention sinks"}
+    if others["head_size"] > LARGEST_FLASH_HEAD and (found := [n for n in beside if others.get(n) is not None]):
+        return NOT_TAKEN.format(f"heads of {others['head_size']} values with {beside[found[0]]}")
     return NOT_TAKEN.format("attention to later tokens") if others.get("is_causal") is False else None
 
 
@@ -190,6 +190,7 @@ def attend(
     max_length_k: int | None = None,
     shared_keys: Tensor | None = None,
     dense: bool = False,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute causal attention within each row: an attention function of Transformers.
@@ -204,6 +205,7 @@ def attend(
         shared_keys: the token whose key each token of whole rows has, if the second rows of pairs have no prompt (see
             data/order/collate.py); `cu_seq_lens_k` and `max_length_k` are then those of whole rows, int32 (rows + 1,).
         dense: every sequence of the batch is a row, and torch's attention for such batches is used where it can be.
+        s_aux: the sink of each head, (heads,), in the name that Transformers gives it.
 
     Returns:
         (batch, tokens, heads, size of a value), and None in place of attention weights.
@@ -213,11 +215,13 @@ def attend(
     if attention_mask is not None or key.shape[2] != tokens or dtype not in SIXTEEN_BIT:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        if s_aux is not None:
+            key, value, attention_mask = _sinks_as_keys(query, key, value, attention_mask, s_aux)
         masked: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return masked
-    if dense and (sliding_window is None or sliding_window >= tokens):
+    if dense and s_aux is None and (sliding_window is None or sliding_window >= tokens):
         # torch takes cuDNN's kernel for these on newer GPUs, which is about twice as fast as varlen_attn.
         by_head = torch.nn.functional.scaled_dot_product_attention(
             query.to(dtype),
@@ -240,14 +244,18 @@ def attend(
     # One size of heads for the kernels; the scale is that of the keys.
     padded = value if width == size else torch.nn.functional.pad(value, (0, size - width))
     scale = size**-0.5 if scaling is None else scaling
-    keys, values, rows = by_token(key), by_token(padded), Rows(boundaries, longest, boundaries, longest)
+    keys, values, rows = by_token(key), by_token(padded), Rows(boundaries, boundaries, longest, longest)
     if shared_keys is not None:
         assert cu_seq_lens_k is not None and max_length_k is not None, "the boundaries of whole rows are missing"
         # The gradient of a key is the sum of two at most, so that it does not depend on their order.
         keys, values = keys.index_select(0, shared_keys), values.index_select(0, shared_keys)
-        rows = Rows(boundaries, longest, cu_seq_lens_k, max_length_k)
-    kernel = _flash if size <= LARGEST_FLASH_HEAD else _memory_efficient
-    attended = kernel(by_token(query), keys, values, rows, scale, sliding_window)
+        rows = Rows(boundaries, cu_seq_lens_k, longest, max_length_k)
+    inputs = (by_token(query), keys, values)
+    if s_aux is not None:
+        attended = attention_with_sinks(*inputs, s_aux, *rows, scale, _tokens_before(sliding_window))[0]
+    else:
+        kernel = _flash if size <= LARGEST_FLASH_HEAD else _memory_efficient
+        attended = kernel(*inputs, rows, scale, sliding_window)
     return attended.view(batch, tokens, heads, size)[..., :width], None
 
 
@@ -258,26 +266,36 @@ class Rows(NamedTuple):
     """
 
     of_queries: Tensor
-    longest: int
     of_keys: Tensor
+    longest: int
     longest_keys: int
+
+
+def _tokens_before(window: int | None) -> int:
+    """Return how many tokens before itself a token attends to; -1 for all."""
+    return -1 if window is None else window - 1
+
+
+def _sinks_as_keys(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, values and a mask with which sdpa computes sinks: one more key, whose score is the sink and whose value is 0."""
+    batch, heads, tokens, _ = query.shape
+    if mask is None:
+        mask = query.new_ones((tokens, key.shape[2]), dtype=torch.bool).tril(key.shape[2] - tokens)
+    scores = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf).expand(batch, heads, tokens, -1)
+    own = sinks.to(query.dtype).view(-1, 1, 1).expand(batch, heads, tokens, 1)
+    key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
+    return key, value, torch.cat([scores, own], dim=-1)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, window: int | None) -> Tensor:
     """Return causal attention within rows by flash attention, (tokens, heads, head size), of up to 256 values a head."""
     from torch.nn.attention.varlen import varlen_attn
 
+    grouped = key.shape[1] != query.shape[1]
     attended = varlen_attn(
-        query,
-        key,
-        value,
-        rows.of_queries,
-        rows.of_keys,
-        rows.longest,
-        rows.longest_keys,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        query, key, value, *rows, scale=scale, window_size=(_tokens_before(window), 0), enable_gqa=grouped
     )
     assert isinstance(attended, Tensor), "varlen_attn returned log-sum-exp values that were not requested"
     return attended
@@ -296,59 +314,3 @@ def _memory_efficient(
         key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
     # The kernel refuses a row that is longer than all rows together.
     return wide_attention(query, key, value, rows.of_queries, min(rows.longest, query.shape[0]), scale, window)[0]
-
-
-# Operators of the kit, since torch cannot compile the backward pass of this kernel within rows: what describes it to the
-# compiler does not take the kernel's arguments (torch 2.11 to 2.14).
-@torch.library.custom_op("unsloth_ddp::wide_attention", mutates_args=())
-def wide_attention(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return attention (tokens, heads, head size), and the log-sum-exp values (rows, heads, padded row) for the backward pass."""
-    rows = (None, boundaries, boundaries, longest, longest)
-    attended, sums, *_ = aten._efficient_attention_forward(
-        query[None], key[None], value[None], *rows, 0.0, CAUSAL_FROM_TOP_LEFT, True, scale=scale, window_size=window
-    )
-    return attended[0], sums
-
-
-@wide_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, *_: Any) -> tuple[Tensor, Tensor]:
-    aligned = (longest + 31) // 32 * 32
-    sums = query.new_empty((boundaries.shape[0] - 1, query.shape[1], aligned), dtype=torch.float32)
-    return query.new_empty((*query.shape[:2], value.shape[2])), sums
-
-
-@torch.library.custom_op("unsloth_ddp::wide_attention_backward", mutates_args=())
-def wide_attention_backward(
-    grad: Tensor, inputs: list[Tensor], attended: Tensor, sums: Tensor, longest: int, scale: float, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; `inputs` are these and the boundaries of rows."""
-    query, key, value, boundaries = inputs
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    # In one part, since several parts add to the gradients of keys in any order.
-    gradients = aten._efficient_attention_backward(
-        grad[None].contiguous(), query[None], key[None], value[None], None, attended[None], boundaries, boundaries, longest,
-        longest, sums, 0.0, unused, unused, CAUSAL_FROM_TOP_LEFT, False, scale=scale, num_splits_key=1, window_size=window,
-    )  # fmt: skip
-    by_query, by_key, by_value = (gradient[0].contiguous() for gradient in gradients[:3])
-    return by_query, by_key, by_value
-
-
-@wide_attention_backward.register_fake
-def _(grad: Tensor, inputs: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    by_query, by_key, by_value = (one.new_empty(one.shape) for one in inputs[:3])
-    return by_query, by_key, by_value
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.others = inputs[4:]
-
-
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    *inputs, attended, sums = ctx.saved_tensors
-    return *wide_attention_backward(grad, inputs, attended, sums, *ctx.others), None, None, None, None
-
-
-wide_attention.register_autograd(_backward, setup_context=_keep_for_backward)

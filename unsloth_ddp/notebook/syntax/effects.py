@@ -159,7 +159,7 @@ _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr"
 
 
 class TrainerClasses(frozenset[str]):
-    """What the notebook calls trainers' classes, its own too, and its classes that are none, whatever they are called."""
+    """Hold what the notebook calls trainers' classes, its own too, and its classes that are none, whatever they are called."""
 
     others: frozenset[str] = frozenset()
 

@@ -104,8 +104,10 @@ def ranks_of(launcher: psutil.Process) -> dict[int, psutil.Process]:
     found = {}
     for child in launcher.children():
         with contextlib.suppress(psutil.Error):
-            if "train_ddp.py" in " ".join(child.cmdline()):
-                found[int(child.environ()["RANK"])] = child
+            environ = child.environ() if "train_ddp.py" in " ".join(child.cmdline()) else {}
+            # A process that is ending has no environment any more.
+            if "RANK" in environ:
+                found[int(environ["RANK"])] = child
     return found
 
 

@@ -16,6 +16,7 @@ from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.model.forward import attention_operators, varlen
+from unsloth_ddp.model.forward.attention import packing_obstacles
 
 QWEN3 = {**KV, "head_dim": 16}
 MISTRAL = {**KV, "sliding_window": 8}
@@ -222,6 +223,14 @@ def test_models_with_other_attention_arguments_keep_their_attention(
     name: str, config: dict[str, Any], said: str
 ) -> None:
     assert said in str(varlen.obstacle(make(name, **config)))
+
+
+@pytest.mark.parametrize(("name", "config", "own"), [("Ministral3", QWEN3, False), ("GptOss", GPT_OSS, True)])
+def test_unsloth_keeps_its_attention_where_there_is_no_sdpa(name: str, config: dict[str, Any], own: bool) -> None:
+    model = make(name, **config)
+    kept = packing_obstacles(model, "unsloth", unsloth_attention=False).no_kernel
+    assert (kept or "").startswith("Unsloth computes the model's attention") is own
+    assert packing_obstacles(model, "transformers", unsloth_attention=False).no_kernel is None
 
 
 CALL = {

@@ -237,7 +237,8 @@ def packing_obstacles(model: Any, backend: str, *, unsloth_attention: bool) -> P
         "cuda",
         sixteen_bit=True,
         head_dim=_largest_head(base.config.get_text_config()),
-        implementation=_implementation(model),
+        # The model may be built with other attention than it trains with.
+        implementation="sdpa" if base._supports_sdpa else "",
         chosen_by_unsloth=backend == "unsloth" and not unsloth_attention,
         obstacle=None if unsloth_attention else varlen.obstacle(base),
     )

@@ -17,10 +17,10 @@ MEAN_LOG, SPREAD_LOG, LONGEST = 5.36, 0.8, 2048
 MARGIN = 1.1
 
 
-def chat_rows(path: Path, count: int, seed: int, longest: int = LONGEST) -> None:
-    """Write chats of log-normal length: mean about 300 tokens, at most about `longest`."""
-    rng = random.Random(seed)
-    _write(path, count, rng, lambda: round(min(longest, rng.lognormvariate(MEAN_LOG, SPREAD_LOG)) / TOKENS_A_PAIR))
+def chat_rows(path: Path, count: int, seed: int, longest: int = LONGEST, times: int = 1) -> None:
+    """Write chats of log-normal length: mean about 300 tokens, or `times` as many, and at most about `longest`."""
+    rng, mean = random.Random(seed), MEAN_LOG + math.log(times)
+    _write(path, count, rng, lambda: round(min(longest, rng.lognormvariate(mean, SPREAD_LOG)) / TOKENS_A_PAIR))
 
 
 def full_rows(path: Path, count: int, seed: int, tokens: int) -> None:

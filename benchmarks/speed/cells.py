@@ -40,12 +40,14 @@ WORKS = {
     "small": Work("small", 2048, 16, 4096, 285),
     "full": Work("full", 2048, 32, 512, 2048),
     "long": Work("long", 8192, 8, 128, 8192),
+    "uneven": Work("uneven", 8192, 32, 512, 2217),
 }
 TINY_WORKS = {
     "chat": Work("chat", 48, 8, 64, 28),
     "small": Work("small", 48, 4, 64, 28),
     "full": Work("full", 48, 2, 32, 48),
     "long": Work("long", 96, 2, 16, 96),
+    "uneven": Work("uneven", 96, 4, 32, 48),
 }
 
 

@@ -6,7 +6,7 @@
     python -m benchmarks.speed.compare report --json benchmarks/results/speed/speed.json
 
 Workloads: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; small, 16 of these a step; full, rows of 2048 tokens, 32
-a step; long, rows of 8192 tokens, 8 a step. Models have Qwen3's shapes and random weights. Every run is a process of
+a step; long, rows of 8192 tokens, 8 a step; uneven, rows of log-normal length, 8 times as long as chats and cut at 8192, 32 a step. Models have Qwen3's shapes and random weights. Every run is a process of
 its own, with empty caches unless --warm_caches is given. Runs on one GPU go side by side, one per GPU; runs on several
 GPUs go alone. The kit is train_ddp.py with its defaults; cells.py and peers/ say how the others are set. Ends with a
 Markdown table and a picture beside the JSON; `report` makes both again from the JSON alone.
@@ -77,8 +77,8 @@ def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, 
     }
     for name in sorted({cell.work for cell in cells}):
         work, path = bench.works[name], bench.folder / f"{name}.jsonl"
-        if name in ("chat", "small"):
-            chat_rows(path, work.rows, seed=3, longest=work.max_length)
+        if name in ("chat", "small", "uneven"):
+            chat_rows(path, work.rows, seed=3, longest=work.max_length, times=8 if name == "uneven" else 1)
         else:
             full_rows(path, work.rows, seed=3, tokens=work.max_length)
     for shape, maker in makers:

@@ -34,7 +34,7 @@ def slow_varlen(
     *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, return_aux: Any = None,
 ) -> Any:  # fmt: skip
     """Compute what torch's varlen_attn does, row by row, causal, within a window: (tokens, heads, size)."""
-    assert boundaries.dtype == boundaries_k.dtype == torch.int32
+    assert boundaries.dtype == boundaries_k.dtype == torch.int32 and query.is_contiguous()
     assert longest == int(boundaries.diff().max()) and longest_k == int(boundaries_k.diff().max())
     assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
     rows, sums = [], []

@@ -14,6 +14,8 @@ from tests.tiny_models import model_of_layers
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.fixed_shape import FixedShape
+from unsloth_ddp.data.order.packing import PackingDecision
+from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.sizing import graphs
@@ -62,6 +64,27 @@ def test_an_evaluation_without_memory_takes_that_of_the_graphs() -> None:
     evaluation = Evaluation(graphs=2)
     assert evaluation._evaluate_batch(None, {"size": 1}, torch.ones(())).item() == 3.0
     assert evaluation.graphs == 0
+
+
+def test_a_micro_batch_is_computed_by_the_kernel_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str | None] = []
+
+    @contextmanager
+    def computed_by(kernel: str | None) -> Iterator[None]:
+        used.append(kernel)
+        yield
+        used.append("none")
+
+    monkeypatch.setattr(varlen, "computed_by", computed_by)
+    trainer = DDPTrainer.__new__(DDPTrainer)
+    vars(trainer).update(
+        accelerator=SimpleNamespace(sync_gradients=True),
+        runtime=SimpleNamespace(copies=1),
+        data=SimpleNamespace(packing=PackingDecision(True, "", kernel=varlen.FLASH_ATTENTION_4)),
+        step=SimpleNamespace(micro_batch=lambda *_, **__: torch.tensor(len(used))),
+    )
+    assert trainer.training_step(None, {}).item() == 1
+    assert used == [varlen.FLASH_ATTENTION_4, "none"]
 
 
 def test_an_evaluation_that_does_not_fit_without_graphs_fails() -> None:
@@ -331,7 +354,7 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
     runtime: Any = SimpleNamespace(gather=lambda one: [one, other_rank])
     settings = Settings(model="m", dataset=["d"], max_length=512, per_device_train_batch_size=2, **options)
     plan = BatchPlan(2, 1, 1)
-    data: Any = SimpleNamespace(train=train, plan=plan)
+    data: Any = SimpleNamespace(train=train, plan=plan, packing=PackingDecision(True, "a kernel keeps rows apart"))
     steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model_of_layers([]))
     runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None, autocast=nullcontext)
     steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan)

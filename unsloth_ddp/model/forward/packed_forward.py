@@ -43,6 +43,7 @@ class PackedForward:
     Args:
         model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).
         shape: of every micro-batch.
+        kernel: of attention within rows.
         recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's own
             checkpointing is off here, whatever the model is set to.
 
@@ -50,8 +51,11 @@ class PackedForward:
         NotImplementedError: the model cannot be called in this way; the message says why, in a few words.
     """
 
-    def __init__(self, model: Any, shape: FixedShape, *, recompute: bool = False) -> None:
+    def __init__(self, model: Any, shape: FixedShape, kernel: str | None = None, *, recompute: bool = False) -> None:
         self.recompute = recompute
+        self.kernel = kernel
+        # torch has a faster kernel for these than its own for rows of different length.
+        self.dense = bool(shape.sequences) and kernel != varlen.FLASH_ATTENTION_4
         base = base_model(model)
         self.decoder: Any = text_decoder(model)
         self.head: Any = base.get_output_embeddings()
@@ -74,7 +78,7 @@ class PackedForward:
             raise NotImplementedError("Unsloth computes its attention in another way")
         self._rows: Rows = Rows()
         # One function for all calls: compiled layers are compiled anew for another one.
-        self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest)
+        self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest, dense=self.dense)
 
     def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
         """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`."""
@@ -94,9 +98,8 @@ class PackedForward:
         self._rows.boundaries = boundaries
         if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
             longest = self.shape.longest
-            if boundaries is None:
-                given["dense"] = True
-            else:
+            given["dense"] = self.dense
+            if boundaries is not None:
                 given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
                 given |= {"max_length_q": longest, "max_length_k": longest}
         hidden: Tensor = self.decoder(**given)[0]
@@ -117,6 +120,7 @@ class PackedForward:
         A layer that is computed again in the backward pass has to find there what it found in the forward pass.
         """
         with ExitStack() as changes:
+            changes.enter_context(varlen.computed_by(self.kernel))
             for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing()):
                 changes.enter_context(replaced(owner, name, value))
             yield
@@ -179,7 +183,7 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def _attention_within(rows: Rows, longest: int) -> Callable[..., Tensor]:
+def _attention_within(rows: Rows, longest: int, *, dense: bool) -> Callable[..., Tensor]:
     """Return a function in place of Unsloth's run_attention: causal attention within the rows of a pack."""
 
     def attend(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
@@ -195,7 +199,7 @@ def _attention_within(rows: Rows, longest: int) -> Callable[..., Tensor]:
             sliding_window=context.sliding_window if (context.sliding_window or 0) > 0 else None,
             cu_seq_lens_q=rows.boundaries,
             max_length_q=longest,
-            dense=rows.boundaries is None,
+            dense=dense,
         )
         return attended
 

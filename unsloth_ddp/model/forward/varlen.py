@@ -5,8 +5,12 @@ models. Calls that need a mask (padded rows, generation) or 32 bits go to sdpa.
 """
 
 import copy
+import importlib.util
 import inspect
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +25,9 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Values of a head that flash attention takes.
 LARGEST_FLASH_HEAD = 256
+TORCH_KERNEL, FLASH_ATTENTION_4 = "torch's varlen_attn", "FlashAttention 4"
+# The major compute capability of the GPUs that FlashAttention 4 was compared with torch's kernel on (H100 and H200).
+HOPPER = 9
 NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Config fields for the dropout of attention scores, which varlen_attn does not have.
@@ -43,6 +50,36 @@ def is_available() -> bool:
     known = inspect.signature(varlen_attn).parameters
     flash = torch.backends.cuda.is_flash_attention_available()
     return torch.version.hip is None and flash and {"scale", "window_size", "enable_gqa"} <= known.keys()
+
+
+def has_flash_attention_4(capability: int) -> bool:
+    """Return whether FlashAttention 4 is installed, and may replace torch's kernel on a GPU of this major compute capability."""
+    try:
+        found = importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        found = False
+    # Unsloth's variable for the same choice.
+    return found and capability == HOPPER and os.environ.get("UNSLOTH_FLASH_ATTENTION_IMPL") != "off"
+
+
+@contextmanager
+def computed_by(kernel: str | None) -> Iterator[None]:
+    """Compute torch's varlen_attn by FlashAttention 4 inside the block, if that is the kernel.
+
+    It stays off outside of training: launching it takes the host longer, which generation of answers would notice.
+    """
+    from torch.nn import attention
+
+    if kernel != FLASH_ATTENTION_4 or attention.current_flash_attention_impl() is not None:
+        yield
+        return
+    # It reads this at import, and keeps what it has compiled for later runs.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    attention.activate_flash_attention_impl("FA4")
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
 
 
 def obstacle(model: Any) -> str | None:
@@ -250,7 +287,8 @@ def attend(
         # The gradient of a key is the sum of two at most, so that it does not depend on their order.
         keys, values = keys.index_select(0, shared_keys), values.index_select(0, shared_keys)
         rows = Rows(boundaries, cu_seq_lens_k, longest, max_length_k)
-    inputs = (by_token(query), keys, values)
+    # What compiles torch's operator expects its output in the layout of the queries, and FlashAttention 4's is contiguous.
+    inputs = (by_token(query).contiguous(), keys, values)
     if s_aux is not None:
         attended = attention_with_sinks(*inputs, s_aux, *rows, scale, _tokens_before(sliding_window))[0]
     else:

@@ -152,7 +152,7 @@ class CudaGraphs:
     ) -> tuple[CapturedStep | None, str | None]:
         train, model = self.data.train, runner.model
         try:
-            forward = PackedForward(model, shape, recompute=decision.kind == "torch")
+            forward = PackedForward(model, shape, self.data.packing.kernel, recompute=decision.kind == "torch")
         except NotImplementedError as error:
             return None, str(error)
         captured = CapturedStep(model, forward, runner.autocast, torch.bfloat16, self.device, gradients)

@@ -84,6 +84,17 @@ def without_dropout(model: Any) -> Iterator[bool]:
         yield bool(layers)
 
 
+def without_kernels() -> AbstractContextManager[None]:
+    """Compute layers with a state by Transformers' functions in torch inside the block: on a CPU, and with empty models.
+
+    Kernels of installed packages (fla, causal_conv1d, mamba_ssm) take tensors of a GPU only. Transformers has the same need
+    where it exports a model, and chooses at each call.
+    """
+    from transformers.integrations import hub_kernels
+
+    return replaced(hub_kernels, "is_torchdynamo_exporting", lambda: True)
+
+
 @contextmanager
 def kept_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Begin the block without gradients of these parameters, and put their own back after it."""

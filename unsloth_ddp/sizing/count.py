@@ -15,7 +15,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.model.forward.attention import packing_obstacles
 from unsloth_ddp.model.loading.classes import model_class, read_config
-from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
+from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer, without_kernels
 from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
 from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel, trained_beside
 from unsloth_ddp.sizing.choose import backend_of
@@ -193,7 +193,7 @@ def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
     # Four dimensions, so that Transformers uses this mask as it is.
     mask = torch.ones((1, 1, COUNTED_TOKENS, COUNTED_TOKENS), dtype=torch.bool, device="meta")
     model.train()
-    with contextlib.ExitStack() as hooks:
+    with without_kernels(), contextlib.ExitStack() as hooks:
         for index, block in enumerate(blocks):
             hooks.enter_context(block.register_forward_pre_hook(lambda m, a, i=index: enter(i, a[0] if a else None)))
             hooks.enter_context(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))

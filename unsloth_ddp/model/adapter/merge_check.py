@@ -16,6 +16,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.merge import load_adapted
 from unsloth_ddp.model.files.find import in_folder, weight_bytes
 from unsloth_ddp.model.files.stored_weights import load_on_cpu
+from unsloth_ddp.model.modules import without_kernels
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.units import shown_bytes
 
@@ -60,7 +61,8 @@ def _check(settings: Settings, adapter: Path, merged: Path, rows: list[list[int]
         return
     dtype = torch.float32 if 2 * needed <= free else torch.bfloat16
     try:
-        lost, change = _compare(settings, adapter, merged, [torch.tensor([row]) for row in rows], dtype)
+        with without_kernels():
+            lost, change = _compare(settings, adapter, merged, [torch.tensor([row]) for row in rows], dtype)
     except UserError:
         raise
     except Exception as error:  # of a model's own code, say, that needs a GPU

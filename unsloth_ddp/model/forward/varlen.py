@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.model.forward.attention_operators import attention_with_sinks, wide_attention
-from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.model.modules import evaluation_mode, without_kernels
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -150,7 +150,7 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
     AttentionInterface.register(PROBE_NAME, record)
     try:
         _set_attention(probed, PROBE_NAME)
-        with evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"), without_kernels():
             probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
     finally:
         _set_attention(probed, before)

@@ -29,7 +29,7 @@ from unsloth_ddp.model.files.identity import check_same_files
 from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, kinds_here
 from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config
-from unsloth_ddp.model.modules import DTYPES, name_present_layers
+from unsloth_ddp.model.modules import DTYPES, name_present_layers, without_kernels
 from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError, one_line
@@ -68,6 +68,8 @@ def load_model(settings: Settings, runtime: Runtime, adapter: Path | None = None
     Raises:
         UserError: the model cannot be found or loaded.
     """
+    if runtime.device_type == "cpu":
+        runtime.cleanup.enter_context(without_kernels())
     runtime.on_main(lambda: check_class(settings))
     download_model(settings, runtime)
     in_shards = loads_in_shards(runtime.sharding, runtime.backend)

@@ -215,6 +215,35 @@ def test_rows_with_images_take_transformers_unless_unsloth_is_asked_for(fake_uns
         assert (said in capsys.readouterr().out) == (backend == "transformers")
 
 
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        ({"model_type": "gpt_oss"}, "transformers"),
+        ({"model_type": "wrapped", "text_config": {"model_type": "gpt_oss"}}, "transformers"),
+        # Transformers does not train such weights.
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "unsloth"),
+        ({"model_type": "llama"}, "unsloth"),
+        ({"model_type": "../gpt_oss"}, "unsloth"),
+        ({}, "unsloth"),
+    ],
+)
+def test_models_whose_rows_unsloth_pads_take_transformers(config, backend, fake_unsloth, monkeypatch, capsys, tmp_path):
+    from unsloth_ddp.run import stages
+    from unsloth_ddp.sizing.choose import with_backend_of
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    alone_in(fake_unsloth)
+    monkeypatch.setattr(stages, "stop_library_output", lambda runtime: None)
+    settings = Settings(model=str(tmp_path))
+    stages.import_backend(SimpleNamespace(settings=settings, runtime=fake_unsloth, images=False))
+    fake_unsloth.cleanup.close()
+    sys.modules.pop("unsloth", None)
+    said = "because Unsloth is not taken for a model whose rows it pads." in capsys.readouterr().out
+    assert (fake_unsloth.backend, said) == (backend, backend == "transformers")
+    planned = with_backend_of(settings).backend
+    assert planned == ("transformers" if said else "auto")
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, monkeypatch):
     monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", os.getcwd())

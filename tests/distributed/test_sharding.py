@@ -359,14 +359,18 @@ def test_accelerate_takes_every_key(path):
         ({"images": True, "method": "full"}, "zero2", "transformers"),
         ({"images": True, "method": "qlora"}, "ddp", "unsloth"),
         ({"images": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
+        ({"padded": True}, "ddp", "transformers"),
+        ({"padded": True, "method": "qlora"}, "ddp", "unsloth"),
+        ({"padded": True, "packing": "off"}, "ddp", "unsloth"),
+        ({"padded": True, "lora_target_parameters": ["all-experts"]}, "ddp", "unsloth"),
     ],
 )
 def test_backend_auto_avoids_unsloth_where_transformers_trains_better(changes, config, backend, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
-    images = changes.pop("images", False)
+    of_run = {name: changes.pop(name, False) for name in ("images", "padded")}
     settings, environ = Settings(**changes), launched(config)
     sharding, offload = sharding_from_environment(environ), offload_from_environment(environ)
-    reason = reason_for_transformers(settings, sharding, offload, images=images)
+    reason = reason_for_transformers(settings, sharding, offload, **of_run)
     assert choose_backend("auto", True, reason) == backend
     # What is asked for is taken, and refused by a check that names the reason.
     assert choose_backend("unsloth", True, reason) == "unsloth"

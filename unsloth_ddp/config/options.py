@@ -30,7 +30,7 @@ class ModelSettings:
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
         "auto",
-        "auto: Unsloth on a GPU; Transformers + PEFT on a CPU, and for what trains better with it (images, pairs, FP8).",
+        "auto: Unsloth on a GPU; Transformers + PEFT on a CPU, and for what trains better with it (images, pairs, FP8, gpt-oss).",
         "refuse",
         resolved=True,
     )

@@ -192,11 +192,15 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def reason_for_transformers(
-    settings: Settings, sharding: Sharding, offload: Offload, *, images: bool = False
+    settings: Settings, sharding: Sharding, offload: Offload, *, images: bool = False, padded: bool = False
 ) -> str | None:
-    """Return for what `--backend auto` takes Transformers on a GPU: a setting that Unsloth cannot train, or rows with images.
+    """Return for what `--backend auto` takes Transformers on a GPU: a setting that Unsloth cannot train, images, or a model.
 
     None stands for Unsloth.
+
+    Args:
+        images: whether rows have images.
+        padded: whether Unsloth would pad the rows of the model (see model/files/check.py).
     """
     if settings.fp8:
         return "fp8"
@@ -212,6 +216,10 @@ def reason_for_transformers(
     # minute instead of over five. With QLoRA Unsloth took half the memory (benchmarks/results/speed/images_*.json).
     if images and settings.method != "qlora" and settings.gradient_checkpointing != "unsloth":
         return "rows with images"
+    # Measured with LoRA on a gpt-oss-like model of 1B: Unsloth's own trainer, which pads too, reached 18,453 tokens/s on an H200,
+    # and packed rows with Transformers 189,948 on an H100 (benchmarks/results/speed/todays_models_2.json, flash_attention_4.json).
+    if padded and settings.packing != "off" and settings.method != "qlora" and not settings.lora_target_parameters:
+        return "a model whose rows it pads"
     return None
 
 

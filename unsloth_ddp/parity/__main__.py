@@ -26,6 +26,7 @@ from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import reason_for_transformers, sharding_from_environment
+from unsloth_ddp.model.files.check import is_padded_by_unsloth
 from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance, choose_tolerance, overall_verdict
 from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describe_omissions, plan_launches, visible_gpus
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
@@ -93,7 +94,11 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
         raise UserError(
             f"--processes is {processes}, but this machine shows {counted(len(gpus), 'GPU')}; give at most that many."
         )
-    backend = choose_backend(settings.backend, cuda, reason_for_transformers(settings, "none", "none"))
+    backend = choose_backend(
+        settings.backend,
+        cuda,
+        reason_for_transformers(settings, "none", "none", padded=is_padded_by_unsloth(settings)),
+    )
     precision = choose_precision(settings, backend)
     sizes = given.micro_batches or [1, max(2, settings.rows_at_once)]
     if min(sizes) <= 0:

@@ -31,7 +31,7 @@ from unsloth_ddp.distributed.exit_codes import note_finished
 from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
-from unsloth_ddp.model.files.check import check_reference
+from unsloth_ddp.model.files.check import check_reference, is_padded_by_unsloth
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.forward.attention import choose_packing, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.forward.tower_attention import join_images
@@ -74,10 +74,14 @@ def read_examples(run: Run) -> None:
 
 
 def import_backend(run: Run) -> None:
-    """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
+    """Import Unsloth, if it is the backend, which rows and model decide with `auto`; from here on Transformers and TRL may be imported."""
     settings, runtime = run.settings, run.runtime
-    reason = sharding.reason_for_transformers(settings, runtime.sharding, runtime.offload, images=run.images)
-    if reason and settings.backend == "auto" and runtime.device_type == "cuda":
+    reason = None
+    if settings.backend == "auto" and runtime.device_type == "cuda":
+        padded = runtime.broadcast_from_main(lambda: is_padded_by_unsloth(settings))
+        chosen = (settings, runtime.sharding, runtime.offload)
+        reason = sharding.reason_for_transformers(*chosen, images=run.images, padded=padded)
+    if reason:
         runtime.backend = "transformers"
         print(f"Using backend transformers, because Unsloth is not taken for {reason}.", flush=True)
     print(f"Importing {'Unsloth' if runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)

@@ -15,6 +15,7 @@ from unsloth_ddp.data.order.packing import (
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import Offload, Sharding, reason_for_transformers
+from unsloth_ddp.model.files.check import is_padded_by_unsloth
 from unsloth_ddp.sizing.estimate import (
     CHECKPOINTING_KINDS,
     Checkpointing,
@@ -63,6 +64,15 @@ class PlannedStep:
 def precision_of(settings: Settings) -> str:
     """Return the precision of a run on a GPU."""
     return "bf16" if settings.precision == "auto" else settings.precision
+
+
+def with_backend_of(settings: Settings, *, images: bool = False) -> Settings:
+    """Return the settings with the backend that `auto` takes on GPUs for this model, and for rows with images or without."""
+    if settings.backend != "auto":
+        return settings
+    padded = is_padded_by_unsloth(settings)
+    reason = reason_for_transformers(settings, "none", "none", images=images, padded=padded)
+    return dataclasses.replace(settings, backend="transformers") if reason else settings
 
 
 def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:

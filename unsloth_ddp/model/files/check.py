@@ -5,6 +5,7 @@ the folder is executed, and of the weights only the headers are read.
 """
 
 import dataclasses
+import importlib.util
 import json
 import shlex
 import zipfile
@@ -307,6 +308,24 @@ def read_model_file(model: str, name: str, revision: str | None = None) -> dict[
     except Exception:  # the Hub's errors and those of its HTTP client have no common class
         return None
     return content if isinstance(content, dict) else None
+
+
+def is_padded_by_unsloth(settings: Settings) -> bool:
+    """Return whether Unsloth would pad the rows of this model, which Transformers' attention for packed rows takes.
+
+    Unsloth computes attention that torch's sdpa does not have, such as that with sinks, by code that takes no boundaries of rows. The
+    classes say which they have. They are read as text, since Transformers must not be imported before Unsloth.
+    """
+    config = read_model_file(str(settings.model), "config.json", settings.model_revision) or {}
+    text = config.get("text_config")
+    kind = str((text if isinstance(text, dict) else config).get("model_type")).replace("-", "_")
+    package = importlib.util.find_spec("transformers")
+    assert package is not None and package.origin is not None
+    source = Path(package.origin).parent / "models" / kind / f"modeling_{kind}.py"
+    if "quantization_config" in config or not kind.isidentifier() or not source.is_file():
+        return False
+    classes = source.read_text(encoding="utf-8")
+    return "_supports_sdpa = False" in classes and "_supports_flash_attn = True" in classes
 
 
 def base_of_reference(settings: Settings) -> Settings | None:

@@ -235,17 +235,30 @@ def test_flash_attention_4_is_used_if_it_keeps_rows_apart_and_torchs_kernel_is_t
     assert current_flash_attention_impl() is None
 
 
+def unimportable(name: str) -> None:
+    raise OSError("libcute_dsl_runtime.so")
+
+
 @pytest.mark.usefixtures("flash_attention_4")
-def test_flash_attention_4_replaces_no_other_kernel_and_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_4_replaces_no_other_kernel_and_can_be_turned_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model, runtime = make("Llama", **KV), cpu_runtime()
     assert attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_MASK) is BY_MASK
     assert varlen.has_flash_attention_4(varlen.HOPPER) and not varlen.has_flash_attention_4(10)
     monkeypatch.setenv("UNSLOTH_FLASH_ATTENTION_IMPL", "off")
     assert attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_TORCH) is BY_TORCH
     monkeypatch.delenv("UNSLOTH_FLASH_ATTENTION_IMPL")
-    for name in ("flash_attn.cute", "flash_attn"):
-        monkeypatch.setitem(sys.modules, name, None)
+    # Its own import fails, or there is FlashAttention 2 alone, or nothing.
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib, "import_module", unimportable)
         assert not varlen.has_flash_attention_4(varlen.HOPPER)
+    assert "it cannot be imported: libcute_dsl_runtime.so" in caplog.text
+    caplog.clear()
+    for name in ("flash_attn.cute", "flash_attn"):
+        monkeypatch.delitem(sys.modules, "flash_attn.cute.interface", raising=False)
+        monkeypatch.setitem(sys.modules, name, None)
+        assert not varlen.has_flash_attention_4(varlen.HOPPER) and not caplog.records
 
 
 @pytest.mark.usefixtures("flash_attention_4")

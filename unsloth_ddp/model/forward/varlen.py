@@ -5,7 +5,7 @@ models. Calls that need a mask (padded rows, generation) or 32 bits go to sdpa.
 """
 
 import copy
-import importlib.util
+import importlib
 import inspect
 import logging
 import os
@@ -54,12 +54,18 @@ def is_available() -> bool:
 
 def has_flash_attention_4(capability: int) -> bool:
     """Return whether FlashAttention 4 is installed, and may replace torch's kernel on a GPU of this major compute capability."""
-    try:
-        found = importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
-        found = False
     # Unsloth's variable for the same choice.
-    return found and capability == HOPPER and os.environ.get("UNSLOTH_FLASH_ATTENTION_IMPL") != "off"
+    if capability != HOPPER or os.environ.get("UNSLOTH_FLASH_ATTENTION_IMPL") == "off":
+        return False
+    # It reads this at import, and keeps what it has compiled for later runs.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    try:
+        importlib.import_module("flash_attn.cute.interface")
+    except Exception as error:
+        if not (isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn")):
+            logger.warning("FlashAttention 4 is not used, because it cannot be imported: %s", one_line(error))
+        return False
+    return True
 
 
 @contextmanager
@@ -73,8 +79,6 @@ def computed_by(kernel: str | None) -> Iterator[None]:
     if kernel != FLASH_ATTENTION_4 or attention.current_flash_attention_impl() is not None:
         yield
         return
-    # It reads this at import, and keeps what it has compiled for later runs.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     attention.activate_flash_attention_impl("FA4")
     try:
         yield

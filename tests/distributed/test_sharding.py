@@ -361,7 +361,13 @@ def test_accelerate_takes_every_key(path):
         ({"images": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
         ({"padded": True}, "ddp", "transformers"),
         ({"padded": True, "method": "qlora"}, "ddp", "unsloth"),
+        ({"padded": True, "method": "full"}, "ddp", "transformers"),
         ({"padded": True, "packing": "off"}, "ddp", "unsloth"),
+        ({"padded": True, "precision": "fp32"}, "ddp", "unsloth"),
+        ({"padded": True, "attn_implementation": "eager"}, "ddp", "unsloth"),
+        ({"padded": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
+        ({"padded": True, "lora_target_modules": ["q_proj", "up_proj"]}, "ddp", "unsloth"),
+        ({"padded": True, "lora_target_modules": ["q_proj"]}, "ddp", "transformers"),
         ({"padded": True, "lora_target_parameters": ["all-experts"]}, "ddp", "unsloth"),
     ],
 )

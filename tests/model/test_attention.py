@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.machinery
 import importlib.util
 import os
 import re
@@ -17,18 +16,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.nn.attention import current_flash_attention_impl
 
 from tests.data.test_packing import KV, make
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.order.fixed_shape import FixedShape
 from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward import attention, varlen
 from unsloth_ddp.model.forward.compile_options import BLOCK_COMPILE
-from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -195,87 +191,6 @@ def test_a_model_that_keeps_rows_apart_packs_and_is_left_as_it_was(name: str, co
     assert attention.prove_rows_apart(Settings(model="m"), cpu_runtime(), model, IDS, BY_MASK) is BY_MASK
     assert torch.equal(torch.get_rng_state(), before) and not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-BY_TORCH = PackingDecision(True, "torch's varlen_attn keeps rows apart", kernel=varlen.TORCH_KERNEL)
-
-
-@pytest.fixture
-def flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the package, so that torch can register it as its flash attention, and for a Hopper GPU."""
-    names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
-    for name in names:
-        module = ModuleType(name)
-        module.__path__, module.__spec__ = [], importlib.machinery.ModuleSpec(name, None)
-        module._flash_attn_fwd = module._flash_attn_bwd = None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(attention, "_capability", lambda runtime: varlen.HOPPER)
-    monkeypatch.delenv("UNSLOTH_FLASH_ATTENTION_IMPL", raising=False)
-
-
-@pytest.mark.usefixtures("flash_attention_4")
-@pytest.mark.parametrize("fits", [True, False])
-def test_flash_attention_4_is_used_if_it_keeps_rows_apart_and_torchs_kernel_is_tried_otherwise(
-    fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str | None] = []
-
-    def rows_mix(*_: Any) -> str | None:
-        tried.append(current_flash_attention_impl())
-        return None if tried[-1] is None or fits else "a trial of packed rows failed"
-
-    monkeypatch.setattr(attention, "rows_mix", rows_mix)
-    model, runtime = make("Llama", **KV), cpu_runtime()
-    chosen = attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_TORCH)
-    if fits:
-        assert tried == ["FA4"]
-        assert chosen == PackingDecision(True, "FlashAttention 4 keeps rows apart", kernel=varlen.FLASH_ATTENTION_4)
-    else:
-        assert tried == ["FA4", None] and chosen is BY_TORCH
-    assert current_flash_attention_impl() is None
-
-
-def unimportable(name: str) -> None:
-    raise OSError("libcute_dsl_runtime.so")
-
-
-@pytest.mark.usefixtures("flash_attention_4")
-def test_flash_attention_4_replaces_no_other_kernel_and_can_be_turned_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, runtime = make("Llama", **KV), cpu_runtime()
-    assert attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_MASK) is BY_MASK
-    assert varlen.has_flash_attention_4(varlen.HOPPER) and not varlen.has_flash_attention_4(10)
-    monkeypatch.setenv("UNSLOTH_FLASH_ATTENTION_IMPL", "off")
-    assert attention.prove_rows_apart(Settings(model="m"), runtime, model, IDS, BY_TORCH) is BY_TORCH
-    monkeypatch.delenv("UNSLOTH_FLASH_ATTENTION_IMPL")
-    # Its own import fails, or there is FlashAttention 2 alone, or nothing.
-    with monkeypatch.context() as patched:
-        patched.setattr(importlib, "import_module", unimportable)
-        assert not varlen.has_flash_attention_4(varlen.HOPPER)
-    assert "it cannot be imported: libcute_dsl_runtime.so" in caplog.text
-    caplog.clear()
-    for name in ("flash_attn.cute", "flash_attn"):
-        monkeypatch.delitem(sys.modules, "flash_attn.cute.interface", raising=False)
-        monkeypatch.setitem(sys.modules, name, None)
-        assert not varlen.has_flash_attention_4(varlen.HOPPER) and not caplog.records
-
-
-@pytest.mark.usefixtures("flash_attention_4")
-def test_a_captured_step_computes_by_the_kernel_of_the_run_and_leaves_other_passes_alone() -> None:
-    model = make("Llama", **KV)
-    rows = {"sequences": FixedShape.of_single_rows(2, 128), "joined": FixedShape.that_holds(256, 12, 128)}
-    dense = {name: PackedForward(model, shape).dense for name, shape in rows.items()}
-    assert dense == {"sequences": True, "joined": False}
-    forward = PackedForward(model, rows["sequences"], varlen.FLASH_ATTENTION_4)
-    # torch has a faster kernel than its own for sequences, and none that is faster than FlashAttention 4.
-    assert not forward.dense
-    with forward.passes():
-        assert current_flash_attention_impl() == "FA4"
-        with varlen.computed_by(varlen.FLASH_ATTENTION_4):
-            assert current_flash_attention_impl() == "FA4"
-        assert current_flash_attention_impl() == "FA4"
-    assert current_flash_attention_impl() is None
 
 
 def test_attention_that_ignores_the_border_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

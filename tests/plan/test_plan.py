@@ -102,6 +102,13 @@ def test_a_mixtures_memory_is_a_lower_bound_and_says_so(capsys, tmp_path):
     assert "each token used all" not in said
 
 
+def test_a_model_whose_rows_unsloth_pads_is_planned_with_packs_of_transformers(capsys, tmp_path):
+    words = ["--model", str(save_mixture("gpt_oss", tmp_path)), "--dataset", "demo/train.jsonl"]
+    for backend, rows in (("auto", "packed"), ("transformers", "packed"), ("unsloth", "padded")):
+        assert command.main([*words, "--backend", backend]) == 0
+        assert f"packing auto is planned as {rows} rows" in " ".join(capsys.readouterr().out.split()), backend
+
+
 def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
     shapes, _ = measured_job
     settings = Settings(model="m", dataset=["d"])

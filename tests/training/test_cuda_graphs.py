@@ -14,8 +14,6 @@ from tests.tiny_models import model_of_layers
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.fixed_shape import FixedShape
-from unsloth_ddp.data.order.packing import PackingDecision
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.sizing import graphs
@@ -64,27 +62,6 @@ def test_an_evaluation_without_memory_takes_that_of_the_graphs() -> None:
     evaluation = Evaluation(graphs=2)
     assert evaluation._evaluate_batch(None, {"size": 1}, torch.ones(())).item() == 3.0
     assert evaluation.graphs == 0
-
-
-def test_a_micro_batch_is_computed_by_the_kernel_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str | None] = []
-
-    @contextmanager
-    def computed_by(kernel: str | None) -> Iterator[None]:
-        used.append(kernel)
-        yield
-        used.append("none")
-
-    monkeypatch.setattr(varlen, "computed_by", computed_by)
-    trainer = DDPTrainer.__new__(DDPTrainer)
-    vars(trainer).update(
-        accelerator=SimpleNamespace(sync_gradients=True),
-        runtime=SimpleNamespace(copies=1),
-        data=SimpleNamespace(packing=PackingDecision(True, "", kernel=varlen.FLASH_ATTENTION_4)),
-        step=SimpleNamespace(micro_batch=lambda *_, **__: torch.tensor(len(used))),
-    )
-    assert trainer.training_step(None, {}).item() == 1
-    assert used == [varlen.FLASH_ATTENTION_4, "none"]
 
 
 def test_an_evaluation_that_does_not_fit_without_graphs_fails() -> None:
@@ -308,7 +285,8 @@ def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:
 class Captured:
     """A captured step that notes what is done with it."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, model: Any, forward: Any, *_: Any) -> None:
+        self.forward = forward
         self.in_trial = True
         self.forgotten = 0
         self.shape = "shape"
@@ -318,35 +296,46 @@ class Captured:
 
 
 @pytest.mark.parametrize(
-    ("options", "other_rank", "reason"),
+    ("options", "other_rank", "reason", "tried"),
     [
-        ({}, None, "a trial gave the same loss and gradients"),
-        ({"fp8": True, "lora_dropout": 0.1}, None, "a trial gave the same loss and gradients"),
-        ({}, "its loss would differ by 1.0e-01", "its loss would differ by 1.0e-01"),
+        ({}, None, "a trial gave the same loss and gradients", [False]),
+        ({"fp8": True, "lora_dropout": 0.1}, None, "a trial gave the same loss and gradients", [False]),
+        ({}, "its loss would differ by 1.0e-01", "its loss would differ by 1.0e-01", [False]),
+        # With FlashAttention 4, whose trial succeeds or does not.
+        ({}, None, "a trial gave the same loss and gradients, with FlashAttention 4", [True]),
+        ({}, None, "a trial gave the same loss and gradients", [True, False]),
     ],
 )
 def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
-    options: dict[str, Any], other_rank: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], other_rank: str | None, reason: str, tried: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: dict[str, Any] = {}
+    forwards: list[Any] = []
+
+    def make_forward(*_: Any, flash_attention_4: bool, **__: Any) -> Any:
+        forwards.append(SimpleNamespace(flash_attention_4=flash_attention_4))
+        return forwards[-1]
 
     @contextmanager
     def without_dropout(model: Any) -> Iterator[bool]:
         yield bool(options)
 
-    def check(captured: Any, batch: Any, ordinary: Any, tolerance: float) -> None:
+    def check(captured: Any, batch: Any, ordinary: Any, tolerance: float) -> str | None:
         noted["tolerance"] = tolerance
+        return "its loss would differ by 2.0e-01" if captured.forward.flash_attention_4 and not tried[-1] else None
 
     def capture(captured: Any, example: Any) -> None:
         noted["captured"] = example
 
     replaced = {
-        "obstacle": lambda *_: None, "use_capture_stream": lambda *_: None, "PackedForward": lambda *_, **__: None,
+        "obstacle": lambda *_: None, "use_capture_stream": lambda *_: None, "PackedForward": make_forward,
         "CapturedStep": Captured, "training_mode": nullcontext, "without_dropout": without_dropout,
         "draws_random_numbers": lambda *_: (bool(options), None), "check_capture": check, "capture_sizes": capture,
     }  # fmt: skip
+    replaced |= {"has_flash_attention_4": lambda capability: tried[0] and capability == 9, "release": lambda: None}
     for name, value in replaced.items():
         monkeypatch.setattr(cuda_graphs, name, value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     train = packs_of([300, 100, 200] * 200, 2)
     train.examples = [f"pack {index}" for index in range(600)]
     padded_batch: list[Any] = []
@@ -354,11 +343,12 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
     runtime: Any = SimpleNamespace(gather=lambda one: [one, other_rank])
     settings = Settings(model="m", dataset=["d"], max_length=512, per_device_train_batch_size=2, **options)
     plan = BatchPlan(2, 1, 1)
-    data: Any = SimpleNamespace(train=train, plan=plan, packing=PackingDecision(True, "a kernel keeps rows apart"))
-    steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model_of_layers([]))
+    data: Any = SimpleNamespace(train=train, plan=plan)
+    steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cuda"), model_of_layers([]))
     runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None, autocast=nullcontext)
     steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan)
     assert steps.choice == StepChoice(other_rank is None, reason)
+    assert [forward.flash_attention_4 for forward in forwards] == tried
     assert noted == {"tolerance": 0.25 if options else 0.05, "captured": "pack 1"}
     assert (steps.captured is None) == (other_rank is not None) == (padded_batch[-1] is None)
     if steps.captured is not None:

@@ -30,7 +30,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.order.fixed_shape import FixedShape, PaddedBatch
-from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed.exit_codes import quiet
 from unsloth_ddp.model.forward import packed_forward, varlen
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
@@ -320,8 +319,7 @@ def prepared(model: Any, kind: str, **options: Any) -> CudaGraphs:
     )  # fmt: skip
     collate, rows = Collate(PadRight(0), Flatten("positions")), Rows()
     settings = Settings(model="m", dataset=["d"], max_length=256, **options)
-    packing = PackingDecision(True, "a kernel keeps rows apart")
-    data = SimpleNamespace(train=rows, plan=BatchPlan(1, 2, 1), packing=packing)
+    data = SimpleNamespace(train=rows, plan=BatchPlan(1, 2, 1))
     graphs = CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model)
     if kind == "torch":
         model.gradient_checkpointing_enable({"use_reentrant": False})

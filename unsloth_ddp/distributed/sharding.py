@@ -214,13 +214,22 @@ def reason_for_transformers(
         return "method full with sharding zero3"
     # Measured with LoRA: Transformers trained rows with images 1.4 times as fast, and Gemma 4 took its first step after one
     # minute instead of over five. With QLoRA Unsloth took half the memory (benchmarks/results/speed/images_*.json).
-    if images and settings.method != "qlora" and settings.gradient_checkpointing != "unsloth":
+    if settings.method == "qlora" or settings.gradient_checkpointing == "unsloth":
+        return None
+    if images:
         return "rows with images"
     # Measured with LoRA on a gpt-oss-like model of 1B: Unsloth's own trainer, which pads too, reached 18,453 tokens/s on an H200,
     # and packed rows with Transformers 189,948 on an H100 (benchmarks/results/speed/todays_models_2.json, flash_attention_4.json).
-    if padded and settings.packing != "off" and settings.method != "qlora" and not settings.lora_target_parameters:
+    packs = settings.packing != "off" and settings.precision != "fp32" and settings.attn_implementation is None
+    if padded and packs and not _adapts_experts(settings):
         return "a model whose rows it pads"
     return None
+
+
+def _adapts_experts(settings: Settings) -> bool:
+    """Return whether a mixture of experts gets adapters on its experts, which Unsloth computes without a copy of their weights."""
+    named = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}.intersection(settings.lora_target_modules)
+    return settings.method != "full" and bool(settings.lora_target_parameters or named)
 
 
 def check_sharding(sharding: Sharding, settings: Settings, device_type: str, backend: str, world_size: int) -> None:

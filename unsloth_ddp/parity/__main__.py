@@ -25,13 +25,13 @@ from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
-from unsloth_ddp.distributed.sharding import reason_for_transformers, sharding_from_environment
-from unsloth_ddp.model.files.check import is_padded_by_unsloth
+from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance, choose_tolerance, overall_verdict
 from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describe_omissions, plan_launches, visible_gpus
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.run.file_checks import check_files
+from unsloth_ddp.sizing.choose import with_backend_of
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
@@ -94,11 +94,10 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
         raise UserError(
             f"--processes is {processes}, but this machine shows {counted(len(gpus), 'GPU')}; give at most that many."
         )
-    backend = choose_backend(
-        settings.backend,
-        cuda,
-        reason_for_transformers(settings, "none", "none", padded=is_padded_by_unsloth(settings)),
-    )
+    if cuda:
+        # The launches, which pack no rows, take the backend of a run.
+        settings = with_backend_of(settings)
+    backend = choose_backend(settings.backend, cuda, None)
     precision = choose_precision(settings, backend)
     sizes = given.micro_batches or [1, max(2, settings.rows_at_once)]
     if min(sizes) <= 0:

@@ -32,7 +32,6 @@ from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.files.stored_weights import complete_result
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.attention import flatten_for, prepare_for_packs
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
@@ -272,8 +271,7 @@ class DDPTrainer(ResumableTrainer):
         if self.runtime.copies > 1:
             # Reduce gradients between replicas, over the slower links, once per step.
             model.set_requires_all_reduce(last)
-        with varlen.computed_by(self.data.packing.kernel):
-            return self.step.micro_batch(super().training_step, model, inputs, num_items_in_batch, last=last)
+        return self.step.micro_batch(super().training_step, model, inputs, num_items_in_batch, last=last)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

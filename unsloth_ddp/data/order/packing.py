@@ -152,13 +152,11 @@ class PackingDecision:
 
     Args:
         prompts_once: whether the prompt of a pair is computed once for both answers.
-        kernel: the attention kernel of packs, if there is one for them.
     """
 
     packed: bool
     reason: str
     prompts_once: bool = False
-    kernel: str | None = None
 
 
 @dataclass(frozen=True)
@@ -196,10 +194,10 @@ def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | N
         return PackingDecision(False, wrong)
     if wanted == "on":
         masked = f"{missing}, so a mask keeps rows apart, which is slow"
-        return PackingDecision(True, f"as set; {f'{kernel} keeps rows apart' if kernel else masked}", kernel=kernel)
+        return PackingDecision(True, f"as set; {f'{kernel} keeps rows apart' if kernel else masked}")
     if kernel is None:
         return PackingDecision(False, missing)
-    return PackingDecision(True, f"{kernel} keeps rows apart", kernel=kernel)
+    return PackingDecision(True, f"{kernel} keeps rows apart")
 
 
 def describe_backend(backend: str, precision: str, settings: Settings) -> str:

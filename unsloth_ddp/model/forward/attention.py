@@ -31,13 +31,13 @@ from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.packing_obstacles import lookahead_reason, mixing_reason, state_reason
 from unsloth_ddp.model.forward.row_check import prompts_differ, rows_mix
 from unsloth_ddp.model.forward.short_convolution import convolve_within_rows, convolving_layers
-from unsloth_ddp.model.forward.varlen import FLASH_ATTENTION_4, TORCH_KERNEL
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
 
 logger = logging.getLogger("unsloth_ddp")
 # Of the kernels that varlen.py takes.
 LARGEST_HEAD = 512
+TORCH_KERNEL = "torch's varlen_attn"
 # Attention of Transformers that Unsloth lets varlen.py replace.
 REPLACED = ("sdpa", varlen.NAME)
 
@@ -160,27 +160,21 @@ def prove_rows_apart(
     """
     if not choice.packed:
         return choice
-    mixed, kernel = None, choice.kernel
+    mixed = None
     if all(runtime.gather(_can_compute(runtime, model))):
         prepare_for_packs(runtime, model)
         flatten = flatten_for(runtime, model, PadRight(0, processing))
-        faster = choice.kernel == TORCH_KERNEL and varlen.has_flash_attention_4(_capability(runtime))
-        for kernel in [FLASH_ATTENTION_4] * all(runtime.gather(faster)) + [choice.kernel]:
-            with varlen.computed_by(kernel):
-                found = runtime.gather(rows_mix(model, flatten, token_ids, runtime.precision, processing))
-            mixed = next((reason for reason in found if reason), None)
-            if mixed is None:
-                break
-            logger.warning("%s does not keep rows apart: %s", kernel or "a mask", mixed)
+        mixed = rows_mix(model, flatten, token_ids, runtime.precision, processing)
     elif processing is not None:
         mixed = "packs with images cannot be tried before training while its weights are sharded"
     elif runtime.backend != "unsloth" and not _gets_boundaries(_implementation(model)):
         mixed = "its masks cannot be tried before training while its weights are sharded"
+    mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
     if mixed is None:
         if runtime.backend == "unsloth" and _implementation(model) == varlen.NAME:
             # Train what was tried; CUDA graphs compile layers themselves, and compare what they compute.
             leave_layers_uncompiled()
-        return choice if kernel == choice.kernel else decide_packing(settings.packing, "", kernel, None)
+        return choice
     return decide_packing(settings.packing, "", None, state_reason(model) or mixed)
 
 
@@ -198,8 +192,7 @@ def prove_prompts_shared(
         return choice
     reason = "only torch's kernel does that"
     if all(runtime.gather(_can_compute(runtime, model) and _implementation(model) == varlen.NAME)):
-        with varlen.computed_by(choice.kernel):
-            found = runtime.gather(prompts_differ(model, flatten_for(runtime, model), token_ids, runtime.precision))
+        found = runtime.gather(prompts_differ(model, flatten_for(runtime, model), token_ids, runtime.precision))
         reason = next((one for one in found if one), "")
     logger.info("prompts of pairs are computed once%s", f" for each answer: {reason}" if reason else "")
     return dataclasses.replace(choice, prompts_once=not reason)
@@ -313,7 +306,7 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
         unsloth_attention=layers_of_unsloth,
         replaceable=unsloth or settings.attn_implementation is None,
         chosen_by_unsloth=unsloth and not layers_of_unsloth,
-        capability=_capability(runtime),
+        capability=torch.cuda.get_device_capability()[0] if cuda else 0,
         flash_attn=flash_attn,
         xformers=xformers,
         torch_varlen=torch_varlen,
@@ -322,11 +315,6 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
         # Runs a forward pass, so it is called only where its answer matters.
         return dataclasses.replace(setup, obstacle=varlen.obstacle(base))
     return setup
-
-
-def _capability(runtime: Runtime) -> int:
-    """Return the major compute capability of this process's GPU, 0 on a CPU."""
-    return torch.cuda.get_device_capability()[0] if runtime.device_type == "cuda" else 0
 
 
 def _largest_head(config: Any) -> int:

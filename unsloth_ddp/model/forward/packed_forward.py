@@ -43,7 +43,7 @@ class PackedForward:
     Args:
         model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).
         shape: of every micro-batch.
-        kernel: of attention within rows.
+        flash_attention_4: compute attention within rows by it, in place of torch's kernel.
         recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's own
             checkpointing is off here, whatever the model is set to.
 
@@ -51,11 +51,13 @@ class PackedForward:
         NotImplementedError: the model cannot be called in this way; the message says why, in a few words.
     """
 
-    def __init__(self, model: Any, shape: FixedShape, kernel: str | None = None, *, recompute: bool = False) -> None:
+    def __init__(
+        self, model: Any, shape: FixedShape, *, recompute: bool = False, flash_attention_4: bool = False
+    ) -> None:
         self.recompute = recompute
-        self.kernel = kernel
-        # torch has a faster kernel for these than its own for rows of different length.
-        self.dense = bool(shape.sequences) and kernel != varlen.FLASH_ATTENTION_4
+        self.flash_attention_4 = flash_attention_4
+        # torch's attention for batches is faster than its kernel for rows of different length, and not faster than this one.
+        self.dense = bool(shape.sequences) and not flash_attention_4
         base = base_model(model)
         self.decoder: Any = text_decoder(model)
         self.head: Any = base.get_output_embeddings()
@@ -120,7 +122,8 @@ class PackedForward:
         A layer that is computed again in the backward pass has to find there what it found in the forward pass.
         """
         with ExitStack() as changes:
-            changes.enter_context(varlen.computed_by(self.kernel))
+            if self.flash_attention_4:
+                changes.enter_context(varlen.flash_attention_4())
             for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing()):
                 changes.enter_context(replaced(owner, name, value))
             yield

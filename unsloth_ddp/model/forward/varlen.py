@@ -5,7 +5,6 @@ models. Calls that need a mask (padded rows, generation) or 32 bits go to sdpa.
 """
 
 import copy
-import importlib
 import inspect
 import logging
 import os
@@ -25,7 +24,6 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Values of a head that flash attention takes.
 LARGEST_FLASH_HEAD = 256
-TORCH_KERNEL, FLASH_ATTENTION_4 = "torch's varlen_attn", "FlashAttention 4"
 # The major compute capability of the GPUs that FlashAttention 4 was compared with torch's kernel on (H100 and H200).
 HOPPER = 9
 NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
@@ -53,32 +51,33 @@ def is_available() -> bool:
 
 
 def has_flash_attention_4(capability: int) -> bool:
-    """Return whether FlashAttention 4 is installed, and may replace torch's kernel on a GPU of this major compute capability."""
+    """Return whether FlashAttention 4 may replace torch's kernel: it is installed, and the GPU has this major compute capability."""
+    from torch.nn.attention import current_flash_attention_impl
+
     # Unsloth's variable for the same choice.
-    if capability != HOPPER or os.environ.get("UNSLOTH_FLASH_ATTENTION_IMPL") == "off":
+    wanted = os.environ.get("UNSLOTH_FLASH_ATTENTION_IMPL", "").strip().lower()
+    allowed = wanted in ("", "auto", "on", "1", "true", "fa4") and current_flash_attention_impl() is None
+    if capability != HOPPER or not allowed:
         return False
     # It reads this at import, and keeps what it has compiled for later runs.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
-        importlib.import_module("flash_attn.cute.interface")
+        with flash_attention_4():
+            return True
     except Exception as error:
         if not (isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn")):
-            logger.warning("FlashAttention 4 is not used, because it cannot be imported: %s", one_line(error))
+            logger.warning("FlashAttention 4 is installed and cannot be used: %s", one_line(error))
         return False
-    return True
 
 
 @contextmanager
-def computed_by(kernel: str | None) -> Iterator[None]:
-    """Compute torch's varlen_attn by FlashAttention 4 inside the block, if that is the kernel.
+def flash_attention_4() -> Iterator[None]:
+    """Compute torch's varlen_attn by FlashAttention 4 inside the block.
 
-    It stays off outside of training: launching it takes the host longer, which generation of answers would notice.
+    Launching it takes the host longer than torch's kernel, so it is for passes that are captured.
     """
     from torch.nn import attention
 
-    if kernel != FLASH_ATTENTION_4 or attention.current_flash_attention_impl() is not None:
-        yield
-        return
     attention.activate_flash_attention_impl("FA4")
     try:
         yield

@@ -17,6 +17,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.model.forward.packing_obstacles import stateful_layer
+from unsloth_ddp.model.forward.varlen import has_flash_attention_4
 from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
@@ -121,13 +122,15 @@ class CudaGraphs:
         shape = shape_of_run(self.settings, self.data.train, plan)
         reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._while_launching)
         if reason is None:
-            captured, reason = self._try(runner, decision, shape, gradients)
+            captured, reason = self._try_kernels(runner, decision, shape, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
             if captured is not None and reason is None:
                 captured.in_trial = False
                 self.captured = captured
         refuse(self.settings, reason)
-        self.choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
+        by_it = self.captured is not None and self.captured.forward.flash_attention_4
+        same = "a trial gave the same loss and gradients" + ", with FlashAttention 4" * by_it
+        self.choice = StepChoice(reason is None, reason or same)
         self.collate.pad_to_shape(self.captured.shape if self.captured else None)
 
     def _compile_layers(self, runner: MicroBatchRunner, decision: MicroBatchDecision) -> None:
@@ -143,16 +146,37 @@ class CudaGraphs:
         train = self.data.train
         return runner.batch_of([train.examples[index] for index in range(min(decision.per_device, train.units))])
 
-    def _try(
+    def _try_kernels(
         self,
         runner: MicroBatchRunner,
         decision: MicroBatchDecision,
         shape: FixedShape,
         gradients: GradientBuffers | None,
     ) -> tuple[CapturedStep | None, str | None]:
+        """Return the captured step, with FlashAttention 4 where it gives the same results, or why there is none."""
+        faster = self.device.type == "cuda" and has_flash_attention_4(torch.cuda.get_device_capability(self.device)[0])
+        if faster:
+            captured, reason = self._try(runner, decision, shape, gradients, flash_attention_4=True)
+            if reason is None:
+                return captured, None
+            logger.warning("FlashAttention 4 is installed and not used: %s", reason)
+            del captured
+            release()
+        return self._try(runner, decision, shape, gradients)
+
+    def _try(
+        self,
+        runner: MicroBatchRunner,
+        decision: MicroBatchDecision,
+        shape: FixedShape,
+        gradients: GradientBuffers | None,
+        *,
+        flash_attention_4: bool = False,
+    ) -> tuple[CapturedStep | None, str | None]:
         train, model = self.data.train, runner.model
+        recompute = decision.kind == "torch"
         try:
-            forward = PackedForward(model, shape, self.data.packing.kernel, recompute=decision.kind == "torch")
+            forward = PackedForward(model, shape, recompute=recompute, flash_attention_4=flash_attention_4)
         except NotImplementedError as error:
             return None, str(error)
         captured = CapturedStep(model, forward, runner.autocast, torch.bfloat16, self.device, gradients)

@@ -148,12 +148,10 @@ def _made(
 ) -> list[cst.BaseStatement]:
     names = context.names
     context.cell = group[0].statement.cell
-    effects: set[Effect] = set().union(*(p.statement.effects for p in group))
-    share = sorted(set().union(*(p.statement.share for p in group)))
     if role in (Role.MAIN, Role.NODE) and all(needs_no_guard(p.statement, graph) for p in group):
         return nodes
     if role in (Role.MAIN, Role.NODE):
-        return _guard(role, group, nodes, effects, share, graph, context)
+        return _guard(role, group, nodes, graph, context)
     if role is Role.FIRST:
         note = context.edit("data", "one process on each node goes first, the others use its caches")
         block = cst.With(
@@ -224,15 +222,11 @@ def _may_act(node: cst.CSTNode) -> bool:
 
 
 def _guard(
-    role: Role,
-    group: list[EditedStatement],
-    nodes: list[cst.BaseStatement],
-    effects: set[Effect],
-    share: list[str],
-    graph: Graph,
-    context: ConversionContext,
+    role: Role, group: list[EditedStatement], nodes: list[cst.BaseStatement], graph: Graph, context: ConversionContext
 ) -> list[cst.BaseStatement]:
     names = context.names
+    effects: set[Effect] = set().union(*(p.statement.effects for p in group))
+    share = sorted(set().union(*(p.statement.share for p in group)))
     test = names["IS_MAIN"] if role is Role.MAIN else f"{names['LOCAL_RANK']} == 0"
     words = [word for effect, word in _WORDS.items() if effect in effects] or ["uses this"]
     shared = _shared_value(group, nodes, share, context)

@@ -234,9 +234,8 @@ def _parts(whole: cst.BaseStatement, number: int, context: ConversionContext) ->
 
 
 def _may_need_a_guard(statement: cst.CSTNode, context: ConversionContext, guarded: set[Effect]) -> bool:
-    sites = collect(statement).calls
-    paths = [".".join([context.imports.get(s.root, s.root), *s.path.split(".")[1:]]) for s in sites]
-    return any(call_effects(s, p, set(), TrainerClasses()) & guarded for s, p in zip(sites, paths, strict=True))
+    sites = ((site, full_path(site.path, context.imports)) for site in collect(statement).calls)
+    return any(call_effects(site, full, set(), TrainerClasses()) & guarded for site, full in sites)
 
 
 class _OneALine(cst.CSTTransformer):

@@ -175,9 +175,8 @@ class _Collector(tree.NamesRead):
 
     def visit_Import(self, node: cst.Import) -> bool:
         for alias in node.names:
-            path = dotted(alias.name)
-            name = alias.asname.name.value if alias.asname else path.split(".")[0]  # type: ignore[union-attr]
-            self._import(str(name), path if alias.asname else path.split(".")[0])
+            root = alias.evaluated_name.split(".")[0]
+            self._import(alias.evaluated_alias or root, alias.evaluated_name if alias.asname else root)
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
@@ -185,8 +184,7 @@ class _Collector(tree.NamesRead):
         if isinstance(node.names, cst.ImportStar):
             return False
         for alias in node.names:
-            name = alias.asname.name.value if alias.asname else alias.name.value  # type: ignore[union-attr]
-            self._import(str(name), f"{module}.{alias.name.value}")
+            self._import(alias.evaluated_alias or alias.evaluated_name, f"{module}.{alias.evaluated_name}")
         return False
 
     def _import(self, name: str, path: str) -> None:

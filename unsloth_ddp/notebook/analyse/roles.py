@@ -42,9 +42,8 @@ def assign_roles(graph: Graph) -> None:
 
 def _mark_needed(graph: Graph) -> None:
     """Mark what training depends on, backwards from the trainers and from what sets their environment."""
-    roots = [SEEDS | {Effect.STATE}] * (graph.last_seed + 1)
-    queue = [i for i, found in enumerate(roots) if graph.statements[i].effects & found]
-    queue = [i for i in queue if not is_dead(graph.statements[i].node)]
+    first = enumerate(graph.statements[: graph.last_seed + 1])
+    queue = [i for i, s in first if s.effects & (SEEDS | {Effect.STATE}) and not is_dead(s.node)]
     while queue:
         statement = graph.statements[queue.pop()]
         if not statement.needed:

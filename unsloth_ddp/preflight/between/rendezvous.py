@@ -133,10 +133,7 @@ class Rendezvous:
                 master_listen_fd=listener,
             )
 
-        try:
-            return run_with_limit(connect, seconds + GRACE_SECONDS)
-        except Exception as error:
-            raise RendezvousError(one_line(error)) from None
+        return self._ask(connect, seconds)
 
     def _part_of(self, store: Any, part: str) -> Any:
         from torch.distributed import PrefixStore

@@ -84,9 +84,7 @@ def _absences(
     whole = [n for n in range(nodes) if all(r in missing for r in range(n * per_node, (n + 1) * per_node))]
     parts = [rank for rank in missing if rank // per_node not in whole]
     if whole and in_time:
-        problems.append(
-            f"So {name_nodes(whole)} is missing." if len(whole) == 1 else f"So {name_nodes(whole)} are missing."
-        )
+        problems.append(f"So {name_nodes(whole)} {'is' if len(whole) == 1 else 'are'} missing.")
     elif whole:
         problems.append(
             f"{name_nodes(whole).capitalize()} did not arrive at {address} within {waited:.0f} s: start preflight "

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +65,7 @@ def read_versions() -> dict[str, str]:
     return found
 
 
-def read_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def read_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that decide how ranks communicate and compute."""
     return {
         name: value

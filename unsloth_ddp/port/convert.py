@@ -143,15 +143,13 @@ def _tf32(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> Non
 
 
 def _sharding(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    stage = re.search(r"(?:zero|z|stage)[_-]?([0-3])", str(value).lower())
+    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", str(value).lower()) if key == "deepspeed" else None
+    stage = found[1] if found else ""
     if key == "deepspeed":
-        ported.launch_config = {"2": "zero2", "3": "zero3"}.get(stage[1] if stage else "", "zero2")
+        ported.launch_config = {"0": "ddp", "3": "zero3"}.get(stage, "zero2")
     elif value:
         ported.launch_config = "fsdp2"
-    instead = ""
-    if key == "deepspeed" and stage and stage[1] in "01":
-        ported.launch_config = "ddp" if stage[1] == "0" else "zero2"
-        instead = f"ZeRO-{stage[1]} is not offered; "
+    instead = f"ZeRO-{stage} is not offered; " if stage in ("0", "1") else ""
     ported.left_out[key] = f"{instead}start with accelerate_configs/{ported.launch_config}.yaml"
     if key == "deepspeed" and "offload" in str(value).lower() and ported.launch_config != "ddp":
         ported.left_out[key] += f"; {ported.launch_config}_offload.yaml uses host memory too"
@@ -186,7 +184,7 @@ def _datasets(option: str, ported: Ported, key: str, value: Any, given: Mapping[
 
 def _dataset_names(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
     if ported.tool == LLAMA_FACTORY:
-        port_names(ported, key, value, key, given.get("dataset_dir"))
+        port_names(ported, key, value, given.get("dataset_dir"))
     else:
         ported.add({key: [plain_path(str(item)) for item in (value if isinstance(value, list) else [value])]}, key)
 
@@ -318,9 +316,8 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
 
 def _fit_task(ported: Ported) -> None:
     """Take out what the kit refuses when it compares answers, so that the result runs."""
-    refused = {"packing": ("on",), "loss_on": ("all",)}
-    for option, values in refused.items():
-        if ported.options.get(option) in values:
+    for option, refused in (("packing", "on"), ("loss_on", "all")):
+        if ported.options.get(option) == refused:
             del ported.options[option]
             ported.left_out[option] = f"it does not work with task {ported.options['task']}"
 

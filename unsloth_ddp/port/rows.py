@@ -51,8 +51,7 @@ def port_mappings(ported: Ported, name: str, entries: Any, option: str) -> None:
     ported.add({option: sources}, name)
     splits = {str(entry["split"]) for entry in entries if entry.get("split")}
     configs = {str(entry["name"]) for entry in entries if entry.get("name")}
-    split_option = "dataset_split" if option == "dataset" else "eval_dataset_split"
-    for found, target in ((splits, split_option), (configs, "dataset_config")):
+    for found, target in ((splits, f"{option}_split"), (configs, "dataset_config")):
         if len(found) == 1:
             ported.add({target: found.pop()}, name)
         elif found:
@@ -123,7 +122,7 @@ def _renamed(entry: dict[str, Any], base: str) -> str:
     return ", and ".join(changes)
 
 
-def port_names(ported: Ported, name: str, value: Any, option: str, folder: str | None) -> None:
+def port_names(ported: Ported, option: str, value: Any, folder: str | None) -> None:
     """Port data sets that LLaMA-Factory names in `folder`/dataset_info.json."""
     names = [str(part) for part in value] if isinstance(value, list) else [p.strip() for p in str(value).split(",")]
     place, info = _dataset_info(ported.folder, folder or "data")
@@ -136,9 +135,9 @@ def port_names(ported: Ported, name: str, value: Any, option: str, folder: str |
         sources.append(plain_path(known))
         if not is_file(known) and "/" not in known:
             ported.to_do.append(
-                f"{name} {known} is a name in LLaMA-Factory's dataset_info.json; give its file or Hub id."
+                f"{option} {known} is a name in LLaMA-Factory's dataset_info.json; give its file or Hub id."
             )
-    ported.add({option: sources}, name)
+    ported.add({option: sources}, option)
 
 
 def _dataset_info(folder: Path, named: str) -> tuple[Path, dict[str, Any]]:
@@ -169,8 +168,7 @@ def _registered(ported: Ported, name: str, entry: dict[str, Any], place: Path, o
             f"dataset {name} has messages with other names ({', '.join(map(str, tags.values()))}); rename them."
         )
     if hub := entry.get("hf_hub_url"):
-        split = "dataset_split" if option == "dataset" else "eval_dataset_split"
-        given = {"dataset_config": entry.get("subset"), split: entry.get("split")}
+        given = {"dataset_config": entry.get("subset"), f"{option}_split": entry.get("split")}
         ported.add({key: value for key, value in given.items() if value}, name)
         return str(hub)
     return str(place / str(entry.get("file_name", name)))

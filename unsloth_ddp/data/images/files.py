@@ -69,16 +69,14 @@ class ImageFiles:
         """
         if value not in self._known:
             if value.startswith(DATA):
-                if self.decode:
-                    open_image(value).close()
-                return value
+                return self._decoded(value)
             self._known[value] = self._downloaded(value) if is_web_address(value) else self._decoded(self._find(value))
         return self._known[value]
 
-    def _decoded(self, path: Path) -> str:
+    def _decoded(self, image: str) -> str:
         if self.decode:
-            open_image(str(path)).close()
-        return str(path)
+            open_image(image).close()
+        return image
 
     def _downloaded(self, address: str) -> str:
         name = without_query(address)
@@ -90,13 +88,13 @@ class ImageFiles:
             return address
         path = downloaded(address, MOST_BYTES)
         try:
-            return self._decoded(path)
+            return self._decoded(str(path))
         except UserError as error:
             # A page that says what is wrong with the address.
             path.unlink(missing_ok=True)
             raise UserError(str(error).replace(str(path), name)) from None
 
-    def _find(self, value: str) -> Path:
+    def _find(self, value: str) -> str:
         try:
             path = Path(value).expanduser()
             # An absolute path stays as it is.
@@ -108,7 +106,7 @@ class ImageFiles:
         except (ValueError, RuntimeError):
             raise UserError(f"image {value[:200]!r} is not a path; check it.") from None
         if found is not None:
-            return found.resolve()
+            return str(found.resolve())
         if other is not None:
             raise UserError(f"image {value[:200]} is not a file ({other}); give the path of an image.")
         looked = f" in {' or '.join(str(one) for one in self.folders)}" if not path.is_absolute() else ""

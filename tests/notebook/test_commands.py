@@ -93,6 +93,11 @@ def test_a_command_that_trains_beside_a_trainer_is_pointed_at() -> None:
         ('%%bash -s "$folder"\necho $1', 'run_shell("echo $1", f"\\"{folder}\\"")'),
         ("%%script python3\nprint(1)", 'run_shell("print(1)", program="python3")'),
         ("%%python\nprint('x')", 'run_shell("print(\'x\')", program="python3")'),
+        ("%%sx\necho x", 'run_shell("echo x")'),
+        ("%%!\necho x", 'run_shell("echo x")'),
+        ("get_ipython().system('echo ' 'x')", 'run_shell("echo x")'),
+        # Only the notebook knows the value.
+        ("get_ipython().system('echo ' f'{folder}')", "get_ipython().system('echo ' f'{folder}')"),
     ],
 )
 def test_commands_as_notebooks_write_them(cell: str, made: str) -> None:

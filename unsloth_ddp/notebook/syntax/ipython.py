@@ -33,6 +33,7 @@ _TAKES_VALUE = {
 
 # Cell magics that give their body to another program.
 PROGRAMS = {name: name for name in ("python3", "python2", "perl", "ruby", "pypy")} | {"python": "python3"}
+SHELL_CELLS = {"bash", "sh", "script", "shell", "system", "sx", "!", *PROGRAMS}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class IPythonCall:
         first = self.args[0] if self.args else ""
         if self.method in ("system", "getoutput", "getoutput_list", "sx"):
             return first
-        if self.method == "run_cell_magic" and first in ("bash", "sh", "script", "shell", "system", *PROGRAMS):
+        if self.method == "run_cell_magic" and first in SHELL_CELLS:
             return self.program or self.args[2]
         if self.method == "run_line_magic" and first in ("system", "sx", "sc", "bash", "sh", "!"):
             return self.args[1]
@@ -84,9 +85,11 @@ def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
         return None
     args = []
     for arg in node.args:
-        if not isinstance(arg.value, cst.SimpleString | cst.ConcatenatedString):
+        value = arg.value.evaluated_value if isinstance(arg.value, cst.SimpleString | cst.ConcatenatedString) else None
+        # One with an f-string in it has no value.
+        if not isinstance(value, str):
             return None
-        args.append(str(ast.literal_eval(cst.Module(body=[]).code_for_node(arg.value))))
+        args.append(value)
     return IPythonCall(node.func.attr.value, tuple(args))
 
 

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.integrations import hub_kernels
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.utils import import_utils
 
 from tests.runtimes import cpu_runtime
 from tests.tiny_models import save_tiny
@@ -43,8 +44,10 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     package.ops = SimpleNamespace(gated_delta_rule=SimpleNamespace(**{NAME: kernel}))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fla", package)
     reference = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
-    chosen = use_kernel_func_from_hub_with_fallback(NAME, "fla")(reference)
+    chosen = hub_kernels.use_kernel_func_from_hub_with_fallback(NAME, "fla")(reference)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", chosen)
+    # Earlier tests of this process may have loaded models for runs that they did not end.
+    monkeypatch.setattr(hub_kernels, "is_torchdynamo_exporting", import_utils.is_torchdynamo_exporting)
 
 
 def test_a_plan_counts_an_empty_model_as_without_the_package(

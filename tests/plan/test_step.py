@@ -158,7 +158,8 @@ def choice_of_run(
     processes = planned.batch.processes
     monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
     monkeypatch.setattr("unsloth_ddp.model.forward.varlen.is_available", lambda: True)
-    monkeypatch.setattr(CudaGraphs, "_try", lambda *_: (SimpleNamespace(in_trial=True, shape=None), None))
+    captured = SimpleNamespace(in_trial=True, shape=None, forward=SimpleNamespace(flash_attention_4=False))
+    monkeypatch.setattr(CudaGraphs, "_try", lambda *_: (captured, None))
     dataset = datasets.Dataset.from_dict({"input_ids": [[0] * int(n) for n in [*lengths, 1]]})
     plan, packing, decision = plan_step(BatchRequest.of(settings, processes), lengths, PACKED)
     train = TokenizedRows(dataset, Counts(rows=len(lengths)), packing, settings.streaming)

@@ -85,6 +85,7 @@ class PlainLoop:
     # What is 0 to rounding before the first update, so that the sign of it says nothing.
     undecided: tuple[str, ...] = ()
     absolute = 3e-6
+    tolerance = TOLERANCE
 
     def __init__(
         self, base: Any, units: list[np.ndarray], rate: float, targets: str | list[str] | None = "all-linear"
@@ -156,7 +157,7 @@ class PlainLoop:
         assert changed <= set(shared)
         expected = torch.cat([(now[names[key]] - self.initial[names[key]]).flatten() for key in shared])
         update = torch.cat([(weights[key].double() - self.initial[names[key]]).flatten() for key in shared])
-        assert ((update - expected).norm() / expected.norm()).item() < TOLERANCE
+        assert ((update - expected).norm() / expected.norm()).item() < self.tolerance
 
 
 # Token ids of a prompt and its answer, and the position of the answer's first token.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import write_jsonl
 from tests.jobs import manifest_steps, train_and_signal_the_job
-from tests.plain_loop import PlainLoop, history, run_once, units_of
+from tests.plain_loop import TOLERANCE, PlainLoop, history, run_once, units_of
 from tests.tiny_vision import KINDS, image_rows, save_vision
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.tokenize import Encoder
@@ -138,6 +138,8 @@ def loops(model_of, rows):
         if key not in made:
             rate = PACKED_RATE.get(kind, RATE) if capacity else RATE
             made[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
+            # Its steps are small, so the weights' rounding shows: 6.1e-6 on one CPU, under 5e-6 on another.
+            made[key].tolerance = 1e-5 if capacity and kind in PACKED_RATE else TOLERANCE
         return made[key]
 
     return loop

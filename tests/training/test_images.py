@@ -138,7 +138,7 @@ def loops(model_of, rows):
         if key not in made:
             rate = PACKED_RATE.get(kind, RATE) if capacity else RATE
             made[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
-            # Its steps are small, so the weights' rounding shows: 6.1e-6 on one CPU, under 5e-6 on another.
+            # The rounding of fp32 in these packs depends on the CPU: 6.1e-6 on one, at other rates 3.1e-6 to 6.4e-6.
             made[key].tolerance = 1e-5 if capacity and kind in PACKED_RATE else TOLERANCE
         return made[key]
 

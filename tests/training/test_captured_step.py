@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,6 +292,28 @@ def test_the_check_counts_gradients_that_the_backend_does_not_compute() -> None:
 
     reason = check_capture(captured, batch, of_one_weight)
     assert reason is not None and reason.startswith("its gradients would differ by")
+
+
+def test_code_compiled_by_unsloth_before_is_dropped_and_the_captured_pass_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, order = model_of("lora"), list[str]()
+    captured, batch = captured_of(model), batches()[1]
+
+    def drop(trainer: Any) -> None:
+        assert trainer.model is model
+        model.zero_grad(set_to_none=True)
+        order.append("dropped")
+
+    def ordinary(one: dict[str, Any]) -> torch.Tensor:
+        order.append("ordinary")
+        return ordinary_sum(model, one)
+
+    run = captured.run
+    monkeypatch.setitem(sys.modules, "unsloth.models._utils", SimpleNamespace(_unsloth_reset_stray_compile_cache=drop))
+    monkeypatch.setattr(captured, "run", lambda *given: (order.append("captured"), run(*given))[1])
+    assert check_capture(captured, batch, ordinary) is None
+    assert order == ["ordinary", "dropped", "captured"]
 
 
 def _bent(model: Any) -> torch.Tensor:

@@ -376,9 +376,10 @@ class DDPTrainer(ResumableTrainer):
         checkpoint = self.resume_point.folder if self.resume_point else None
         self.step.task.begin(self._trained_runner(), self.runtime, data, checkpoint)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
-        if self.runtime.device_type == "cuda":
+        if shards_weights(self.runtime.sharding):
             # Cycles may keep the whole model alive beside its shards, which would take the room of the first steps.
             release()
+        if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return prepared
 

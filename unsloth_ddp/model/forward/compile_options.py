@@ -3,9 +3,11 @@
 import functools
 import inspect
 import os
+import sys
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from accelerate.utils import patch_environment
@@ -41,6 +43,18 @@ def compile_in_training(module: Any) -> None:
     module._compiled_call_impl = lambda *given, **named: (compiled if module.training else ordinary)(*given, **named)
 
 
+def drop_compiled_code(model: Any) -> None:
+    """Drop the code that Unsloth compiled for passes so far, so that it keeps what is compiled from here on.
+
+    It drops all compiled code when training begins if a pass before computed gradients, and asks only once.
+    """
+    unsloth = sys.modules.get("unsloth.models._utils")
+    drop = getattr(unsloth, "_unsloth_reset_stray_compile_cache", None)
+    if drop is not None:
+        with warnings.catch_warnings(action="ignore"):
+            drop(types.SimpleNamespace(model=model))
+
+
 # Unsloth reads it before each call of a layer that it compiles as a whole.
 BLOCK_COMPILE = "UNSLOTH_BLOCK_COMPILE"
 
@@ -51,6 +65,15 @@ def uncompiled_layers() -> AbstractContextManager[None]:
     It would compile them for each micro-batch that is tried, and drops all of that when training begins.
     """
     return patch_environment(**{BLOCK_COMPILE: "0"})
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compute without compiled code inside the block, where compiling takes longer than a few passes do."""
+    import torch
+
+    with uncompiled_layers(), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def leave_layers_uncompiled() -> None:

@@ -19,7 +19,7 @@ from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.images.files import plain_image
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.order.collate import Flatten, PadRight
-from unsloth_ddp.model.forward.compile_options import uncompiled_layers
+from unsloth_ddp.model.forward.compile_options import uncompiled
 from unsloth_ddp.model.modules import (
     DTYPES,
     base_model,
@@ -209,8 +209,7 @@ def _prepared(model: Any, device: torch.device) -> Iterator[None]:
         without_dropout(model),
         kept_random_numbers(device),
         # Both tiny passes would be compiled, for shapes that training does not have.
-        uncompiled_layers(),
-        torch.compiler.set_stance("force_eager"),
+        uncompiled(),
     ):
         yield
 

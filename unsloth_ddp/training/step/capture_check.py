@@ -12,7 +12,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward import varlen
-from unsloth_ddp.model.forward.compile_options import uncompiled_layers
+from unsloth_ddp.model.forward.compile_options import drop_compiled_code, uncompiled
 from unsloth_ddp.model.modules import kept_gradients, kept_random_numbers
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus
 from unsloth_ddp.training.step.captured_step import CapturedStep
@@ -53,7 +53,7 @@ def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple
     """
     try:
         step = captured.shape.parts(batch["padded_batch"].to(captured.device))
-        with captured.autocast():
+        with captured.autocast(), uncompiled():
             return captured.forward.draws_random_numbers(step), None
     except Exception as error:
         return False, _failed(error)
@@ -75,11 +75,11 @@ def check_capture(
         tolerance: allowed difference of gradients, relative to their norm.
     """
     one = torch.ones((), device=captured.device)
-    return check_pass(captured.trained, lambda: ordinary(batch), lambda: captured.run(batch, one)[0], tolerance)
+    return check_pass(captured.model, lambda: ordinary(batch), lambda: captured.run(batch, one)[0], tolerance)
 
 
 def check_pass(
-    trained: list[Any],
+    model: Any,
     ordinary: Callable[[], Tensor],
     other: Callable[[], Tensor],
     tolerance: float = GRADIENT_TOLERANCE,
@@ -87,19 +87,20 @@ def check_pass(
     """Return why another way to compute the gradients of a micro-batch is not used, as check_capture does.
 
     Args:
-        trained: parameters.
         ordinary: returns the loss with its autograd graph.
         other: returns the loss after the backward pass.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
     try:
         with kept_gradients(trained):
-            with uncompiled_layers():
+            with uncompiled():
                 expected = ordinary()
                 expected.backward()
             # Kept without a copy, because in full fine-tuning gradients are as large as the model.
             gradients = [p.grad for p in trained]
             for p in trained:
                 p.grad = None
+            drop_compiled_code(model)
             return _difference(expected, other(), gradients, trained, tolerance)
     except Exception as error:
         return _failed(error)

@@ -68,6 +68,7 @@ class CapturedStep:
         device: torch.device,
         gradients: GradientBuffers | None = None,
     ) -> None:
+        self.model = model
         self.forward = forward
         self.autocast = autocast
         self.dtype = dtype

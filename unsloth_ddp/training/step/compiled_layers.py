@@ -25,7 +25,6 @@ def compile_layers(runner: MicroBatchRunner, batch: dict[str, Any]) -> str | Non
         batch: a micro-batch of packs with images, on the device.
     """
     model = runner.model
-    trained = [p for p in model.parameters() if p.requires_grad]
 
     def compiled() -> Tensor:
         for layer in _layers(model):
@@ -36,7 +35,7 @@ def compile_layers(runner: MicroBatchRunner, batch: dict[str, Any]) -> str | Non
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_COMPILATIONS)
     with training_mode(model), without_dropout(model), kept_random_numbers(runner.device):
-        return check_pass(trained, lambda: runner.loss_sum(batch), compiled)
+        return check_pass(model, lambda: runner.loss_sum(batch), compiled)
 
 
 def leave_uncompiled(model: Any) -> None:

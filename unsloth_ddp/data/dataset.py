@@ -210,7 +210,7 @@ def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, pu
         except UserError as error:
             encoded, problem = EncodedRow([], []), f"{location}: {error}"
         supervised = sum(label != IGNORED for label in encoded.labels[1:])
-        columns = {**dataclasses.asdict(encoded), "supervised": supervised, "problem": problem}
+        columns = {**vars(encoded), "supervised": supervised, "problem": problem}
         return {name: columns[name] for name in features}
 
     def encode_all(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
@@ -229,6 +229,9 @@ def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, pu
         remove_columns=examples.column_names,
         num_proc=processes if processes > 1 else None,
         features=features,
+        # The rows are in a folder of this run. A fingerprint would be that of the tokenizer, and take seconds.
+        new_fingerprint=purpose,
+        load_from_cache_file=False,
     )
     datasets.disable_progress_bars()
     return encoded

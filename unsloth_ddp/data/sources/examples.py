@@ -1,6 +1,5 @@
 """Read and check the rows of a run, and store them as examples in a folder of the node."""
 
-import dataclasses
 import itertools
 import json
 import tempfile
@@ -125,8 +124,7 @@ def _examples(
                     print(f"{number:,} rows read.", flush=True)
                 example.unread = []
                 example.images = [stored(image, folder / "images") for image in example.images]
-                row = json.dumps(dataclasses.asdict(example))
-                yield {"location": location, "example": row, "images": len(example.images)}
+                yield {"location": location, "example": example.to_json(), "images": len(example.images)}
             if not location and source not in empty:
                 empty.append(source)
 

@@ -77,6 +77,7 @@ CONTESTANTS = {
     for c in (
         Contestant("kit", options=GRAPHS, setup=UNSLOTH_SETUP),
         Contestant("kit_auto", setup=UNSLOTH_SETUP),
+        Contestant("kit_all_auto", options=("--loss_on", "all"), setup=UNSLOTH_SETUP),
         Contestant("kit_fp8", options=(*GRAPHS, "--fp8"), setup=UNSLOTH_SETUP),
         Contestant("kit_ordinary", options=("--cuda_graphs", "off"), setup=UNSLOTH_SETUP),
         Contestant(
@@ -209,8 +210,10 @@ class Steps:
     logging: int
 
 
-def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
-    """Return the steps that take the kit about `seconds` after warm-up, by its expected speed."""
+def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool, steps: int | None = None) -> Steps:
+    """Return `steps`, or those that take the kit about `seconds` after warm-up, by its expected speed."""
+    if steps:
+        return Steps(steps, min(5, steps))
     speed = (EXPECTED_TINY if tiny else EXPECTED.get((cell.work, cell.shape), EXPECTED_OTHERS)) * cell.processes
     step = cell.global_batch(work) * work.mean_tokens / (speed * CONTESTANTS[cell.contestant].share.get(cell.shape, 1))
     logging = min(5, max(1, math.ceil(LINE_SECONDS / step)))
@@ -219,15 +222,16 @@ def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
     return Steps(lines * logging, logging)
 
 
-def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool) -> list[str]:
-    """Return the command line of a cell; `folder` holds models, rows and a folder for each run."""
+def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool, steps: int | None = None) -> list[str]:
+    """Return the command line of a cell; `folder` holds models, rows and a folder for each run, `steps` makes it a whole job."""
     contestant = CONTESTANTS[cell.contestant]
     model = REPO / "demo/model" if tiny else folder / cell.shape
     rows, own = folder / f"{cell.work}.jsonl", folder / cell.name
     if contestant.batch is None:
         # A CPU has no CUDA graphs.
         options = contestant.options[len(GRAPHS) :] if tiny and contestant.options[:2] == GRAPHS else contestant.options
-        return [*_launcher(cell, tiny), *_kit_options(cell, work, model, rows, own, seconds, tiny), *options]
+        plan = kit_steps(cell, work, seconds, tiny, steps)
+        return [*_launcher(cell, tiny), *_kit_options(cell, work, model, rows, own, plan), *options]
     batch = min(contestant.batch, work.global_batch)
     units = work.packs_a_step if contestant.options else work.global_batch
     accumulation = contestant.accumulation or max(1, round(units / batch))
@@ -236,6 +240,7 @@ def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool) ->
     words += ["--max_length", work.max_length, "--batch", batch, "--accumulation", accumulation]
     words += ["--seconds", seconds, "--json", own / "result.json", *contestant.options]
     words += ["--warm_seconds", 1] if tiny else []
+    words += ["--steps", steps] if steps else []
     return [str(word) for word in words]
 
 
@@ -246,8 +251,7 @@ def _launcher(cell: Cell, tiny: bool) -> list[str]:
     return [*launch_command("cpu.yaml" if tiny else "ddp.yaml", cell.processes), script]
 
 
-def _kit_options(cell: Cell, work: Work, model: Path, rows: Path, own: Path, seconds: float, tiny: bool) -> list[str]:
-    plan = kit_steps(cell, work, seconds, tiny)
+def _kit_options(cell: Cell, work: Work, model: Path, rows: Path, own: Path, plan: Steps) -> list[str]:
     words: list[Any] = ["--model", model, "--dataset", rows, "--max_length", work.max_length, "--method", cell.method]
     words += ["--global_batch_size", cell.global_batch(work), "--max_steps", plan.steps]
     words += ["--logging_steps", plan.logging, "--save_strategy", "no", "--report_to", "none"]

@@ -109,7 +109,7 @@ def run(given: argparse.Namespace) -> int:
     gpus = [] if given.tiny else visible_gpus()
     bench = Bench(
         given.work.resolve(), TINY_WORKS if given.tiny else WORKS, given.seconds, given.tiny, gpus, deadline,
-        lanes=given.lanes or len(gpus) or 1, warm_caches=given.warm_caches,
+        lanes=given.lanes or len(gpus) or 1, warm_caches=given.warm_caches, steps=given.steps,
     )  # fmt: skip
     if not waiting:
         print("every run is in the results already")
@@ -124,6 +124,7 @@ def run(given: argparse.Namespace) -> int:
         "VARLEN_SHIM": os.environ.get("VARLEN_SHIM"),
         "lanes": bench.lanes,
         "seconds_a_run": given.seconds,
+        "steps_a_run": given.steps,
         "works": {name: vars(work) for name, work in bench.works.items()},
         "calls": [*kept.get("calls", []), " ".join(sys.argv)],
     }
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", help="work:shape:method:contestant[:2weak|:2strong], first ones first")
     parser.add_argument("--minutes", type=float, default=60, help="nothing is started that cannot end in this time")
     parser.add_argument("--seconds", type=float, default=15, help="seconds of steps that count in each run")
+    parser.add_argument("--steps", type=int, help="whole jobs of so many steps, from the start to the saved result")
     parser.add_argument("--repeats", type=int, default=1, help="the whole list so many times")
     parser.add_argument("--lanes", type=int, help="runs side by side, one a GPU [all visible GPUs]")
     parser.add_argument(

@@ -36,7 +36,8 @@ ABOUT_PACKING = re.compile("padding-free|packing", re.IGNORECASE)
 class Bench:
     """Hold what all runs share; `gpus` are the ids of the lanes, empty on a CPU.
 
-    With `warm_caches`, compiled code of Triton and Inductor is kept for later runs, which then start sooner.
+    With `warm_caches`, compiled code of Triton and Inductor is kept for later runs, which then start sooner. With
+    `steps`, every run is a whole job of so many steps that saves what it trained.
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class Bench:
     deadline: float
     lanes: int = 1
     warm_caches: bool = False
+    steps: int | None = None
     seen: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     def expected(self, cell: Cell) -> float:
@@ -120,7 +122,7 @@ def _start(bench: Bench, cell: Cell, lanes: tuple[int, ...], others: set[str]) -
     own = bench.folder / cell.name
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir(parents=True)
-    words = command(cell, bench.works[cell.work], bench.folder, bench.seconds, bench.tiny)
+    words = command(cell, bench.works[cell.work], bench.folder, bench.seconds, bench.tiny, bench.steps)
     expected, now = bench.expected(cell), time.monotonic()
     with (own / "log").open("wb") as log:
         process = subprocess.Popen(

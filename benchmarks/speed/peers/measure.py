@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--packing", action="store_true")
     parser.add_argument("--seconds", type=float, default=15, help="seconds of steps that are measured, after warm-up")
     parser.add_argument("--warm_seconds", type=float, default=8)
+    parser.add_argument("--steps", type=int, help="take so many steps and save what was trained")
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
     return parser
 
@@ -140,9 +142,13 @@ def add_unsloth_options(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def train(trainer: Any, given: argparse.Namespace, checkpointing: str) -> None:
-    """Train until enough is measured, and write the result; `checkpointing` names what recomputes activations."""
-    marks = Marks(trainer, Pace(given.seconds, warm_seconds=given.warm_seconds))
+    """Train until enough is measured or for the given steps, and write the result; `checkpointing` names what recomputes activations."""
+    if given.steps:
+        trainer.args.max_steps = given.steps
+    marks = Marks(trainer, Pace(math.inf if given.steps else given.seconds, warm_seconds=given.warm_seconds))
     trainer.train()
+    if given.steps:
+        trainer.save_model()
     arguments = trainer.args
     settings = {
         name: getattr(arguments, name, None)

@@ -316,6 +316,40 @@ def test_a_trial_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypa
     assert model.training
 
 
+def test_a_pass_that_is_captured_beside_others_counts_twice(monkeypatch):
+    model = torch.nn.Linear(1, 1)
+    runner = SimpleNamespace(
+        model=model, device=torch.device("cpu"), batch_of=len, loss_sum=lambda batch: batch * model.weight.sum()
+    )
+    search, asked, held = OnGPU({}), list[tuple[str, int]](), list[Any]()
+    search.runner, search.bytes_later = runner, 7
+    search.checkpointing.kind = "torch"
+    search._largest = lambda size: [{}] * size
+    figures = {"mem_get_info": (60, 100), "memory_reserved": 20, "memory_allocated": 10, "max_memory_allocated": 30}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+    def captured_pass(kind: str, size: int) -> Any:
+        asked.append((kind, size))
+        return (lambda batch: held.append(model.weight.grad)) if size > 1 else None
+
+    search.captured_pass = captured_pass
+    trials = [MemorySearch.try_training(search, size) for size in (2, 1)]
+    assert [trial.needed for trial in trials] == [10 + 2 * 20 + 7, 30 + 7]
+    assert asked == [("torch", 2), ("torch", 1)]
+    # It has buffers of its own for the gradients.
+    assert held == [None] and model.weight.grad is None
+
+
+def test_the_largest_micro_batch_is_tried_first_where_it_is_small():
+    assert searched({"none": 8}, [1, 2, 4, 8])[1] == [("none", 8)]
+    tried = searched({"none": 2, "torch": 8, "unsloth": 8}, [1, 2, 4, 8], 1024)[1]
+    assert tried == [("none", 8), ("none", 2), ("none", 4), ("torch", 8)]
+
+
 @pytest.mark.parametrize(("ddp_sends", "copies"), [(False, 0), (True, 1)])
 def test_buckets_of_ddp_are_counted(ddp_sends, copies):
     assert bytes_added_by_steps(torch.nn.Linear(1, 1), "sgd", ddp_sends=ddp_sends) == copies * 2 * 4

@@ -79,6 +79,21 @@ def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
     assert meter.collect(level=0)["peak_memory_bytes"] == meter.replayed_bytes
 
 
+@pytest.mark.parametrize(
+    ("tries", "captured", "searches"), [(True, True, 1), (True, False, 2), (False, False, 1), (False, True, 1)]
+)
+def test_memory_is_tried_again_where_its_passes_are_not_captured(tries: bool, captured: bool, searches: int) -> None:
+    done: list[None] = []
+    graphs = SimpleNamespace(tries_passes=lambda: tries, choice=StepChoice(captured, ""))
+    trainer: Any = SimpleNamespace(
+        runtime=SimpleNamespace(device_type="cpu"), plan=BatchPlan(1, 1, 1),
+        step=SimpleNamespace(graphs=graphs, identity={}), checkpoints=SimpleNamespace(identity={}),
+        _try_micro_batches=lambda resume: (done.append(None), len(done))[1],
+    )  # fmt: skip
+    assert DDPTrainer.choose_micro_batch(trainer, None) == len(done) == searches
+    assert trainer.checkpoints.identity["cuda_graphs"] == ("on" if captured else "off")
+
+
 def packs_of(tokens: list[int], rows_a_pack: int = 1) -> Any:
     """Return packs of so many tokens, and the filler."""
     packing = SimpleNamespace(starts=np.arange(len(tokens) + 1) * rows_a_pack, longest=max(tokens))

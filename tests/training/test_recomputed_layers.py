@@ -312,7 +312,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
 
 
-def prepared(model: Any, kind: str, **options: Any) -> CudaGraphs:
+def unprepared(model: Any, **options: Any) -> tuple[CudaGraphs, MicroBatchRunner]:
     runtime = SimpleNamespace(
         device_type="cuda", precision="bf16", sharding="none", gather=lambda one: [one], locations=["rank 0"],
         ranks=SimpleNamespace(world_size=1, rank=0),
@@ -321,8 +321,6 @@ def prepared(model: Any, kind: str, **options: Any) -> CudaGraphs:
     settings = Settings(model="m", dataset=["d"], max_length=256, **options)
     data = SimpleNamespace(train=rows, plan=BatchPlan(1, 2, 1))
     graphs = CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model)
-    if kind == "torch":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     runner = MicroBatchRunner(
         model,
         torch.device("cpu"),
@@ -330,8 +328,84 @@ def prepared(model: Any, kind: str, **options: Any) -> CudaGraphs:
         collate,
         lambda: torch.autocast("cpu", torch.bfloat16),
     )
+    return graphs, runner
+
+
+def prepared(model: Any, kind: str, **options: Any) -> CudaGraphs:
+    graphs, runner = unprepared(model, **options)
+    if kind == "torch":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     graphs.prepare(runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1))
     return graphs
+
+
+def tried(graphs: CudaGraphs, runner: MicroBatchRunner, kind: str) -> torch.Tensor | None:
+    """Return the gradients of a trial of one pack, None where the backend computes it."""
+    compute = graphs.trial_pass(runner, None, kind, 1)
+    batch = runner.batch_of([Rows().examples[0]])
+    assert ("padded_batch" in batch) == (compute is not None)
+    if compute is None:
+        return None
+    runner.model.zero_grad()
+    compute(batch)
+    found = gradients(runner.model)
+    runner.model.zero_grad()
+    return found
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", ["none", "torch"])
+def test_memory_is_tried_with_the_pass_that_is_captured_afterwards(kind: str) -> None:
+    model = model_of("lora")
+    graphs, runner = unprepared(model)
+    found = tried(graphs, runner, kind)
+    assert found is not None and graphs._tried is not None
+    step = graphs._tried[1]
+    assert step.forward.recompute == (kind == "torch")
+    runner.loss_sum(runner.batch_of([Rows().examples[0]])).backward()
+    wanted = gradients(model)
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    model.zero_grad()
+    # Another kind takes the same step, another size another one, and what cannot be captured none.
+    assert tried(graphs, runner, "none") is not None and graphs._tried[1] is step
+    graphs.prepare(runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1))
+    assert graphs.captured is step and graphs._tried is None
+    assert tried(graphs, runner, "unsloth") is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_pass_that_cannot_be_computed_is_tried_as_the_backend_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("lora")
+    graphs, runner = unprepared(model)
+    errors: list[Exception] = [ValueError("no such kernel"), torch.OutOfMemoryError("CUDA out of memory.")]
+
+    def fail(*_: object) -> None:
+        raise errors[0]
+
+    monkeypatch.setattr(PackedForward, "loss_sum", fail)
+    found = tried(graphs, runner, "none")
+    runner.loss_sum(runner.batch_of([Rows().examples[0]])).backward()
+    assert torch.equal(found, gradients(model))
+    del errors[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        tried(graphs, runner, "none")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("options", "tries"),
+    [
+        ({}, True),
+        # Compiling is in vain for a short run, and --method full may not be captured after all.
+        ({"max_steps": 20}, False), ({"max_steps": 20, "cuda_graphs": "on"}, True),
+        ({"method": "full"}, False), ({"method": "full", "cuda_graphs": "on"}, True),
+        ({"cuda_graphs": "off"}, False), ({"gradient_checkpointing": "unsloth"}, False),
+    ],
+)  # fmt: skip
+def test_memory_is_tried_with_captured_passes_where_the_run_will_capture_them(
+    options: dict[str, Any], tries: bool
+) -> None:
+    assert unprepared(model_of("lora"), **options)[0].tries_passes() is tries
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

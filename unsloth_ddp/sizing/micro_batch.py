@@ -49,12 +49,14 @@ def search(
     best: tuple[str, int] | None = None
     for kind in kinds:
         below, above = 0, len(sizes)
+        # Mostly fits, and then one trial is enough.
+        middle = above - 1 if tokens(sizes[-1]) <= 2 * ENOUGH_TOKENS else above // 2
         while below < above:
-            middle = (below + above) // 2
             if fits(kind, sizes[middle]):
                 below = middle + 1
             else:
                 above = middle
+            middle = (below + above) // 2
         if not below:
             continue
         size = sizes[below - 1]

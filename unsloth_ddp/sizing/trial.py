@@ -1,11 +1,12 @@
 """Choose gradient checkpointing and the rows (packs) in a micro-batch by trying what fits on the GPUs.
 
-A trial is one forward and backward pass over the largest micro-batch that the run can have; at the end a forward pass
-over the longest evaluation rows is tried too. All ranks try the same sizes, and a size has to fit on every rank. A trial
+A trial is one forward and backward pass over the largest micro-batch that the run can have, computed as a step will be; at
+the end a forward pass over the longest evaluation rows is tried too. All ranks try the same sizes, and a size has to fit on every rank. A trial
 leaves gradients, random numbers and memory as they were; the optimizer does not exist yet, and Unsloth drops the code
 compiled in trials when training begins.
 """
 
+import functools
 import gc
 import logging
 import math
@@ -45,6 +46,9 @@ from unsloth_ddp.utils.memory_limits import HEADROOM
 
 logger = logging.getLogger("unsloth_ddp")
 
+# Adds the gradients of a batch (see CudaGraphs.trial_pass).
+CapturedPass = Callable[[dict[str, Any]], None]
+
 
 @sendable
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class MemorySearch:
         bytes_kept: bytes of gradients that stay allocated between steps, and so during an evaluation; a training trial
             allocates its own gradients.
         uses_graphs: whether micro-batches will be replayed as CUDA graphs, so that small ones are as fast as large ones.
+        captured_pass: (kind, rows) -> what computes the gradients of a micro-batch as it would be captured, None where the
+            backend computes it; None if trials are the backend's.
     """
 
     settings: Settings
@@ -87,6 +93,7 @@ class MemorySearch:
     bytes_later: int
     bytes_kept: int = 0
     uses_graphs: bool = False
+    captured_pass: Callable[[str, int], CapturedPass | None] | None = None
 
     def choose(self, before: dict[str, Any]) -> MicroBatchDecision:
         """Return the decision; the caller applies it.
@@ -177,7 +184,11 @@ class MemorySearch:
 
     def try_training(self, size: int) -> Trial:
         """Try one forward and backward pass over the largest micro-batch of `size` rows, as in a training step."""
-        return self._try(self._largest(size), self._passes, self.bytes_later)
+        largest = self._largest(size)
+        captured = self.captured_pass(self.checkpointing.kind, size) if self.captured_pass else None
+        if captured is None:
+            return self._try(largest, self._passes, self.bytes_later)
+        return self._try(largest, functools.partial(self._passes, captured=captured), self.bytes_later, times=2)
 
     def try_evaluation(self, rows: TokenizedRows) -> Trial:
         """Try one forward pass over the longest evaluation rows, as many as an evaluation takes at once."""
@@ -185,27 +196,34 @@ class MemorySearch:
         beside = self.bytes_later + self.bytes_kept
         return self._try(largest(rows, size, self.settings.max_length), self._evaluates, beside)
 
-    def _try(self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool], beside: int) -> Trial:
+    def _try(
+        self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool], beside: int, times: int = 1
+    ) -> Trial:
+        """Return what was needed; the memory of the pass counts `times`: a size is captured beside the graphs of others."""
         device = self.runner.device
         batch = self.runner.batch_of(rows)
         release()
         forget_free_memory()
         room = room_on(device)
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         fitted = passes(batch)
         peak = torch.cuda.max_memory_allocated(device)
         release()
-        return Trial(int(peak + beside) if fitted else None, room)
+        return Trial(int(before + times * (peak - before) + beside) if fitted else None, room)
 
-    def _passes(self, batch: dict[str, Any]) -> bool:
+    def _passes(self, batch: dict[str, Any], captured: CapturedPass | None = None) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
         trained = [p for p in self.runner.model.parameters() if p.requires_grad]
         with training_mode(self.runner.model), kept_random_numbers(self.runner.device), uncompiled_layers():
             try:
-                # In a step the gradients of earlier micro-batches are allocated too.
-                for parameter in trained:
-                    parameter.grad = torch.zeros_like(parameter)
-                self.runner.loss_sum(batch).backward()
+                if captured is not None:
+                    captured(batch)
+                else:
+                    # In a step the gradients of earlier micro-batches are allocated too.
+                    for parameter in trained:
+                        parameter.grad = torch.zeros_like(parameter)
+                    self.runner.loss_sum(batch).backward()
                 torch.cuda.synchronize(self.runner.device)
                 return True
             except RuntimeError as error:

@@ -192,6 +192,20 @@ class DDPTrainer(ResumableTrainer):
         """Choose gradient checkpointing and micro-batch by what fits, and configure them; every rank calls this."""
         # The peak of loading, which the trials reset.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
+        tried = self.step.graphs.tries_passes()
+        decision = self._try_micro_batches(resume)
+        if tried and not self.step.graphs.choice.uses_graphs:
+            # Memory was tried with passes that are not captured after all.
+            decision = self._try_micro_batches(resume)
+        graphs = "on" if self.step.graphs.choice.uses_graphs else "off"
+        self.checkpoints.identity |= {**batch_identity(self.plan), "cuda_graphs": graphs, **self.step.identity}
+        forget_free_memory()
+        if self.runtime.device_type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return decision
+
+    def _try_micro_batches(self, resume: ResumePoint | None) -> MicroBatchDecision:
         search = self.step.search(self.settings, self.runtime, self.data, self._runner())
         with self.runtime.progress.timing("search"):
             decision = search.choose(resume.manifest.run if resume else {})
@@ -203,12 +217,6 @@ class DDPTrainer(ResumableTrainer):
         self.step.task = self.meter.task = self._tuned_task(plan)
         with self.runtime.progress.timing("capture"):
             self.step.prepare(decision, plan, self._runner())
-        graphs = "on" if self.step.graphs.choice.uses_graphs else "off"
-        self.checkpoints.identity |= {**batch_identity(plan), "cuda_graphs": graphs, **self.step.identity}
-        forget_free_memory()
-        if self.runtime.device_type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         return decision
 
     def _runner(self) -> MicroBatchRunner:

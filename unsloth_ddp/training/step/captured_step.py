@@ -6,6 +6,7 @@ optimizer, the exchange of gradients and everything that is logged stay outside.
 """
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -112,6 +113,12 @@ class CapturedStep:
         graph.replay()
         return graph.loss, graph.step
 
+    def try_pass(self, batch: dict[str, Any]) -> None:
+        """Compute a pass over a micro-batch as it would be captured; this compiles the layers for micro-batches of its size."""
+        self.gradients.hold()
+        with self.forward.compiled_layers():
+            self._pass_over(batch["padded_batch"]).replay()
+
     def has_size(self, tokens: int) -> bool:
         """Return whether a micro-batch padded to so many tokens was captured, whatever its other sizes."""
         return any(sizes[0] == tokens for sizes in self.graphs)
@@ -129,6 +136,22 @@ class CapturedStep:
     def _capture(self, example: PaddedBatch) -> CapturedGraph:
         """Capture the pass over micro-batches like `example`; gradients and random numbers are left as they were."""
         began = time.perf_counter()
+        single = self._pass_over(example)
+        if self.device.type != "cuda":
+            # A CPU has no graphs; it computes what a graph does.
+            return single
+        self._count_anew()
+        replay = self._capture_beside_gradients(single.replay, self._warm_up(example.tokens))
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        logger.info(
+            "captured the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
+            *example.sizes,
+            time.perf_counter() - began,
+        )
+        return dataclasses.replace(single, replay=replay)
+
+    def _pass_over(self, example: PaddedBatch) -> CapturedGraph:
+        """Return the pass over micro-batches like `example`, which is computed anew at each call of `replay`."""
         padded_batch = example.to(self.device, copy=True)
         step = self.shape.parts(padded_batch)
         loss = torch.zeros((), device=self.device)
@@ -140,18 +163,7 @@ class CapturedStep:
                 computed.backward()
             loss.copy_(computed.detach())
 
-        if self.device.type != "cuda":
-            # A CPU has no graphs; it computes what a graph does.
-            return CapturedGraph(padded_batch, step, loss, compute)
-        self._count_anew()
-        replay = self._capture_beside_gradients(compute, self._warm_up(padded_batch.tokens))
-        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
-        logger.info(
-            "captured the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
-            *padded_batch.sizes,
-            time.perf_counter() - began,
-        )
-        return CapturedGraph(padded_batch, step, loss, replay)
+        return CapturedGraph(padded_batch, step, loss, compute)
 
     def _warm_up(self, tokens: int) -> int:
         """Return how often a pass over so many tokens runs before it is captured."""

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from unsloth_ddp.data.order.collate import Collate
 from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.forward.compile_options import drop_compiled_code
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.model.forward.packing_obstacles import stateful_layer
@@ -21,6 +23,7 @@ from unsloth_ddp.model.forward.varlen import has_flash_attention_4
 from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
+    has_lora_dropout,
     kind_obstacle,
     may_compile_layers,
     reason_after,
@@ -28,8 +31,9 @@ from unsloth_ddp.sizing.graphs import (
     refuse,
     shape_of_run,
     tokens_while_launching,
+    too_short,
 )
-from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, sizes_to_replay, with_micro_batch
 from unsloth_ddp.sizing.trial import release
 from unsloth_ddp.training.step.capture_check import (
     FP8_GRADIENT_TOLERANCE,
@@ -42,6 +46,7 @@ from unsloth_ddp.training.step.capture_check import (
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed, use_capture_stream
 from unsloth_ddp.training.step.compiled_layers import compile_layers, kinds_of_layers, leave_uncompiled
 from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
+from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -72,6 +77,9 @@ class CudaGraphs:
         self.device = device
         self.captured: CapturedStep | None = None
         self._random = False
+        # The pass that memory was tried with last, and the size and kernel that it is for.
+        self._tried: tuple[tuple[int, bool], CapturedStep] | None = None
+        self._faster = device.type == "cuda" and has_flash_attention_4(torch.cuda.get_device_capability(device)[0])
         self._while_launching = tokens_while_launching(weights_of_first_layer(model))
         # The micro-batch is chosen for CUDA graphs or without them.
         against = obstacle(settings, runtime, data)
@@ -88,6 +96,73 @@ class CudaGraphs:
     def peak_bytes(self) -> int:
         """Return the peak memory in bytes of a replayed micro-batch; 0 if none is replayed."""
         return self.captured.peak_bytes if self.captured else 0
+
+    def tries_passes(self) -> bool:
+        """Return whether memory is tried with passes as they would be captured, since compiling them is not in vain."""
+        settings, train = self.settings, self.data.train
+        if not self.choice.uses_graphs or settings.cuda_graphs == "on":
+            return self.choice.uses_graphs
+        plan = with_micro_batch(self.data.plan, sizes_to_replay(settings, train, self.data.plan)[-1])
+        return settings.method != "full" and too_short(settings, train, plan) is None
+
+    def trial_pass(
+        self, runner: MicroBatchRunner, gradients: GradientBuffers | None, kind: str, size: int
+    ) -> Callable[[dict[str, Any]], None] | None:
+        """Return what computes a micro-batch of `size` packs, collated from now on, as it would be captured; None if it cannot.
+
+        Args:
+            gradients: see `prepare`.
+            kind: of gradient checkpointing.
+        """
+        self.collate.pad_to_shape(None)
+        if kind_obstacle(kind, random=has_lora_dropout(self.settings)) is not None:
+            self._tried = None
+            return None
+        shape = shape_of_run(self.settings, self.data.train, with_micro_batch(self.data.plan, size))
+        try:
+            step = self._step_of(runner, size, shape, gradients, kind, flash_attention_4=self._faster)
+        except NotImplementedError:
+            return None
+        self.collate.pad_to_shape(shape)
+        drop_compiled_code(runner.model)
+
+        def try_pass(batch: dict[str, Any]) -> None:
+            try:
+                step.try_pass(batch)
+            except Exception as error:
+                if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                    raise
+                # `prepare` finds out why, and the run is computed by the backend.
+                logger.warning("the pass that would be captured failed", exc_info=True)
+                runner.loss_sum(batch).backward()
+
+        return try_pass
+
+    def _step_of(
+        self,
+        runner: MicroBatchRunner,
+        size: int,
+        shape: FixedShape,
+        gradients: GradientBuffers | None,
+        kind: str,
+        *,
+        flash_attention_4: bool,
+    ) -> CapturedStep:
+        """Return the step with a kernel, that of the last trial if it is for as many packs: its layers are compiled.
+
+        Raises:
+            NotImplementedError: the model cannot be captured.
+        """
+        key, recompute = (size, flash_attention_4), kind == "torch"
+        if self._tried is not None and self._tried[0] == key:
+            self._tried[1].recompute_layers(recompute)
+            return self._tried[1]
+        # Its gradients may be as large as the model.
+        self._tried = None
+        forward = PackedForward(runner.model, shape, recompute=recompute, flash_attention_4=flash_attention_4)
+        step = CapturedStep(runner.model, forward, runner.autocast, torch.bfloat16, self.device, gradients)
+        self._tried = (key, step)
+        return step
 
     def prepare(
         self,
@@ -127,6 +202,7 @@ class CudaGraphs:
             if captured is not None and reason is None:
                 captured.in_trial = False
                 self.captured = captured
+        self._tried = None
         refuse(self.settings, reason)
         by_it = self.captured is not None and self.captured.forward.flash_attention_4
         same = "a trial gave the same loss and gradients" + ", with FlashAttention 4" * by_it
@@ -154,8 +230,7 @@ class CudaGraphs:
         gradients: GradientBuffers | None,
     ) -> tuple[CapturedStep | None, str | None]:
         """Return the captured step, with FlashAttention 4 where it gives the same results, or why there is none."""
-        faster = self.device.type == "cuda" and has_flash_attention_4(torch.cuda.get_device_capability(self.device)[0])
-        if faster:
+        if self._faster:
             captured, reason = self._try(runner, decision, shape, gradients, flash_attention_4=True)
             if reason is None:
                 return captured, None
@@ -174,12 +249,12 @@ class CudaGraphs:
         flash_attention_4: bool = False,
     ) -> tuple[CapturedStep | None, str | None]:
         train, model = self.data.train, runner.model
-        recompute = decision.kind == "torch"
         try:
-            forward = PackedForward(model, shape, recompute=recompute, flash_attention_4=flash_attention_4)
+            captured = self._step_of(
+                runner, decision.per_device, shape, gradients, decision.kind, flash_attention_4=flash_attention_4
+            )
         except NotImplementedError as error:
             return None, str(error)
-        captured = CapturedStep(model, forward, runner.autocast, torch.bfloat16, self.device, gradients)
         self.collate.pad_to_shape(shape)
         batch = self._first_batch(runner, decision)
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class OptimizerStep:
             runner: computes a micro-batch as the backend does.
         """
         uses_graphs = self.graphs.choice.uses_graphs
+        buffers = self.exchange.buffers if self.exchange is not None else None
         ddp_sends = self.world_size > 1 and self.exchange is None
         kind = MemorySearch if runtime.sharding == "none" else ShardedMemorySearch
         return kind(
@@ -106,6 +108,7 @@ class OptimizerStep:
             bytes_added_by_steps(runner.model, settings.optim, ddp_sends=ddp_sends),
             bytes_kept=trained_bytes(runner.model) if self.exchange is not None or uses_graphs else 0,
             uses_graphs=uses_graphs,
+            captured_pass=partial(self.graphs.trial_pass, runner, buffers) if self.graphs.tries_passes() else None,
         )
 
     def prepare(self, decision: MicroBatchDecision, plan: BatchPlan, runner: MicroBatchRunner) -> None:

@@ -342,7 +342,7 @@ def test_a_resumed_run_starts_with_its_choice(deep_model, monkeypatch):
     before = {"gradient_checkpointing": "torch", "per_device_train_batch_size": 4, "world_size": 1, "device": "CPU"}
     before |= {"sharding": "fsdp2", "offload": "none", "copies": 1, "backend": "transformers"}
     tried: list[int] = []
-    monkeypatch.setattr(search, "estimate", lambda size: tried.append(size) or Estimate(size, 1000, 2))
+    monkeypatch.setattr(search, "estimate", lambda size: tried.append(size) or Estimate(size, 1000, layers=2))
     decision = search.choose(before)
     assert (decision.kind, decision.per_device, decision.reason) == ("torch", 4, "as before the run was resumed")
     assert not tried

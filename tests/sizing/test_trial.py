@@ -305,12 +305,17 @@ def test_a_trial_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypa
     # What Adam will keep for two fp32 weights comes on top of the peak.
     search.runner, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", ddp_sends=False)
     search.bytes_kept = 5
-    for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
+    for name, value in {
+        "mem_get_info": (60, 100),
+        "memory_reserved": 20,
+        "memory_allocated": 0,
+        "max_memory_allocated": 30,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.7)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    assert search.try_evaluation(rows) == Trial(30 + 2 * 8 + 5, 70)
+    assert search.try_evaluation(rows) == Trial(30 + 2 * 8 + 5, 70, 30)
     assert seen == [([[3, 4, 5], [1, 2, 0]], False, False, 1.0)]
     assert search.try_evaluation(rows).needed is None
     assert model.training
@@ -338,7 +343,8 @@ def test_a_pass_that_is_captured_beside_others_counts_twice(monkeypatch):
 
     search.captured_pass = captured_pass
     trials = [MemorySearch.try_training(search, size) for size in (2, 1)]
-    assert [trial.needed for trial in trials] == [10 + 2 * 20 + 7, 30 + 7]
+    # The gradients of two weights exist once.
+    assert [trial.needed for trial in trials] == [10 + 2 * 20 - 8 + 7, 30 + 7]
     assert asked == [("torch", 2), ("torch", 1)]
     # It has buffers of its own for the gradients.
     assert held == [None] and model.weight.grad is None

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -355,13 +356,21 @@ def tried(graphs: CudaGraphs, runner: MicroBatchRunner, kind: str) -> torch.Tens
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["none", "torch"])
-def test_memory_is_tried_with_the_pass_that_is_captured_afterwards(kind: str) -> None:
-    model = model_of("lora")
+def test_memory_is_tried_with_the_pass_that_is_captured_afterwards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compiled = model_of("lora"), []
     graphs, runner = unprepared(model)
+
+    @contextlib.contextmanager
+    def compiled_layers(forward: PackedForward) -> Iterator[None]:
+        compiled.append(forward)
+        yield
+
+    # Compiling takes long on a CPU.
+    monkeypatch.setattr(PackedForward, "compiled_layers", compiled_layers)
     found = tried(graphs, runner, kind)
     assert found is not None and graphs._tried is not None
     step = graphs._tried[1]
-    assert step.forward.recompute == (kind == "torch")
+    assert step.forward.recompute == (kind == "torch") and compiled == [step.forward]
     runner.loss_sum(runner.batch_of([Rows().examples[0]])).backward()
     wanted = gradients(model)
     assert (found - wanted).norm() < 0.05 * wanted.norm()

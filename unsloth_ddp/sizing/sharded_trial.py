@@ -193,7 +193,7 @@ class ShardedMemorySearch(MemorySearch):
             period = period_of(layers_of(self.runner.model))
             held = self._held()
             needed = held + self._activations(size, period)
-            return Estimate(needed, room, 2 * period)
+            return Estimate(needed, room, layers=2 * period)
         except NoStandInError as obstacle:
             return Estimate(None, room, obstacle=str(obstacle))
         except Exception as error:

@@ -6,6 +6,7 @@ leaves gradients, random numbers and memory as they were; the optimizer does not
 compiled in trials when training begins.
 """
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -53,10 +54,11 @@ CapturedPass = Callable[[dict[str, Any]], None]
 @sendable
 @dataclass(frozen=True)
 class Trial:
-    """Outcome of one trial on one rank, in bytes; `needed` is None where it ran out of memory."""
+    """Outcome of one trial on one rank, in bytes: what a step needs, None where memory ran out, and what its pass took of it."""
 
     needed: int | None
     room: int
+    taken: int = 0
     headroom: ClassVar[float] = HEADROOM
 
     @property
@@ -188,7 +190,11 @@ class MemorySearch:
         captured = self.captured_pass(self.checkpointing.kind, size) if self.captured_pass else None
         if captured is None:
             return self._try(largest, self._passes, self.bytes_later)
-        return self._try(largest, functools.partial(self._passes, captured=captured), self.bytes_later, times=2)
+        trial = self._try(largest, functools.partial(self._passes, captured=captured), self.bytes_later)
+        if trial.needed is None:
+            return trial
+        # Each size is tried beside the graphs of the others before it is captured.
+        return dataclasses.replace(trial, needed=trial.needed + trial.taken - trained_bytes(self.runner.model))
 
     def try_evaluation(self, rows: TokenizedRows) -> Trial:
         """Try one forward pass over the longest evaluation rows, as many as an evaluation takes at once."""
@@ -196,10 +202,7 @@ class MemorySearch:
         beside = self.bytes_later + self.bytes_kept
         return self._try(largest(rows, size, self.settings.max_length), self._evaluates, beside)
 
-    def _try(
-        self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool], beside: int, times: int = 1
-    ) -> Trial:
-        """Return what was needed; the memory of the pass counts `times`: a size is captured beside the graphs of others."""
+    def _try(self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool], beside: int) -> Trial:
         device = self.runner.device
         batch = self.runner.batch_of(rows)
         release()
@@ -210,7 +213,7 @@ class MemorySearch:
         fitted = passes(batch)
         peak = torch.cuda.max_memory_allocated(device)
         release()
-        return Trial(int(before + times * (peak - before) + beside) if fitted else None, room)
+        return Trial(int(peak + beside) if fitted else None, room, int(peak - before))
 
     def _passes(self, batch: dict[str, Any], captured: CapturedPass | None = None) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""

@@ -114,10 +114,16 @@ class CapturedStep:
         return graph.loss, graph.step
 
     def try_pass(self, batch: dict[str, Any]) -> None:
-        """Compute a pass over a micro-batch as it would be captured; this compiles the layers for micro-batches of its size."""
-        self.gradients.hold()
-        with self.forward.compiled_layers():
-            self._pass_over(batch["padded_batch"]).replay()
+        """Compute a pass over a micro-batch as it would be captured; this compiles the layers for micro-batches of its size.
+
+        The gradients are those of the parameters until these have others.
+        """
+        try:
+            self.gradients.hold()
+            with self.forward.compiled_layers():
+                self._pass_over(batch["padded_batch"]).replay()
+        finally:
+            self.gradients.free()
 
     def has_size(self, tokens: int) -> bool:
         """Return whether a micro-batch padded to so many tokens was captured, whatever its other sizes."""

@@ -50,6 +50,10 @@ class GradientBuffers:
         self._allocate()
         return self._flat
 
+    def free(self) -> None:
+        """Give the memory back, once no gradient is a view of it; the next use allocates other buffers."""
+        self._flat, self._views = [], {}
+
     def hold(self, first: int = 0, end: int | None = None) -> None:
         """Move the gradients of these buckets into their buffers; a parameter without a gradient gets one of zeros.
 

@@ -195,8 +195,10 @@ class DDPTrainer(ResumableTrainer):
         tried = self.step.graphs.tries_passes()
         decision = self._try_micro_batches(resume)
         if tried and not self.step.graphs.choice.uses_graphs:
-            # Memory was tried with passes that are not captured after all.
+            # Memory was tried with passes that are not captured after all. Unsloth has dropped compiled code once, and does not
+            # drop that of these trials.
             decision = self._try_micro_batches(resume)
+            torch.compiler.reset()
         graphs = "on" if self.step.graphs.choice.uses_graphs else "off"
         self.checkpoints.identity |= {**batch_identity(self.plan), "cuda_graphs": graphs, **self.step.identity}
         forget_free_memory()

@@ -244,6 +244,19 @@ def test_models_whose_rows_unsloth_pads_take_transformers(config, backend, fake_
     assert planned == ("transformers" if said else "auto")
 
 
+def test_every_rank_takes_the_backend_that_the_main_process_chose(fake_unsloth, monkeypatch, tmp_path):
+    from unsloth_ddp.run import stages
+
+    # Other nodes may have another version of Transformers, in which they would read something else.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    alone_in(fake_unsloth)
+    monkeypatch.setattr(stages, "stop_library_output", lambda runtime: None)
+    monkeypatch.setattr(fake_unsloth, "broadcast_from_main", lambda work: True)
+    stages.import_backend(SimpleNamespace(settings=Settings(model=str(tmp_path)), runtime=fake_unsloth, images=False))
+    fake_unsloth.cleanup.close()
+    assert fake_unsloth.backend == "transformers"
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, monkeypatch):
     monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", os.getcwd())

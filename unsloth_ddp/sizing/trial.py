@@ -2,8 +2,8 @@
 
 A trial is one forward and backward pass over the largest micro-batch that the run can have, computed as a step will be; at
 the end a forward pass over the longest evaluation rows is tried too. All ranks try the same sizes, and a size has to fit on every rank. A trial
-leaves gradients, random numbers and memory as they were; the optimizer does not exist yet, and Unsloth drops the code
-compiled in trials when training begins.
+leaves gradients, random numbers and memory as they were; the optimizer does not exist yet, and code that the backend compiled
+in trials is dropped when training begins.
 """
 
 import dataclasses

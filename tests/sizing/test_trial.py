@@ -315,23 +315,23 @@ def test_a_trial_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypa
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.7)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    assert search.try_evaluation(rows) == Trial(30 + 2 * 8 + 5, 70, 30)
+    assert search.try_evaluation(rows) == Trial(30 + 2 * 8 + 5, 70)
     assert seen == [([[3, 4, 5], [1, 2, 0]], False, False, 1.0)]
     assert search.try_evaluation(rows).needed is None
     assert model.training
 
 
-def test_a_pass_that_is_captured_beside_others_counts_twice(monkeypatch):
+def test_memory_is_tried_with_the_captured_pass_and_the_head_of_all_tokens(monkeypatch):
     model = torch.nn.Linear(1, 1)
+    ids, labels = np.arange(3), np.full(3, -100)
     runner = SimpleNamespace(
-        model=model, device=torch.device("cpu"), batch_of=len, loss_sum=lambda batch: batch * model.weight.sum()
+        model=model, device=torch.device("cpu"), batch_of=list, loss_sum=lambda rows: len(rows) * model.weight.sum()
     )
     search, asked, held = OnGPU({}), list[tuple[str, int]](), list[Any]()
     search.runner, search.bytes_later = runner, 7
     search.checkpointing.kind = "torch"
-    search._largest = lambda size: [{}] * size
-    figures = {"mem_get_info": (60, 100), "memory_reserved": 20, "memory_allocated": 10, "max_memory_allocated": 30}
-    for name, value in figures.items():
+    search._largest = lambda size: [{"input_ids": ids, "labels": labels}] * size
+    for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     for name in ("synchronize", "reset_peak_memory_stats"):
@@ -339,15 +339,29 @@ def test_a_pass_that_is_captured_beside_others_counts_twice(monkeypatch):
 
     def captured_pass(kind: str, size: int) -> Any:
         asked.append((kind, size))
-        return (lambda batch: held.append(model.weight.grad)) if size > 1 else None
+        return (lambda batch: held.append((batch, model.weight.grad))) if size > 1 else None
 
     search.captured_pass = captured_pass
-    trials = [MemorySearch.try_training(search, size) for size in (2, 1)]
-    # The gradients of two weights exist once.
-    assert [trial.needed for trial in trials] == [10 + 2 * 20 - 8 + 7, 30 + 7]
+    assert [MemorySearch.try_training(search, size).needed for size in (2, 1)] == [37, 37]
     assert asked == [("torch", 2), ("torch", 1)]
     # It has buffers of its own for the gradients.
-    assert held == [None] and model.weight.grad is None
+    assert held == [([{"input_ids": ids, "labels": ids}] * 2, None)] and model.weight.grad is None
+
+
+def test_what_does_not_fit_captured_is_tried_as_the_backend_computes_it():
+    tried: list[bool] = []
+
+    class Search(OnGPU):
+        def try_training(self, size: int) -> Trial:
+            tried.append(self.captured_pass is not None)
+            return Trial(None if self.captured_pass else 1, 100)
+
+    search = Search({}, rows=1, gradient_checkpointing="torch", per_device_train_batch_size="auto")
+    search.captured_pass = lambda kind, size: None
+    search.data.plan = BatchPlan(1, 2, 1)
+    decision = search.choose({})
+    assert (decision.kind, decision.per_device) == ("torch", 2)
+    assert tried == [True, True, False]
 
 
 def test_the_largest_micro_batch_is_tried_first_where_it_is_small():

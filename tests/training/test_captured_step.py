@@ -307,6 +307,8 @@ def test_code_compiled_by_unsloth_before_is_dropped_and_the_captured_pass_is_kep
 
     def ordinary(one: dict[str, Any]) -> torch.Tensor:
         order.append("ordinary")
+        # Nothing that it would compile is used again.
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
         return ordinary_sum(model, one)
 
     run = captured.run

@@ -79,19 +79,33 @@ def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
     assert meter.collect(level=0)["peak_memory_bytes"] == meter.replayed_bytes
 
 
-@pytest.mark.parametrize(
-    ("tries", "captured", "searches"), [(True, True, 1), (True, False, 2), (False, False, 1), (False, True, 1)]
-)
-def test_memory_is_tried_again_where_its_passes_are_not_captured(tries: bool, captured: bool, searches: int) -> None:
-    done: list[None] = []
-    graphs = SimpleNamespace(tries_passes=lambda: tries, choice=StepChoice(captured, ""))
-    trainer: Any = SimpleNamespace(
-        runtime=SimpleNamespace(device_type="cpu"), plan=BatchPlan(1, 1, 1),
-        step=SimpleNamespace(graphs=graphs, identity={}), checkpoints=SimpleNamespace(identity={}),
-        _try_micro_batches=lambda resume: (done.append(None), len(done))[1],
-    )  # fmt: skip
-    assert DDPTrainer.choose_micro_batch(trainer, None) == len(done) == searches
-    assert trainer.checkpoints.identity["cuda_graphs"] == ("on" if captured else "off")
+@pytest.mark.parametrize(("tries", "rejected"), [(True, True), (True, False), (False, False), (False, True)])
+def test_memory_is_tried_again_where_its_passes_are_not_captured(
+    tries: bool, rejected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    graphs = SimpleNamespace(tries_passes=lambda: tries, rejected=rejected, choice=StepChoice(not rejected, ""))
+
+    class Trainer:
+        runtime = SimpleNamespace(device_type="cpu")
+        plan = BatchPlan(1, 1, 1)
+        step: Any = SimpleNamespace(graphs=graphs, identity={}, task="of all tokens")
+        checkpoints: Any = SimpleNamespace(identity={})
+
+        def _try_micro_batches(self, resume: Any) -> int:
+            done.append(self.step.task)
+            self.step.task = "of supervised tokens"
+            return len(done)
+
+        def _use_task(self, task: Any) -> None:
+            self.step.task = task
+
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    trainer: Any = Trainer()
+    again = tries and rejected
+    assert DDPTrainer.choose_micro_batch(trainer, None) == 1 + again
+    assert done == (["of all tokens", "of all tokens", "reset"] if again else ["of all tokens"])
+    assert trainer.checkpoints.identity["cuda_graphs"] == ("off" if rejected else "on")
 
 
 def packs_of(tokens: list[int], rows_a_pack: int = 1) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import sys
@@ -39,7 +40,7 @@ from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals
 from unsloth_ddp.training.step import cuda_graphs
-from unsloth_ddp.training.step.capture_check import draws_random_numbers
+from unsloth_ddp.training.step.capture_check import OUT_OF_MEMORY, draws_random_numbers
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed
 from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
@@ -349,6 +350,8 @@ def tried(graphs: CudaGraphs, runner: MicroBatchRunner, kind: str) -> torch.Tens
         return None
     runner.model.zero_grad()
     compute(batch)
+    # Their memory is free for what is tried next.
+    assert graphs._tried is not None and not graphs._tried[1].gradients._flat
     found = gradients(runner.model)
     runner.model.zero_grad()
     return found
@@ -365,12 +368,15 @@ def test_memory_is_tried_with_the_pass_that_is_captured_afterwards(kind: str, mo
         compiled.append(forward)
         yield
 
+    dropped: list[Any] = []
+    unsloth = SimpleNamespace(_unsloth_reset_stray_compile_cache=lambda trainer: dropped.append(trainer.model))
+    monkeypatch.setitem(sys.modules, "unsloth.models._utils", unsloth)
     # Compiling takes long on a CPU.
     monkeypatch.setattr(PackedForward, "compiled_layers", compiled_layers)
     found = tried(graphs, runner, kind)
     assert found is not None and graphs._tried is not None
     step = graphs._tried[1]
-    assert step.forward.recompute == (kind == "torch") and compiled == [step.forward]
+    assert step.forward.recompute == (kind == "torch") and (compiled, dropped) == ([step.forward], [model])
     runner.loss_sum(runner.batch_of([Rows().examples[0]])).backward()
     wanted = gradients(model)
     assert (found - wanted).norm() < 0.05 * wanted.norm()
@@ -380,6 +386,20 @@ def test_memory_is_tried_with_the_pass_that_is_captured_afterwards(kind: str, mo
     graphs.prepare(runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1))
     assert graphs.captured is step and graphs._tried is None
     assert tried(graphs, runner, "unsloth") is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": "off"}])
+def test_the_search_tries_captured_passes_with_the_buffers_of_the_exchange(options: dict[str, Any]) -> None:
+    graphs, runner = unprepared(model_of("lora"), **options)
+    exchange: Any = SimpleNamespace(buffers="buffers")
+    checkpointing: Any = SimpleNamespace(level=0)
+    step = OptimizerStep(None, checkpointing, graphs, exchange, None, torch.device("cpu"), 2)
+    search = step.search(graphs.settings, SimpleNamespace(sharding="none"), graphs.data, runner)
+    if options:
+        assert search.captured_pass is None
+    else:
+        assert (search.captured_pass.func, search.captured_pass.args) == (graphs.trial_pass, (runner, "buffers"))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -398,6 +418,26 @@ def test_a_pass_that_cannot_be_computed_is_tried_as_the_backend_computes_it(monk
     del errors[0]
     with pytest.raises(torch.OutOfMemoryError):
         tried(graphs, runner, "none")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("errors", [1, 2])
+def test_a_captured_pass_is_compared_for_one_pack_where_the_backends_takes_too_much_memory(
+    errors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, runner = unprepared(model_of("lora"))
+    tokens: list[int] = []
+
+    def ordinary(model: Any, batch: dict[str, Any], divisor: torch.Tensor) -> torch.Tensor:
+        tokens.append(batch["input_ids"].shape[1])
+        if len(tokens) <= errors:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return ordinary_sum(model, batch)
+
+    graphs.prepare(dataclasses.replace(runner, loss=ordinary), MicroBatchDecision("none", 2, ""), BatchPlan(2, 1, 1))
+    assert tokens == [140 + 228, 140]
+    assert (graphs.rejected, graphs.captured is None) == ((errors == 2),) * 2
+    assert errors == 1 or graphs.choice.reason == OUT_OF_MEMORY
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -2,11 +2,10 @@
 
 A trial is one forward and backward pass over the largest micro-batch that the run can have, computed as a step will be; at
 the end a forward pass over the longest evaluation rows is tried too. All ranks try the same sizes, and a size has to fit on every rank. A trial
-leaves gradients, random numbers and memory as they were; the optimizer does not exist yet, and code that the backend compiled
-in trials is dropped when training begins.
+leaves gradients, random numbers and memory as they were; the optimizer does not exist yet. Code that the backend compiled in
+trials is dropped, that of passes that will be captured is kept.
 """
 
-import dataclasses
 import functools
 import gc
 import logging
@@ -54,11 +53,10 @@ CapturedPass = Callable[[dict[str, Any]], None]
 @sendable
 @dataclass(frozen=True)
 class Trial:
-    """Outcome of one trial on one rank, in bytes: what a step needs, None where memory ran out, and what its pass took of it."""
+    """Outcome of one trial on one rank, in bytes; `needed` is None where it ran out of memory."""
 
     needed: int | None
     room: int
-    taken: int = 0
     headroom: ClassVar[float] = HEADROOM
 
     @property
@@ -152,6 +150,10 @@ class MemorySearch:
         kind, size = found or (kinds[-1], sizes[0])
         worst = max(trials[kind, size], key=lambda one: one.share)
         longest = self._tokens(1)
+        if worst.needed is None and self.captured_pass is not None:
+            # It may be the compiler that ran out, or the backend's pass may need less.
+            self.captured_pass = None
+            return self._choose(kinds, sizes, before)
         if worst.needed is None:
             raise UserError(self._too_large(kind, size, longest, worst))
         self._check_evaluation()
@@ -190,11 +192,9 @@ class MemorySearch:
         captured = self.captured_pass(self.checkpointing.kind, size) if self.captured_pass else None
         if captured is None:
             return self._try(largest, self._passes, self.bytes_later)
-        trial = self._try(largest, functools.partial(self._passes, captured=captured), self.bytes_later)
-        if trial.needed is None:
-            return trial
-        # Each size is tried beside the graphs of the others before it is captured.
-        return dataclasses.replace(trial, needed=trial.needed + trial.taken - trained_bytes(self.runner.model))
+        # The head of another micro-batch may compute all tokens.
+        largest = [one | {"labels": one["input_ids"]} for one in largest]
+        return self._try(largest, functools.partial(self._passes, captured=captured), self.bytes_later)
 
     def try_evaluation(self, rows: TokenizedRows) -> Trial:
         """Try one forward pass over the longest evaluation rows, as many as an evaluation takes at once."""
@@ -209,11 +209,10 @@ class MemorySearch:
         forget_free_memory()
         room = room_on(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
         fitted = passes(batch)
         peak = torch.cuda.max_memory_allocated(device)
         release()
-        return Trial(int(peak + beside) if fitted else None, room, int(peak - before))
+        return Trial(int(peak + beside) if fitted else None, room)
 
     def _passes(self, batch: dict[str, Any], captured: CapturedPass | None = None) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""

@@ -192,11 +192,12 @@ class DDPTrainer(ResumableTrainer):
         """Choose gradient checkpointing and micro-batch by what fits, and configure them; every rank calls this."""
         # The peak of loading, which the trials reset.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
-        tried = self.step.graphs.tries_passes()
+        tried, task = self.step.graphs.tries_passes(), self.step.task
         decision = self._try_micro_batches(resume)
-        if tried and not self.step.graphs.choice.uses_graphs:
+        if tried and self.step.graphs.rejected:
             # Memory was tried with passes that are not captured after all. Unsloth has dropped compiled code once, and does not
             # drop that of these trials.
+            self._use_task(task)
             decision = self._try_micro_batches(resume)
             torch.compiler.reset()
         graphs = "on" if self.step.graphs.choice.uses_graphs else "off"
@@ -216,7 +217,7 @@ class DDPTrainer(ResumableTrainer):
         self._train_batch_size = self.args.train_batch_size
         if self.runtime.backend == "unsloth" and too_short(self.settings, self.data.train, plan):
             leave_layers_uncompiled()
-        self.step.task = self.meter.task = self._tuned_task(plan)
+        self._use_task(self._tuned_task(plan))
         with self.runtime.progress.timing("capture"):
             self.step.prepare(decision, plan, self._runner())
         return decision
@@ -237,9 +238,11 @@ class DDPTrainer(ResumableTrainer):
         # Sharded weights cannot be used before training begins.
         if self.runtime.backend != "unsloth" or shards_weights(self.runtime.sharding):
             return self.step.task
-        task = self.step.task.tuned(self._runner(), self.data.train.examples, plan.per_device)
+        return self.step.task.tuned(self._runner(), self.data.train.examples, plan.per_device)
+
+    def _use_task(self, task: Task) -> None:
+        self.step.task = self.meter.task = task
         self.collate.head_chooses = task.head_chooses
-        return task
 
     # ---- rows: upstream shuffles with the global random state and repeats rows to give every rank the same number ----
 

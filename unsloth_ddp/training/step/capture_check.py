@@ -17,6 +17,7 @@ from unsloth_ddp.model.modules import kept_gradients, kept_random_numbers
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus
 from unsloth_ddp.training.step.captured_step import CapturedStep
 from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
 # Allowed relative differences between a replayed pass and the backend's, which round to 16 bit in different orders.
@@ -24,6 +25,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
 # With --fp8 a different order changes which values are rounded up. On H200s gradients of random weights differed by
 # 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json).
 FP8_GRADIENT_TOLERANCE = 0.25
+OUT_OF_MEMORY = "trying it took more memory than there is"
 
 
 def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | None:
@@ -131,6 +133,9 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
 
 def _failed(error: Exception) -> str:
     logger.warning("a trial of a faster step failed: %s", error, exc_info=True)
+    cause = error.__cause__ or error
+    if isinstance(cause, RuntimeError) and is_out_of_memory(cause):
+        return OUT_OF_MEMORY
     return f"trying it failed: {one_line(error, 120)}"
 
 

@@ -38,6 +38,7 @@ from unsloth_ddp.sizing.trial import release
 from unsloth_ddp.training.step.capture_check import (
     FP8_GRADIENT_TOLERANCE,
     GRADIENT_TOLERANCE,
+    OUT_OF_MEMORY,
     capture_sizes,
     check_capture,
     draws_random_numbers,
@@ -76,6 +77,8 @@ class CudaGraphs:
         self.collate = collate
         self.device = device
         self.captured: CapturedStep | None = None
+        # Whether a trial of the captured step spoke against it.
+        self.rejected = False
         self._random = False
         # The pass that memory was tried with last, and the size and kernel that it is for.
         self._tried: tuple[tuple[int, bool], CapturedStep] | None = None
@@ -129,12 +132,15 @@ class CudaGraphs:
         def try_pass(batch: dict[str, Any]) -> None:
             try:
                 step.try_pass(batch)
+                return
             except Exception as error:
                 if isinstance(error, RuntimeError) and is_out_of_memory(error):
                     raise
-                # `prepare` finds out why, and the run is computed by the backend.
                 logger.warning("the pass that would be captured failed", exc_info=True)
-                runner.loss_sum(batch).backward()
+            # Outside the except block, because the exception keeps the activations alive. `prepare` finds out why it failed.
+            for parameter in step.trained:
+                parameter.grad = None
+            runner.loss_sum(batch).backward()
 
         return try_pass
 
@@ -199,10 +205,13 @@ class CudaGraphs:
         if reason is None:
             captured, reason = self._try_kernels(runner, decision, shape, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
+            self.rejected = reason is not None
             if captured is not None and reason is None:
                 captured.in_trial = False
                 self.captured = captured
         self._tried = None
+        if self.captured is None and gradients is not None:
+            gradients.free()
         refuse(self.settings, reason)
         by_it = self.captured is not None and self.captured.forward.flash_attention_4
         same = "a trial gave the same loss and gradients" + ", with FlashAttention 4" * by_it
@@ -211,16 +220,16 @@ class CudaGraphs:
 
     def _compile_layers(self, runner: MicroBatchRunner, decision: MicroBatchDecision) -> None:
         """Compile the layers in place of capturing them, if that gives the same results on every rank."""
-        reason = compile_layers(runner, self._first_batch(runner, decision))
+        reason = compile_layers(runner, self._first_batch(runner, decision.per_device))
         reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
         if reason is not None:
             leave_uncompiled(runner.model)
         done = "the layers are compiled instead" if reason is None else f"nor are the layers compiled: {reason}"
         self.choice = StepChoice(False, f"{self.choice.reason}; {done}")
 
-    def _first_batch(self, runner: MicroBatchRunner, decision: MicroBatchDecision) -> dict[str, Any]:
+    def _first_batch(self, runner: MicroBatchRunner, packs: int) -> dict[str, Any]:
         train = self.data.train
-        return runner.batch_of([train.examples[index] for index in range(min(decision.per_device, train.units))])
+        return runner.batch_of([train.examples[index] for index in range(min(packs, train.units))])
 
     def _try_kernels(
         self,
@@ -236,6 +245,7 @@ class CudaGraphs:
                 return captured, None
             logger.warning("FlashAttention 4 is installed and not used: %s", reason)
             del captured
+            self._tried = None
             release()
         return self._try(runner, decision, shape, gradients)
 
@@ -256,7 +266,7 @@ class CudaGraphs:
         except NotImplementedError as error:
             return None, str(error)
         self.collate.pad_to_shape(shape)
-        batch = self._first_batch(runner, decision)
+        batch = self._first_batch(runner, decision.per_device)
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
         with training_mode(model):
             self._random, reason = draws_random_numbers(captured, batch)
@@ -265,6 +275,11 @@ class CudaGraphs:
                 return None, reason
             with without_dropout(model) as dropped:
                 reason = check_capture(captured, batch, runner.loss_sum, tolerance)
+                if reason == OUT_OF_MEMORY and decision.per_device > 1:
+                    # The backend's pass, which the captured one is compared with, may need more memory.
+                    release()
+                    batch = self._first_batch(runner, 1)
+                    reason = check_capture(captured, batch, runner.loss_sum, tolerance)
             if dropped:
                 captured.forget()
             if reason is None and not train.streamed:

@@ -51,7 +51,7 @@ class GradientBuffers:
         return self._flat
 
     def free(self) -> None:
-        """Give the memory back, once no gradient is a view of it; the next use allocates other buffers."""
+        """Let go of the buffers, whose memory is free once no gradient is a view of it; the next use allocates others."""
         self._flat, self._views = [], {}
 
     def hold(self, first: int = 0, end: int | None = None) -> None:

@@ -65,26 +65,20 @@ def remove_keyword(call: cst.Call, name: str) -> cst.Call:
 
 
 def _equal_style(call: cst.Call) -> cst.AssignEqual:
+    blanks = ("", "")
     for arg in call.args:
-        if isinstance(arg.equal, cst.AssignEqual):
-            before, after = arg.equal.whitespace_before, arg.equal.whitespace_after
-            if isinstance(before, cst.SimpleWhitespace) and isinstance(after, cst.SimpleWhitespace):
+        match arg.equal:
+            case cst.AssignEqual(cst.SimpleWhitespace(before), cst.SimpleWhitespace(after)):
                 # Notebooks align equal signs with runs of blanks; one is enough for a new argument.
-                return cst.AssignEqual(
-                    whitespace_before=cst.SimpleWhitespace(" " if before.value else ""),
-                    whitespace_after=cst.SimpleWhitespace(" " if after.value else ""),
-                )
-    return cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+                blanks = (" " if before else "", " " if after else "")
+                break
+    return cst.AssignEqual(*map(cst.SimpleWhitespace, blanks))
 
 
 def _between(call: cst.Call, index: int) -> cst.BaseParenthesizableWhitespace:
     """Return the whitespace before the argument at `index`, as its neighbours have it, without their comments."""
-    before: list[cst.CSTNode] = []
-    for arg in call.args[:index]:
-        if isinstance(arg.comma, cst.Comma):
-            before.append(arg.comma.whitespace_after)
-    candidates = [call.whitespace_before_args, *before][::-1] if index else [call.whitespace_before_args]
-    for whitespace in candidates:
+    commas = [arg.comma.whitespace_after for arg in call.args[:index] if isinstance(arg.comma, cst.Comma)]
+    for whitespace in (*reversed(commas), call.whitespace_before_args):
         if isinstance(whitespace, cst.ParenthesizedWhitespace):
             return cst.ParenthesizedWhitespace(
                 first_line=cst.TrailingWhitespace(), indent=whitespace.indent, last_line=whitespace.last_line

@@ -94,7 +94,7 @@ def _refuse_url(notebook: Path) -> None:
 
 def _refuse_target(target: Path, options: argparse.Namespace) -> None:
     _refuse_folder(target)
-    if target.exists() and options.notebook.exists() and target.samefile(options.notebook):
+    if target.exists() and target.samefile(options.notebook):
         raise NotebookError(f"{target}: is the notebook itself; give another name for the script.")
     if target.exists() and not options.force:
         raise NotebookError(f"{target}: exists already; give another name, or --force to replace it.")

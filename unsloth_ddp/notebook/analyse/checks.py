@@ -16,7 +16,6 @@ from unsloth_ddp.notebook.syntax.commands import ending_line, training_line
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import command_of
 from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, walk
-from unsloth_ddp.notebook.syntax.usage import CallSite
 from unsloth_ddp.notebook.write.load import DEVICE_COUNTS
 
 # Code that mentions none of these has nothing to do with a model.
@@ -94,7 +93,7 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
     effects = statement.effects.union(*(graph.effects_inside(name) & {Effect.LOOP} for name in statement.usage.defines))
     everywhere = statement.role in (Role.ALL, Role.FIRST)
     shared = context.accelerated or id(statement) in context.shared_loops
-    here = any(site.tail == "backward" for site in _sites(statement))  # and not in a function that it only calls
+    here = any(site.tail == "backward" for site in statement.sites)  # and not in a function that it only calls
     if Effect.LOOP in effects and here and not (shared or Effect.TRAIN in effects):
         yield "loop", _LOOP_WITH_ACCELERATE if graph.prepares else _LOOP
     if effects & SEEDS and _breaks_by_the_clock(statement, graph):
@@ -169,14 +168,9 @@ def _check_commands(statement: Statement, graph: Graph, context: ConversionConte
         yield "command", f"`{line}` would end this script's processes too: leave it out"
 
 
-def _sites(statement: Statement) -> list[CallSite]:
-    """Return the calls of a statement, and those of the functions that it defines."""
-    return [*statement.usage.calls, *(site for body in statement.usage.defines.values() for site in body.calls)]
-
-
 def _check_calls(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     """Warn about what starts trainings by itself, and about what trains in a module of its author's, by its name."""
-    for path in dict.fromkeys(map(graph.full_path, _sites(statement))):
+    for path in dict.fromkeys(map(graph.full_path, statement.sites)):
         if path in _STARTERS:
             yield _STARTERS[path]
     imported = [site for site in statement.usage.calls if site.root in graph.imports]
@@ -186,7 +180,7 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
 
 
 def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
-    for site in _sites(statement):
+    for site in statement.sites:
         full = graph.full_path(site)
         if site.path in graph.trainers:
             yield "arguments", f"{site.path}() trains with a batch of its own on every process"
@@ -226,7 +220,7 @@ def _check_classes(statement: Statement, graph: Graph, context: ConversionContex
 
 def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     """Warn about code that computes with the batch or the number of devices."""
-    counts = {graph.full_path(site) for site in _sites(statement) if site.tail == "device_count"}
+    counts = {graph.full_path(site) for site in statement.sites if site.tail == "device_count"}
     if counts - set(DEVICE_COUNTS) and statement.role is not Role.MAIN:
         yield "sizing", "counts the GPUs itself; under DDP every process has one"
         return

@@ -88,6 +88,11 @@ class Statement:
     timed: frozenset[str] | None = None  # names of clock readings used for durations only; None ignores clocks
 
     @property
+    def sites(self) -> list[CallSite]:
+        """Return its calls, and those of the functions that it defines."""
+        return [*self.usage.calls, *(site for body in self.usage.defines.values() for site in body.calls)]
+
+    @property
     def conditional(self) -> bool:
         """Return whether its writes may not happen, so that earlier definitions stay visible."""
         return isinstance(self.node, cst.If | cst.For | cst.While | cst.Try | cst.TryStar | cst.Match)

@@ -122,12 +122,8 @@ def _needed_names(graph: Graph, statement: Statement) -> list[str]:
 
 
 def _deferred_reads(graph: Graph, statement: Statement) -> set[str]:
-    found: set[str] = set()
-    for body in statement.usage.defines.values():
-        found |= body.reads
-    for name in statement.usage.reads & graph.functions.keys():
-        found |= graph.functions[name].reads
-    return found
+    read = [graph.functions[name] for name in statement.usage.reads & graph.functions.keys()]
+    return set().union(*(body.reads for body in [*statement.usage.defines.values(), *read]))
 
 
 def _keep_handles(graph: Graph) -> None:

@@ -252,8 +252,7 @@ class _OneALine(cst.CSTTransformer):
         self.blocks -= 1
         return updated_node
 
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self.blocks += 1
+    visit_IndentedBlock = visit_FunctionDef  # type: ignore[assignment]
 
     def leave_IndentedBlock(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock

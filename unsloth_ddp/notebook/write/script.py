@@ -236,8 +236,7 @@ def _speaks(graph: Graph) -> bool:
         guarded = statement.role in (Role.MAIN, Role.NODE) and not needs_no_guard(statement, graph)
         if guarded or statement.role in (Role.DEAD, Role.DROP):
             continue
-        deferred = [c for body in statement.usage.defines.values() for c in body.calls]
-        if any(site.path == "print" for site in [*statement.usage.calls, *deferred]):
+        if any(site.path == "print" for site in statement.sites):
             return True
     return False
 

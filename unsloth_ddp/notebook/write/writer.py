@@ -148,10 +148,9 @@ def _made(
 ) -> list[cst.BaseStatement]:
     names = context.names
     context.cell = group[0].statement.cell
-    if role in (Role.MAIN, Role.NODE) and all(needs_no_guard(p.statement, graph) for p in group):
-        return nodes
     if role in (Role.MAIN, Role.NODE):
-        return _guard(role, group, nodes, graph, context)
+        free = all(needs_no_guard(p.statement, graph) for p in group)
+        return nodes if free else _guard(role, group, nodes, graph, context)
     if role is Role.FIRST:
         note = context.edit("data", "one process on each node goes first, the others use its caches")
         block = cst.With(

@@ -63,11 +63,7 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         UserError: the file asks for something that the kit does not do.
     """
     ported = Ported(tool, folder)
-    given = {
-        key: value
-        for key, value in content.items()
-        if value is not None and value != "" and value != [] and value != {}
-    }
+    given = {key: value for key, value in content.items() if value not in (None, "", [], {})}
     if tool == TRL:
         task = task_of_trl(given)
         ported.add({"task": task}, "the trainer")
@@ -178,10 +174,6 @@ def _a_number_per_epoch(strategy: str, ported: Ported, key: str, value: Any, giv
         ported.left_out[key] = f"once an epoch instead of {value} times; give {strategy.split('_')[0]}_steps for more"
 
 
-def _datasets(option: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    port_mappings(ported, key, value, option)
-
-
 def _dataset_names(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
     if ported.tool == LLAMA_FACTORY:
         port_names(ported, key, value, given.get("dataset_dir"))
@@ -260,8 +252,8 @@ RULES: dict[str, Rule] = {
     "additional_target": partial(_split_names, "lora_modules_to_save"),
     "evals_per_epoch": partial(_a_number_per_epoch, "eval_strategy"),
     "saves_per_epoch": partial(_a_number_per_epoch, "save_strategy"),
-    "datasets": partial(_datasets, "dataset"),
-    "test_datasets": partial(_datasets, "eval_dataset"),
+    "datasets": partial(port_mappings, "dataset"),
+    "test_datasets": partial(port_mappings, "eval_dataset"),
     "dataset": _dataset_names,
     "eval_dataset": _dataset_names,
     "dataset_name": _dataset_name,
@@ -290,8 +282,8 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     if ported.tool == LLAMA_FACTORY:
         options.setdefault("lora_alpha", 2 * options["lora_r"])
         options.setdefault("method", "lora")
-    if ported.tool == LLAMA_FACTORY and options["method"] == "qlora" and given.get("finetuning_type") == "full":
-        raise UserError("finetuning_type full with quantization_bit contradict each other; remove one of them.")
+        if options["method"] == "qlora" and given.get("finetuning_type") == "full":
+            raise UserError("finetuning_type full with quantization_bit contradict each other; remove one of them.")
     if options["method"] == "full":
         for option in ADAPTER:
             options.pop(option, None)

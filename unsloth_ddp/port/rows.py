@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def plain_path(value: str) -> str:
     return os.path.normpath(value) if value.startswith("./") else value
 
 
-def port_mappings(ported: Ported, name: str, entries: Any, option: str) -> None:
-    """Port a list of data sets, each a mapping with path, type, split and name."""
+def port_mappings(option: str, ported: Ported, name: str, entries: Any, given: Mapping[str, Any]) -> None:
+    """Port a list of data sets, each a mapping with path, type, split and name, for an option."""
     entries = entries if isinstance(entries, list) else [entries]
     if not all(isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries):
         raise UserError(f"{name} is not a list of mappings with a path, so the file cannot be ported.")

@@ -31,8 +31,8 @@ def edit_load(call: cst.Call, full: str, context: ConversionContext) -> tuple[cs
         return call, []
     if old is not None and _ON_CPU.fullmatch(code(old.value)):
         return call, []  # on the CPU on purpose: to merge it, or to look at its layers
-    notes: list[str] = []
-    call = _bind(call, old, context, notes)
+    call, note = _bind(call, old, context)
+    notes = [note]
     offload = keyword(call, "offload_embedding")
     if offload is not None and code(offload.value) not in ("False", "None"):
         value = code(offload.value)
@@ -48,18 +48,16 @@ def _loads_model(full: str) -> bool:
     return full.startswith("unsloth.") and ".dataprep." not in full and bool(_MODEL_CLASS.search(kind))
 
 
-def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes: list[str]) -> cst.Call:
+def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext) -> tuple[cst.Call, str]:
     target = _this_gpu(context)
     if splats(call):
         source = ", **".join(code(arg.value) for arg in call.args if arg.star == "**")
         value = cst.parse_expression(f'{{**{source}, "device_map": {target}}}')
         args = [arg for arg in remove_keyword(call, "device_map").args if arg.star != "**"]
-        notes.append(context.edit("load", "load the whole model on this process's GPU, whatever the dict says"))
-        return call.with_changes(args=[*args, cst.Arg(value=value, star="**")])
+        note = context.edit("load", "load the whole model on this process's GPU, whatever the dict says")
+        return call.with_changes(args=[*args, cst.Arg(value=value, star="**")]), note
     was = code(old.value) if old is not None else ""
-    call = set_keyword(call, "device_map", target)
-    notes.append(_note(was, context))
-    return call
+    return set_keyword(call, "device_map", target), _note(was, context)
 
 
 def _note(was: str, context: ConversionContext) -> str:
@@ -106,19 +104,13 @@ def _this_gpu(context: ConversionContext) -> str:
     return f'{{"": {context.names["LOCAL_RANK"]}}}'
 
 
-def edit_device_string(node: cst.SimpleString, context: ConversionContext) -> cst.BaseExpression | None:
-    """Replace `"cuda:0"`, one GPU for all, by an f-string with this process's local rank."""
-    if re.fullmatch(r"""(["'])cuda:\d+\1""", node.value):
-        return cst.parse_expression(f'f"cuda:{{{context.names["LOCAL_RANK"]}}}"')
-    return None
-
-
-def edit_device_number(call: cst.Call, context: ConversionContext) -> cst.Call | None:
+def edit_device_number(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Put the local rank into `.cuda(0)`, `torch.cuda.set_device(0)` and `torch.device("cuda", 0)`."""
     path = dotted(call.func)
     index = 1 if path == "torch.device" else 0
     if path not in ("torch.device", "torch.cuda.set_device", "torch.cuda.device") and not path.endswith(".cuda"):
-        return None
+        return call, []
     if len(call.args) <= index or not isinstance(call.args[index].value, cst.Integer):
-        return None
-    return with_value(call, call.args[index], cst.Name(context.names["LOCAL_RANK"]))
+        return call, []
+    note = context.edit("device", "this process's GPU instead of a fixed one")
+    return with_value(call, call.args[index], cst.Name(context.names["LOCAL_RANK"])), [note]

@@ -68,10 +68,6 @@ class _Rewriter(LineEditor):
             call, notes = edit_config(updated_node, context)
         else:
             call, notes = self._edited(updated_node, entered=id(original_node) in self.entered)
-        numbered = load.edit_device_number(call, context)
-        if numbered is not None:
-            self.note(context.edit("device", "this process's GPU instead of a fixed one"))
-            return numbered
         self.note(*notes)
         shared = not context.on_one_process and not self.formatted
         if shared and full_path(dotted(call.func), self.graph.imports) in load.DEVICE_COUNTS:
@@ -84,7 +80,8 @@ class _Rewriter(LineEditor):
     def _edited(self, call: cst.Call, *, entered: bool) -> tuple[cst.Call, list[str]]:
         """Return a call with the first edit that fits it, and its comments."""
         full = full_path(dotted(call.func), self.graph.imports)
-        edits = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, edit_seed, edit_generator]
+        edits = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, load.edit_device_number]
+        edits += [edit_seed, edit_generator]
         if is_trainer_call(CallSite(dotted(call.func), call, frozenset()), self.graph.trainer_classes):
             edits += [] if is_remote(full) else [edit_trainer]
         else:
@@ -214,11 +211,10 @@ class _Rewriter(LineEditor):
     # Strings, await --------------------------------------------------------------------------------------------------
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.BaseExpression:
-        new = load.edit_device_string(updated_node, self.context)
-        if new is None:
+        if not re.fullmatch(r"""(["'])cuda:\d+\1""", updated_node.value):
             return updated_node
         self.note(self.context.edit("device", f"{updated_node.value} was one GPU for every process"))
-        return new
+        return cst.parse_expression(f'f"cuda:{{{self.context.names["LOCAL_RANK"]}}}"')
 
     def visit_ConcatenatedString(self, node: cst.ConcatenatedString) -> bool:
         return False

@@ -234,7 +234,7 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
         # The logs of a failed start stay, and this run's follow them.
         if not continues(settings, folder) and not _holds_only_a_start(folder):
             _empty(folder)
-        # A finished run that resumes from one of its checkpoints is unfinished again.
+        # A finished run that is replaced, or resumes from one of its checkpoints, is unfinished again.
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_settings(settings, folder)
 
@@ -289,7 +289,7 @@ def _wait_for_lock(descriptor: int, folder: Path) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Remove a run's files, settings and summary last: if this is cut short, the folder still tells what it was."""
+    """Remove a run's files but for settings and summary: if this is cut short, the folder still tells what it was."""
     for path in folder.iterdir():
         if path.name in (LOCK_FILE, SETTINGS_FILE, SUMMARY_FILE):
             continue
@@ -297,4 +297,3 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    (folder / SUMMARY_FILE).unlink(missing_ok=True)

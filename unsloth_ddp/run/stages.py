@@ -247,10 +247,8 @@ def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str,
     after = _answer(run, trainer, questions)
     if problem := checkpoints.save_final(trainer.write_final):
         raise not_saved(run.folder, problem, checkpoints.last)
-    if settings.merge:
-        problem = checkpoints.save_folder("merged", lambda aside: _merge(run, trainer, aside))
-        if problem:
-            raise not_finished(run.folder, "the merged model", problem, checkpoints.last)
+    if settings.merge and (problem := checkpoints.save_folder("merged", lambda aside: _merge(run, trainer, aside))):
+        raise not_finished(run.folder, "the merged model", problem, checkpoints.last)
     if questions:
         summary |= answers.report(questions, before, after)
     summary["wall_time_seconds"] = time.perf_counter() - run.began

@@ -5,6 +5,7 @@ counts of the rows, and the compared answers. Losses and speeds come from traine
 the result, or of the newest checkpoint of an unfinished run.
 """
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -41,11 +42,9 @@ def begin_record(folder: Path, facts: dict[str, Any], part: dict[str, Any], *, c
     """
     parts: list[Any] = []
     if continued:
-        try:
+        # One of a release without records, or damaged, begins with this part.
+        with contextlib.suppress(UserError):
             parts = _list_of_dicts(_read_record(folder).get("parts"))
-        except UserError:
-            # Of a release without records, or damaged: the record begins with this part.
-            parts = []
     write_json(folder / RECORD_FILE, {"format": FORMAT, **facts, "parts": [*parts, {"began": now(), **part}]})
 
 

@@ -96,19 +96,16 @@ def _needs_newer_python(error: SyntaxError) -> bool:
 def _context(
     parsed: list[tuple[Cell, cst.Module, Lowered]], options: ConversionOptions, report: ConversionReport
 ) -> ConversionContext:
-    usages = [collect(statement) for _, module, _ in parsed for statement in module.body]
-    bound = set().union(*(f.writes for f in usages), set())
-    read = set().union(*(f.reads for f in usages), set())
-    imports: dict[str, str] = {}
-    for item in usages:
-        imports.update(item.imports)
+    lines = [line for _, module, _ in parsed for line in module.body]
+    usages = [collect(line) for line in lines]
+    written = Counter(name for item in usages for name in item.writes)
+    bound, read = set(written), {name for item in usages for name in item.reads}
+    imports = {name: path for item in usages for name, path in item.imports.items()}
     rebound = {n for item in usages for n in item.writes if n in MODULES and item.imports.get(n) != n}
     names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
     if "display" in read - bound:
         names.used.add("display")
-    environ = {name for _, module, _ in parsed for line in module.body if (name := _name_of_environ(line))}
-    written = Counter(name for item in usages for name in item.writes)
-    environ = {name for name in environ if written[name] == 1}
+    environ = {name for line in lines if written[name := _name_of_environ(line)] == 1}
     return ConversionContext(options, names, report, bound, imports, environ_names=environ)
 
 
@@ -135,14 +132,10 @@ def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: Conve
 
 def _know_configs(graph: Graph, context: ConversionContext) -> None:
     """Find the classes whose instances trainers take as arguments, whatever they are called."""
-    made: dict[str, str] = {}
-    for name, site in graph.assigned:
-        made.setdefault(name, site.path)
+    made = {name: site.path for name, site in reversed(graph.assigned)}
     for site in graph.sites:
-        if not is_trainer_call(site, graph.trainer_classes):
-            continue
         found = keyword(site.node, "args")
-        if found is None:
+        if found is None or not is_trainer_call(site, graph.trainer_classes):
             continue
         path = dotted(found.value.func) if isinstance(found.value, cst.Call) else made.get(code(found.value), "")
         if path.split(".")[-1][:1].isupper():

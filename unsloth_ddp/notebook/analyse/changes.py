@@ -128,21 +128,15 @@ def link(graph: Graph) -> None:
     for index, statement in enumerate(graph.statements):
         usage = statement.usage
         reads = _with_deferred(usage.reads | usage.mutates, functions)
-        for name in list(reads):
-            reads |= carried.get(name, set())
+        reads = reads.union(*(carried.get(name, ()) for name in reads))
         for name in reads:
             statement.uses.update(reaching.get(name, ()))
         functions.update(usage.defines)
         later = reads - usage.reads if not statement.effects & {Effect.TRAINER} else set(reads)
         for name in usage.writes | usage.mutates:
             carried[name] = (carried.get(name, set()) if name in usage.mutates else set()) | later - {name}
-        for name in usage.mutates:
-            reaching.setdefault(name, []).append(index)
-        for name in usage.writes:
-            if statement.conditional:
-                reaching.setdefault(name, []).append(index)
-            else:
-                reaching[name] = [index]
+            before = reaching.get(name, []) if statement.conditional or name not in usage.writes else []
+            reaching[name] = [*before, index]
     for index, statement in enumerate(graph.statements):
         statement.uses.discard(index)
         for used in statement.uses:

@@ -269,7 +269,18 @@ class Graph:
             found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
         return found
 
-    # What calls run ---------------------------------------------------------------------------------------------------
+    # What statements use and calls run --------------------------------------------------------------------------------
+
+    def with_used(self, statements: Iterable[int]) -> set[int]:
+        """Return statements, and those whose definitions they use, however far back."""
+        found: set[int] = set()
+        queue = list(statements)
+        while queue:
+            index = queue.pop()
+            if index not in found:
+                found.add(index)
+                queue += self.statements[index].uses
+        return found
 
     def full_path(self, site: CallSite) -> str:
         """Return the path of a callee with its import resolved."""
@@ -341,11 +352,8 @@ def is_dead(node: cst.BaseStatement) -> bool:
 def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
     """Build the graph of all cells' statements."""
     statements = [Statement(number, node, collect(node)) for number, body in cells for node in body]
-    imports: dict[str, str] = {}
-    functions: dict[str, DeferredBody] = {}
-    for statement in statements:
-        imports.update(statement.usage.imports)
-        functions.update(statement.usage.defines)
+    imports = {name: path for statement in statements for name, path in statement.usage.imports.items()}
+    functions = {name: body for statement in statements for name, body in statement.usage.defines.items()}
     aliases = [pair for statement in statements for pair in statement.usage.aliases]
     for statement in statements:
         follow_aliases(statement.usage.mutates, aliases)

@@ -258,25 +258,14 @@ def chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
 def mark_sent(graph: Graph) -> None:
     """Mark the statements on every process that need values of the main one; these run on all at the same time."""
     timed = timed_names(graph)
-    settings = _reaches_settings(graph)
+    # What training, seeds, folders and environment variables depend on.
+    settings = graph.with_used(i for i, s in enumerate(graph.statements) if s.needed or Effect.STATE in s.effects)
     for index, statement in enumerate(graph.statements):
         if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
             continue  # who waits for others inside must not wait for the main process as well
         named = timed if index in settings else None
         if MainValues(graph, statement, named).any_sent():
             statement.role, statement.takes_sent, statement.timed = Role.ALL, True, named
-
-
-def _reaches_settings(graph: Graph) -> set[int]:
-    """Return the statements that training, seeds, folders and environment variables depend on."""
-    queue = [i for i, s in enumerate(graph.statements) if s.needed or Effect.STATE in s.effects]
-    found: set[int] = set()
-    while queue:
-        index = queue.pop()
-        if index not in found:
-            found.add(index)
-            queue += graph.statements[index].uses
-    return found
 
 
 def timed_names(graph: Graph) -> frozenset[str]:

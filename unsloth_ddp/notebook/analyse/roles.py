@@ -43,12 +43,8 @@ def assign_roles(graph: Graph) -> None:
 def _mark_needed(graph: Graph) -> None:
     """Mark what training depends on, backwards from the trainers and from what sets their environment."""
     first = enumerate(graph.statements[: graph.last_seed + 1])
-    queue = [i for i, s in first if s.effects & (SEEDS | {Effect.STATE}) and not is_dead(s.node)]
-    while queue:
-        statement = graph.statements[queue.pop()]
-        if not statement.needed:
-            statement.needed = True
-            queue += statement.uses
+    for index in graph.with_used(i for i, s in first if s.effects & (SEEDS | {Effect.STATE}) and not is_dead(s.node)):
+        graph.statements[index].needed = True
 
 
 def _first_role(graph: Graph, statement: Statement, after: bool) -> Role:
@@ -208,18 +204,12 @@ def _reloaded_to_be_tried(graph: Graph, last: int) -> list[Statement]:
         if i > last and s.role in (Role.ALL, Role.FIRST) and not s.needed
         if not s.effects & (TOGETHER | {Effect.MODE, Effect.STATE}) and not s.usage.imports and not s.usage.defines
     }
-    before = None
-    while before != group:
-        before = set(group)
-        for index in before:
-            if not _stays_within(graph, index, group):
-                group.discard(index)
+    while outside := {i for i in group if not _stays_within(graph, i, group)}:
+        group -= outside
     kept: set[int] = set()
-    while True:
-        grown = {i for i in group - kept if _serves(graph, i, kept)}
-        if not grown:
-            return [statements[i] for i in sorted(kept)]
+    while grown := {i for i in group - kept if _serves(graph, i, kept)}:
         kept |= grown
+    return [statements[i] for i in sorted(kept)]
 
 
 def _stays_within(graph: Graph, index: int, group: set[int]) -> bool:

@@ -144,7 +144,7 @@ class MainValues:
         node = self.statement.node
         if isinstance(node, cst.FunctionDef):
             starts = Effect.TRACK in self.graph.function_effects.get(node.name.value, set())
-            return not starts and self._any(node.body, lambda part: bool(self.tracked(part)[0]))
+            return not starts and self.reads_tracker(node.body)
         return self._hands_on(node)
 
     def _hands_on(self, node: cst.CSTNode) -> bool:
@@ -161,6 +161,7 @@ class MainValues:
 
     def only_told(self, node: cst.CSTNode) -> bool:
         """Return whether every use of a run is a call for its own sake, or a context to enter, or an argument of those."""
+        parts: Iterable[cst.CSTNode] = node.children
         match node:
             case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=args))]) if not self._trains_within(
                 node.body[0].value  # type: ignore[attr-defined]
@@ -168,17 +169,9 @@ class MainValues:
                 return not any(self.reads_tracker(arg) and self.tracked(arg.value)[0] != "run" for arg in args)
             case cst.WithItem(item=item) if self.tracked(item)[0]:
                 return True
-        return not self.tracked(node)[0] and all(self.only_told(part) for part in self.parts_of(node))
-
-    @staticmethod
-    def parts_of(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
-        """Return the parts of a node, without names that are not read: parameters, targets, attributes, keywords."""
-        match node:
-            case cst.FunctionDef(body=body):
-                return [body]
-            case cst.Attribute(value=value) | cst.Arg(value=value):
-                return [value]
-        return node.children
+            case cst.FunctionDef(body=part) | cst.Attribute(value=part) | cst.Arg(value=part):
+                parts = [part]  # without names that are not read: parameters, attributes, keywords
+        return not self.tracked(node)[0] and all(self.only_told(part) for part in parts)
 
     def reads_tracker(self, node: cst.CSTNode) -> bool:
         """Return whether an expression reads anything of a tracker."""

@@ -48,10 +48,8 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
     """Return the script of a notebook whose statements have their roles; the marks of report entries are still in it."""
     notes = check_notebook(graph, context)
     placed: dict[int, list[EditedStatement]] = {cell.number: [] for cell in cells}
-    loaders = [site for site in graph.sites if site.tail == "DataLoader"]
-    context.accelerated = (
-        graph.prepares and bool(loaders) and any(makes_accelerator(graph.full_path(s)) for s in graph.sites)
-    )
+    loads = any(site.tail == "DataLoader" for site in graph.sites)
+    context.accelerated = graph.prepares and loads and any(makes_accelerator(graph.full_path(s)) for s in graph.sites)
     for index, statement in enumerate(graph.statements):
         context.cell = statement.cell
         if statement.role is Role.DROP:

@@ -333,11 +333,9 @@ _ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
 
 def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
     """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
-    if statement.role not in (Role.ALL, Role.FIRST):
+    if statement.role not in (Role.ALL, Role.FIRST) or isinstance(statement.node, cst.SimpleStatementLine):
         return set(), False
     match statement.node:
-        case cst.SimpleStatementLine():
-            return set(), False
         case cst.ClassDef(name=cst.Name(value=name)):
             # A trainer asks for itself who saves.
             own_way = name in graph.trainer_classes
@@ -348,13 +346,12 @@ def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], boo
             return effects & _ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
         case cst.FunctionDef(name=cst.Name(value=name)):
             effects = graph.function_effects.get(name, set())
-            if effects & TOGETHER:
-                return _GUARDED if effects & _GUARDED else set(), True
-            return effects & _ON_ONE if _runs_everywhere(name, graph) else set(), False
-    if statement.effects & TOGETHER:
-        return _GUARDED if statement.effects & _GUARDED else set(), True
-    reaches = statement.needed or Effect.STATE in statement.effects
-    return statement.effects & _ON_ONE if reaches else set(), False
+            reaches = not effects & TOGETHER and _runs_everywhere(name, graph)
+        case _:
+            effects, reaches = statement.effects, statement.needed or Effect.STATE in statement.effects
+    if effects & TOGETHER:
+        return _GUARDED if effects & _GUARDED else set(), True
+    return effects & _ON_ONE if reaches else set(), False
 
 
 def _runs_everywhere(name: str, graph: Graph) -> bool:

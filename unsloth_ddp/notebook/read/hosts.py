@@ -82,27 +82,25 @@ def is_secret(node: cst.BaseExpression, context: ConversionContext) -> bool:
     return isinstance(node, cst.Call) and dotted(node.func) in ("secret", "ddp_secret")
 
 
-def without_host_names(node: cst.ImportFrom | cst.Import) -> tuple[cst.BaseSmallStatement | None, bool]:
-    """Return an import without the hosts' modules (None if nothing is left), and whether anything was removed."""
+def without_host_names(node: cst.ImportFrom | cst.Import) -> cst.ImportFrom | cst.Import | None:
+    """Return an import without the hosts' modules: as it is where it has none, None if nothing is left."""
     if isinstance(node, cst.ImportFrom):
         module = dotted(node.module) if node.module is not None else ""
         if _is_host(module):
-            return None, True
+            return None
         if module.split(".")[0] != "IPython" or isinstance(node.names, cst.ImportStar):
-            return node, False
+            return node
         return _without(node, [alias for alias in node.names if alias.evaluated_name != "get_ipython"])
     kept = [alias for alias in node.names if not _is_host(dotted(alias.name))]
     return _without(node, kept)
 
 
-def _without(
-    node: cst.ImportFrom | cst.Import, kept: list[cst.ImportAlias]
-) -> tuple[cst.BaseSmallStatement | None, bool]:
-    if len(kept) == len(node.names):  # type: ignore[arg-type]
-        return node, False
+def _without(node: cst.ImportFrom | cst.Import, kept: list[cst.ImportAlias]) -> cst.ImportFrom | cst.Import | None:
     if not kept:
-        return None, True
-    return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]), True
+        return None
+    if len(kept) == len(node.names):  # type: ignore[arg-type]
+        return node
+    return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
 
 
 def imported_names(node: cst.ImportFrom | cst.Import) -> set[str]:

@@ -214,10 +214,10 @@ class _Normaliser(LineEditor):
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Small:
         """Leave out an import of a host's module; in a `try` it stays, where it asks which host this is."""
         node: cst.Import | cst.ImportFrom = updated_node
-        kept, changed = hosts.without_host_names(node)
-        if not changed or self.tries:
+        kept = hosts.without_host_names(node)
+        if kept is node or self.tries:
             return node
-        still = hosts.imported_names(kept) if isinstance(kept, cst.Import | cst.ImportFrom) else set()
+        still = hosts.imported_names(kept) if kept is not None else set()
         self.context.host_names |= hosts.imported_names(node) - still - {"get_ipython"}
         self.note(self.context.edit("host", f"{code(node)}: only the notebook's host has it"))
         return kept if kept is not None else cst.RemoveFromParent()

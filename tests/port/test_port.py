@@ -371,6 +371,7 @@ KTO = {"task": "kto", "beta": 0.2}
     ("tool", "lines", "options"),
     [
         (TRL, "beta: 0.2\nloss_type: [ipo, sft]\nloss_weights: [1.0, 0.3]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
+        (TRL, "beta: 0.2\nloss_type: [sft, ipo]\nloss_weights: [0.3, 1.0]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
         (TRL, "precompute_ref_log_probs: true\nloss_type: sigmoid\nbeta: 0.2\n", PAIRS | {"reference": "precomputed"}),
         (AXOLOTL, "rl: dpo\nrl_beta: 0.2\ndatasets: [{path: o/r, type: chatml.intel}]\n", PAIRS | {"dataset": ["o/r"]}),
         (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: simpo\n", {"task": "simpo"}),
@@ -393,6 +394,14 @@ def test_files_of_preference_runs_become_runs_that_the_kit_accepts(
     assert found | options == found and "packing" not in found
     found.pop("trainer_args", None)
     check_settings(Settings(**{"dataset": ["o/r"], "model": "m", **found}))
+
+
+@pytest.mark.parametrize(
+    "losses", ["[ipo, sft]\nloss_weights: [0.5, 1.0]", "[sft, ipo]\nloss_weights: [1.0, 0.5]", "[ipo, hinge]"]
+)
+def test_a_pair_loss_with_a_weight_or_beside_another_one_is_refused(losses: str) -> None:
+    with pytest.raises(UserError, match="one loss of weight 1 is offered"):
+        ported(TRL_FILE + f"beta: 0.2\nloss_type: {losses}\n", TRL)
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])

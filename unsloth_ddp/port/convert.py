@@ -215,11 +215,12 @@ def _pair_loss(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -
     if ported.options.get("task") != "dpo":
         ported.options.setdefault("trainer_args", {})[key] = value
         return
-    if len([loss for loss in losses if loss != "sft"]) != 1 or found.get(losses[0], 1.0) != 1.0:
+    of_pairs = [loss for loss in losses if loss != "sft"]
+    if len(of_pairs) != 1 or found.get(of_pairs[0], 1.0) != 1.0:
         raise UserError(
             f"loss_type {losses} with loss_weights {weights}: one loss of weight 1 is offered, and sft beside it."
         )
-    ported.add({"preference_loss": next(loss for loss in losses if loss != "sft")}, key)
+    ported.add({"preference_loss": of_pairs[0]}, key)
     if "sft" in found:
         ported.add({"sft_weight": found["sft"]}, key)
 

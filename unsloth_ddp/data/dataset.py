@@ -201,8 +201,9 @@ def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
 
 def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     """Return the tokens of the rows, with a report on each; a row that cannot be rendered is in the column `problem`."""
-    token_features = _token_features(settings, images=encoder.processing is not None)
-    features = datasets.Features({**token_features, **REPORT_FEATURES})
+    images = IMAGES if encoder.processing is not None else {}
+    own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else images
+    features = datasets.Features({**TOKEN_FEATURES, **own, **REPORT_FEATURES})
 
     def encode(row: str, location: str) -> dict[str, Any]:
         try:
@@ -242,11 +243,6 @@ def own_processes(rows: int) -> int:
     return max(1, min(rows // ROWS_A_PROCESS, len(os.sched_getaffinity(0)) // 2, MOST_PROCESSES))
 
 
-def _token_features(settings: Settings, *, images: bool) -> datasets.Features:
-    own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else IMAGES if images else {}
-    return datasets.Features({**TOKEN_FEATURES, **own})
-
-
 def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     tokenized = _encode(examples, encoder, settings, purpose)
     problems = _column(tokenized, "problem")
@@ -281,7 +277,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         fix = cut if counts.cut_answers == counts.rows else f"check that the rows have assistant turns within {limit}"
         other = "" if settings.trains_preferences else ", or use --loss_on all"
         raise UserError(f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; {fix}{other}.")
-    features = _token_features(settings, images=encoder.processing is not None)
+    features = tokenized.features
     if settings.task == "kto":
         for sentence in _balance(tokenized, settings, purpose):
             print(sentence, flush=True)
@@ -383,10 +379,7 @@ def _column(rows: datasets.Dataset, name: str) -> Any:
 
 def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
     """Return the tokens of every row, int64 (rows,), from the offsets of the table, without reading the ids."""
-    ids = tokenized.with_format("arrow", columns=["input_ids"])
-    return np.concatenate([pc.list_value_length(part["input_ids"]).to_numpy() for part in ids.iter(100_000)]).astype(
-        np.int64
-    )
+    return pc.list_value_length(_column(tokenized, "input_ids")).to_numpy().astype(np.int64)
 
 
 def _tokenized_rows(path: Path, processing: ImageProcessing | None) -> TokenizedRows:

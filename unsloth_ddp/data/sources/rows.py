@@ -1,7 +1,6 @@
 """Read rows from files and Hub datasets, each with its location, so that an error can name the row."""
 
 import csv
-import itertools
 import mimetypes
 import re
 from collections.abc import Iterator
@@ -153,7 +152,7 @@ def read_rows(
         yield from _hub_rows(source, split, config, revision, streaming)
         return
     path = Path(source).expanduser()
-    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
+    readers = {".jsonl": _jsonl_rows, ".json": json_list_items, ".parquet": _parquet_rows, ".csv": _csv_rows}
     try:
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -173,25 +172,17 @@ def _with_image(columns: Any) -> Any:
     return {"image" if name == "file_name" else name: value for name, value in columns.items()}
 
 
-def _in_one_line(error: object) -> str:
-    return one_line(error, 200).rstrip(".")
-
-
-def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text_lines(path), 1):
         if number == 1 and line.strip() in ("[", "[{", "{"):
             raise UserError(
                 f"{path} is JSON over several lines; write one object per line, or name it .json if it is one list."
             )
         if line.strip():
-            yield SourceRow(f"{path}:{number}", parse_json(line.strip(), f"{path}:{number}")[0])
+            yield f"{path}:{number}", parse_json(line.strip(), f"{path}:{number}")[0]
 
 
-def _json_rows(path: Path) -> Iterator[SourceRow]:
-    return itertools.starmap(SourceRow, json_list_items(path))
-
-
-def _csv_rows(path: Path) -> Iterator[SourceRow]:
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     # A chat in one cell may be longer than csv's default limit of 128 KiB.
     csv.field_size_limit(json_text.LONGEST_ROW)
     first, size = 1, 0
@@ -225,7 +216,7 @@ def _csv_rows(path: Path) -> Iterator[SourceRow]:
                 raise UserError(
                     f"{location} has {len(cells)} cells where the header has {len(header)}; fix or remove it."
                 )
-            yield SourceRow(location, _without_nulls(dict(zip(header, cells, strict=True)), location))
+            yield location, _without_nulls(dict(zip(header, cells, strict=True)), location)
     except csv.Error as error:
         raise UserError(f"{path}:{first} is not CSV ({error}); fix or remove it.") from None
 
@@ -245,7 +236,7 @@ def _without_nulls(columns: dict[str, str], location: str) -> dict[str, str | No
     return {name: None if cell in NULL_CELLS else cell for name, cell in columns.items()}
 
 
-def _parquet_rows(path: Path) -> Iterator[SourceRow]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -260,13 +251,13 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
                     columns |= {name: _without_json(columns[name], kind) for name, kind in in_json.items()}
-                    yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
+                    yield f"{path} row {number}", without_filled_nulls(columns)
     except UserError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno:
             raise  # pyarrow raises the same class, without a number, for bytes that it cannot decode
-        reason = _in_one_line(error) or type(error).__name__
+        reason = one_line(error, 200).rstrip(".") or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
 
 
@@ -343,8 +334,9 @@ def _hub_rows(
             number += 1
             yield SourceRow(f"{source} {split} row {number}", without_filled_nulls(columns))
     except Exception as error:
+        reason = one_line(error, 200).rstrip(".")
         network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
         raise UserError(
-            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an audio "
+            f"dataset {source}, split {split}, cannot be read after row {number} ({reason}); {network}an audio "
             "or video column needs its own decoder, and this kit trains on text and images only."
         ) from None

@@ -7,6 +7,7 @@ An image is a path, or a data URI for bytes that come with the row. It stands in
 from __future__ import annotations
 
 import base64
+import io
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -93,7 +94,9 @@ def image_value(value: Any) -> str:
     if isinstance(value, (bytes, bytearray)):
         return _data_uri(bytes(value))
     if hasattr(value, "save") and hasattr(value, "convert"):
-        return _data_uri(_as_png(value))
+        written = io.BytesIO()
+        value.save(written, "PNG")
+        return _data_uri(written.getvalue())
     if isinstance(value, dict):
         return _of_object(value)
     if not isinstance(value, str) or not value.strip():
@@ -140,14 +143,6 @@ def _from_base64(text: Any) -> str:
         raise UserError("an image in base64 cannot be decoded; write it again, or give a path.") from None
 
 
-def _as_png(image: Any) -> bytes:
-    import io
-
-    written = io.BytesIO()
-    image.save(written, "PNG")
-    return written.getvalue()
-
-
 def images_of_row(row: dict[str, Any]) -> list[str] | None:
     """Return the images in the columns of a row; None if it has no such column.
 
@@ -161,7 +156,14 @@ def images_of_row(row: dict[str, Any]) -> list[str] | None:
         raise UserError("the row has images and image; keep one of these columns.")
     if not given:
         return []
-    return _images(row[given[0]], given[0])
+    name, value = given[0], row[given[0]]
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = as_list(value, name)
+    if isinstance(value, (str, bytes, dict)) or hasattr(value, "convert"):
+        value = [value]
+    if not isinstance(value, list):
+        raise UserError(f"{name} is {kind_of(value)}, not an image or a list of images.")
+    return [image_value(one) for one in value]
 
 
 def take_images(message: dict[str, Any]) -> None:
@@ -177,16 +179,6 @@ def take_images(message: dict[str, Any]) -> None:
         alone = {**message, "role": "user"}
         shown = iter(place_images([alone], images))
         message["content"] = JoinedText(alone["content"].parts, list(shown))
-
-
-def _images(value: Any, name: str) -> list[str]:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = as_list(value, name)
-    if isinstance(value, (str, bytes, dict)) or hasattr(value, "convert"):
-        value = [value]
-    if not isinstance(value, list):
-        raise UserError(f"{name} is {kind_of(value)}, not an image or a list of images.")
-    return [image_value(one) for one in value]
 
 
 def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> list[str]:

@@ -163,14 +163,20 @@ def _check_flag(name: str, value: Any, what: str) -> None:
         raise UserError(f"{what} has {name} {shown}; only 0 (or false) and 1 (or true) are accepted.")
 
 
-def _check_all_learned(keys: dict[str, Any], what: str) -> None:
-    """Refuse a flag that leaves a part of a message out of the loss.
+def _read_others(keys: dict[str, Any], what: str, kind: str, unread: list[str]) -> None:
+    """Note the keys of a part of a message that are not read, and refuse a flag that leaves the part out of the loss.
+
+    Args:
+        what, kind: the word for the part, and for all of its kind.
 
     Raises:
-        UserError: there is one, or its value is neither 0 nor 1.
+        UserError: there is such a flag, or its value is neither 0 nor 1.
     """
     for name, value in keys.items():
-        if is_empty(value) or not is_loss_flag(name):
+        if not is_loss_flag(name):
+            unread.append(f"{name[:100]} of {kind}")
+            continue
+        if is_empty(value):
             continue
         _check_flag(name, value, what)
         if not value:
@@ -244,8 +250,7 @@ def _tool_call(call: Any, unread: list[str]) -> dict[str, Any]:
         raise UserError("a tool call names no function; write {'function': {'name': ..., 'arguments': {...}}}.")
     found = {"name": function["name"], "arguments": _arguments(function)}
     others = {name: value for name, value in function.items() if name not in ("name", "type", *ARGUMENT_KEYS)}
-    _check_all_learned(others, "a tool call")
-    unread += [f"{name[:100]} of tool calls" for name in others if not is_loss_flag(name)]
+    _read_others(others, "a tool call", "tool calls", unread)
     return {**{name: call[name] for name in KEPT_CALL_KEYS if name in call}, "type": "function", "function": found}
 
 
@@ -257,7 +262,10 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     """
     name = f"the call of {function['name'][:100]}"
     given = {key: function[key] for key in ARGUMENT_KEYS if not is_empty(function.get(key))}
-    read = {key: _parsed(value, key) for key, value in given.items()}
+    read = {
+        key: from_json(value, f"the value of a tool call's {key}") if isinstance(value, str) else value
+        for key, value in given.items()
+    }
     if len(read) > 1 and any(value != next(iter(read.values())) for value in read.values()):
         raise UserError(f"{name} has {' and '.join(read)}, which differ; keep one of them.")
     unknown = [key for key, value in function.items() if key not in ARGUMENT_KEYS and _may_be_arguments(value)]
@@ -269,10 +277,6 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
             f"{next(iter(read))} of {name} is {kind_of(arguments)}, not an object; write {{'name of the argument': value}}."
         )
     return arguments
-
-
-def _parsed(value: Any, key: str) -> Any:
-    return from_json(value, f"the value of a tool call's {key}") if isinstance(value, str) else value
 
 
 def _may_be_arguments(value: Any) -> bool:
@@ -287,22 +291,16 @@ def _joined_parts(parts: list[Any], unread: list[str]) -> str:
         if is_image_part(part):
             images.append(image_of_part(part))
             joined.append(None)
-            _read_others(part, (*PART_KEYS, "index", "type", "text"), "image parts", unread)
-            continue
-        text = isinstance(part, dict) and part.get("type", "text") in TEXT_TYPES
-        if not text or not isinstance(part.get("text"), str):
+            read, kind = {*PART_KEYS, "index", "type", "text"}, "image parts"
+        elif isinstance(part, dict) and part.get("type", "text") in TEXT_TYPES and isinstance(part.get("text"), str):
+            joined.append(part["text"])
+            read, kind = {"type", "text"}, "content parts"
+        else:
             shown = f"of type {quoted(part['type'])}" if isinstance(part, dict) and "type" in part else kind_of(part)
             raise UserError(
                 f"a message has a content part ({shown}) that is neither {{'type': 'text', 'text': ...}} nor {{'type': 'image', 'image': "
                 "...}; this kit trains on text and images only, so write it in one of these forms, or remove the row."
             )
-        _read_others(part, ("type", "text"), "content parts", unread)
-        joined.append(part["text"])
+        others = {str(key): value for key, value in part.items() if key not in read and not is_empty(value)}
+        _read_others(others, "a content part", kind, unread)
     return JoinedText(joined, images)
-
-
-def _read_others(part: dict[str, Any], read: tuple[str, ...], what: str, unread: list[str]) -> None:
-    """Note the keys of a content part that are not read."""
-    others = {str(key): value for key, value in part.items() if key not in read and not is_empty(value)}
-    _check_all_learned(others, "a content part")
-    unread += [f"{key[:100]} of {what}" for key in others if not is_loss_flag(key)]

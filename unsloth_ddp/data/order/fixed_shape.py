@@ -195,14 +195,8 @@ class FixedShape:
 
     def parts(self, padded_batch: PaddedBatch) -> StepTensors:
         """Return the parts of a padded micro-batch, as views on its device."""
-        sizes = [
-            COUNTS,
-            padded_batch.tokens,
-            padded_batch.tokens,
-            padded_batch.rows + 1,
-            padded_batch.head,
-            padded_batch.head,
-        ]
+        tokens, rows, head = padded_batch.sizes
+        sizes = [COUNTS, tokens, tokens, rows + 1, head, head]
         counts, ids, positions, boundaries, picked, labels = padded_batch.vector.split(sizes)
         by_sequence = (self.sequences or 1, -1)
         ids, positions = ids.view(by_sequence), positions.view(by_sequence)

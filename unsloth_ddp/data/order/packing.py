@@ -277,22 +277,17 @@ def plan_step(
     by_count = plan if in_packs and fixed else _nearest_plan(plan, plan.global_batch / packing.rows_a_pack)
     if request.global_tokens is not None:
         packed = _nearest_plan(plan, request.global_tokens / packing.tokens_a_pack)
-        if fixed:
-            _check_agreement(request, packed, by_count, plan.global_batch, "pack" if in_packs else "row")
+        if fixed and packed.global_batch != by_count.global_batch:
+            name = "global_batch_size" if request.global_batch is not None else "gradient_accumulation_steps"
+            raise UserError(
+                f"global_batch_tokens {request.global_tokens} is {counted(packed.global_batch, 'pack')} a step and {name} "
+                f"({counted(plan.global_batch, 'pack' if in_packs else 'row')}) is {by_count.global_batch}; give only one of the two."
+            )
         return packed, packing, choice
     if in_packs:
         return by_count, packing, choice
     packs, packing = _packs_for_rows(plan.global_batch, plan.processes, lengths, packing)
     return _nearest_plan(plan, packs), packing, choice
-
-
-def _check_agreement(request: BatchRequest, by_tokens: BatchPlan, by_count: BatchPlan, count: int, unit: str) -> None:
-    if by_tokens.global_batch != by_count.global_batch:
-        name = "global_batch_size" if request.global_batch is not None else "gradient_accumulation_steps"
-        raise UserError(
-            f"global_batch_tokens {request.global_tokens} is {counted(by_tokens.global_batch, 'pack')} a step and {name} "
-            f"({counted(count, unit)}) is {by_count.global_batch}; give only one of the two."
-        )
 
 
 def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packing) -> tuple[int, Packing]:

@@ -65,9 +65,8 @@ def _checksum_of_images(rows: TokenizedRows) -> str:
     for chunk in rows.dataset.data.column("images").chunks:
         for image in chunk.flatten().to_pylist():
             if image not in known:
-                known[image] = xxhash.xxh3_128(
-                    image if image.startswith(DATA) else Path(image).read_bytes()
-                ).hexdigest()
+                content = image if image.startswith(DATA) else Path(image).read_bytes()
+                known[image] = xxhash.xxh3_128(content).hexdigest()
             digest.update(known[image].encode())
         digest.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
     return str(digest.hexdigest())
@@ -76,11 +75,9 @@ def _checksum_of_images(rows: TokenizedRows) -> str:
 def checksum_of_rows(rows: TokenizedRows) -> str:
     """Return a checksum of every token id and label of the set, and of borders in pairs and labels of answers."""
     digests = []
-    for name in (
-        "input_ids",
-        "labels",
-        *(name for name in ("parts", "desirable") if name in rows.dataset.column_names),
-    ):
+    for name in ("input_ids", "labels", "parts", "desirable"):
+        if name not in rows.dataset.column_names:
+            continue
         values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
         for chunk in rows.dataset.data.column(name).chunks:
             values.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False).data)

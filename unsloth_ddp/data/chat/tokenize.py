@@ -306,7 +306,9 @@ def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> 
     found: list[int] = []
     position = len(labels) - 1
     while position >= 0:
-        while position >= 0 and (labels[position] == IGNORED or _is_blank(position, labels, blank, special_ids)):
+        while (
+            position >= 0 and labels[position] not in special_ids and (labels[position] == IGNORED or blank[position])
+        ):
             position -= 1
         if position < 0 or labels[position] not in special_ids:
             break
@@ -316,10 +318,6 @@ def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> 
         if position >= 0 and labels[position] != IGNORED:
             break
     return found
-
-
-def _is_blank(position: int, labels: list[int], blank: list[bool], special_ids: set[int]) -> bool:
-    return blank[position] and labels[position] not in special_ids
 
 
 def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:

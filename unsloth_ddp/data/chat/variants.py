@@ -75,9 +75,7 @@ def as_json(value: Any) -> str:
 def _with_values_as_text(message: Message) -> Message:
     """Write every argument that is not text as JSON text, for templates that would print it as Python does."""
 
-    def with_text(arguments: Any) -> Any:
-        if not isinstance(arguments, dict):
-            return arguments
+    def with_text(arguments: dict[str, Any]) -> dict[str, Any]:
         return {name: value if isinstance(value, str) else as_json(value) for name, value in arguments.items()}
 
     return _with_arguments(message, with_text)

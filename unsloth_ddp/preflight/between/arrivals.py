@@ -32,8 +32,8 @@ def check_arrivals(
         in_time: as many processes arrived as the job has, so the wait ended early.
     """
     per_node = max(1, world_size // nodes)
-    problems = _contradictions(world_size, nodes, present)
-    problems += _absences(world_size, nodes, {one.rank for one in present}, waited, address, in_time=in_time)
+    problems = _contradictions(world_size, nodes, per_node, present)
+    problems += _absences(world_size, nodes, per_node, {one.rank for one in present}, waited, address, in_time=in_time)
     values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
     for one in present:
         if one.rank % per_node == 0 or one.node_rank not in values:
@@ -44,9 +44,8 @@ def check_arrivals(
     )
 
 
-def _contradictions(world_size: int, nodes: int, present: Sequence[Arrival]) -> list[str]:
+def _contradictions(world_size: int, nodes: int, per_node: int, present: Sequence[Arrival]) -> list[str]:
     """Return a sentence for each rank that came twice, and for each process that belongs to a job of another shape."""
-    per_node = max(1, world_size // nodes)
     problems = []
     by_rank: dict[int, list[Arrival]] = {}
     for one in present:
@@ -75,10 +74,9 @@ def _contradictions(world_size: int, nodes: int, present: Sequence[Arrival]) -> 
 
 
 def _absences(
-    world_size: int, nodes: int, ranks: Collection[int], waited: float, address: str, *, in_time: bool
+    world_size: int, nodes: int, per_node: int, ranks: Collection[int], waited: float, address: str, *, in_time: bool
 ) -> list[str]:
     """Return a sentence on whole nodes that are missing, and one on ranks of other nodes."""
-    per_node = max(1, world_size // nodes)
     problems = []
     missing = [rank for rank in range(world_size) if rank not in ranks]
     whole = [n for n in range(nodes) if all(r in missing for r in range(n * per_node, (n + 1) * per_node))]
@@ -98,9 +96,9 @@ def _absences(
     return problems
 
 
-def missing_answers(missing: Sequence[int], hosts: Mapping[int, str], seconds: float, what: str) -> Check:
-    """Return the row for nodes that arrived but did not send what the others wait for."""
+def missing_answers(missing: Sequence[int], hosts: Mapping[int, str], seconds: float) -> Check:
+    """Return the row for nodes that arrived but did not send their report."""
     values = dict.fromkeys(missing, "no answer")
     named = ", ".join(f"node {node} ({hosts.get(node, 'host not known')})" for node in missing)
-    remedy = f"{named} arrived, but sent no {what} within {seconds:.0f} s: look at its output, disks and load."
-    return Check(f"answers: {what}", values, "failure", remedy)
+    remedy = f"{named} arrived, but sent no report within {seconds:.0f} s: look at its output, disks and load."
+    return Check("answers: report", values, "failure", remedy)

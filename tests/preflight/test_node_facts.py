@@ -157,11 +157,12 @@ def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(
 def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "c0ffee" + "0" * 34
-    assert identity.read_hub_commit("a/b", "model") == {"hub": None}
+    assert identity.describe_model_files(Settings(model="a/b")) == {"model": {"hub": None}}
     (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
     (tmp_path / "models--a--b" / "refs" / "main").write_text(f"{commit}\n")
-    assert identity.read_hub_commit("a/b", "model") == {"hub": commit}
-    assert identity.read_hub_commit("a/b", "model", "d" * 40) == {"hub": "d" * 40}
+    assert identity.describe_model_files(Settings(model="a/b")) == {"model": {"hub": commit}}
+    pinned = Settings(model="a/b", model_revision="d" * 40)
+    assert identity.describe_model_files(pinned) == {"model": {"hub": "d" * 40}}
 
 
 def test_secrets_do_not_leave_the_node(monkeypatch):

@@ -114,15 +114,17 @@ def find_commit(name: str, kind: Literal["model", "dataset"], revision: str | No
     except HFValidationError:
         return None
     except Exception:  # the Hub's own errors, those of its HTTP client, and OfflineModeIsEnabled have no common class
-        return find_cached_commit(name, kind, revision or "main") if kind == "model" else None
+        return find_cached_commit(name, kind, revision) if kind == "model" else None
 
 
-def find_cached_commit(name: str, kind: str, revision: str) -> str | None:
+def find_cached_commit(name: str, kind: str, revision: str | None = None) -> str | None:
     """Return the commit of a branch or tag of a Hub repository in this machine's cache; None if it is not there."""
+    if revision and COMMIT.fullmatch(revision):
+        return revision
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
-    reference = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "refs" / revision
+    reference = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "refs" / (revision or "main")
     try:
         commit = reference.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources.revisions import COMMIT, find_cached_commit
+from unsloth_ddp.data.sources.revisions import find_cached_commit
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.model.files.find import TOKENIZER
 from unsloth_ddp.model.files.identity import describe_files, describe_model
@@ -83,7 +83,7 @@ def describe_data(settings: Settings) -> dict[str, dict[str, Any]]:
             label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
             path = Path(source).expanduser()
             if not is_file(source):
-                found[label] = read_hub_commit(source, "dataset")
+                found[label] = {"hub": find_cached_commit(source, "dataset")}
             elif settings.streaming and option == "dataset" and path.is_dir():
                 found[label] = {"content": _describe_names(path)}
             else:
@@ -98,8 +98,9 @@ def describe_model_files(settings: Settings) -> dict[str, dict[str, Any]]:
     name = str(settings.model)
     path = Path(name).expanduser()
     if not path.is_dir():
-        missing = {"missing": str(path)}
-        return {"model": missing if is_file(name) else read_hub_commit(name, "model", settings.model_revision)}
+        if is_file(name):
+            return {"model": {"missing": str(path)}}
+        return {"model": {"hub": find_cached_commit(name, "model", settings.model_revision)}}
     try:
         found = {file: {"content": described} for file, described in describe_model(settings).items()}
     except UserError as error:
@@ -120,9 +121,3 @@ def _describe_names(folder: Path) -> str:
         digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
         length += size
     return f"{shown_bytes(length)}, names and sizes {digest.hexdigest()[:10]}"
-
-
-def read_hub_commit(name: str, kind: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the commit of a Hub model or dataset in the cache; None when it is not cached."""
-    given = revision if revision and COMMIT.fullmatch(revision) else None
-    return {"hub": given or find_cached_commit(name, kind, revision or "main")}

@@ -283,18 +283,12 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
             print(sentence, flush=True)
         features = datasets.Features({**features, **PARTS})
         tokenized = join_mismatched_rows(tokenized, features, settings.max_length, ROWS_AT_A_TIME)
-        counts = dataclasses.replace(counts, longest=_longest_part(tokenized))
-    parts = {"parts": [[1, 1]]} if "parts" in features else {}
-    filler = {
-        "input_ids": [tokenized[0]["input_ids"][:1] * (2 if parts else 1)],
-        "labels": [[IGNORED] * (2 if parts else 1)],
-        "overlong": [False],
-        "supervised": [0],
-        **parts,
-        **({"desirable": [[1]]} if "desirable" in features else {}),
-        **({"images": [[]], "rendered": [""], "pixels": [0]} if "images" in features else {}),
-    }
-    with_filler = datasets.concatenate_datasets([tokenized, datasets.Dataset.from_dict(filler, features=features)])
+        counts = dataclasses.replace(counts, longest=_longest(tokenized))
+    ids, rows = tokenized[0]["input_ids"][:1], 2 if "parts" in features else 1
+    filler = {"input_ids": ids * rows, "labels": [IGNORED] * rows, "overlong": False, "supervised": 0}
+    further = {"parts": [1, 1], "desirable": [1], "images": [], "rendered": "", "pixels": 0}
+    filler |= {name: value for name, value in further.items() if name in features}
+    with_filler = datasets.concatenate_datasets([tokenized, datasets.Dataset.from_list([filler], features=features)])
     found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}
     with_filler.info.description = json.dumps(found)
     return with_filler
@@ -327,24 +321,23 @@ def _most_frequent(lists: pa.ChunkedArray) -> dict[Any, int]:
 
 
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
-    lengths = row_lengths(tokenized)
-    # Of a pair, the longer of its rows.
-    longest = _longest_part(tokenized) if "parts" in tokenized.column_names else 0
     unsupervised = pc.equal(_column(tokenized, "supervised"), 0)
     return Counts(
         rows=len(tokenized),
-        tokens=int(lengths.sum()),
+        tokens=int(row_lengths(tokenized).sum()),
         supervised=pc.sum(_column(tokenized, "supervised")).as_py(),
         unsupervised=pc.sum(unsupervised).as_py(),
         cut_answers=pc.sum(pc.and_(unsupervised, _column(tokenized, "overlong"))).as_py(),
         truncated=pc.sum(_column(tokenized, "overlong")).as_py(),
         dropped=dropped,
-        longest=longest or int(lengths.max()),
+        longest=_longest(tokenized),
     )
 
 
-def _longest_part(tokenized: datasets.Dataset) -> int:
-    return int(pc.max(pc.list_flatten(_column(tokenized, "parts"))).as_py())
+def _longest(tokenized: datasets.Dataset) -> int:
+    """Return the tokens of the longest row; of a pair, each of its rows counts by itself."""
+    pairs = "parts" in tokenized.column_names
+    return int(pc.max(pc.list_flatten(_column(tokenized, "parts"))).as_py() if pairs else row_lengths(tokenized).max())
 
 
 def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> list[str]:

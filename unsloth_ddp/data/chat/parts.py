@@ -198,14 +198,11 @@ def _argument(made: StandIn, call: Part, value: Any, path: tuple[Any, ...]) -> A
     part = Part("argument", call.number, call.call, path)
     if isinstance(value, dict) and value:
         # Words rise in the order of the keys, since some templates sort them.
-        order = sorted(range(len(value)), key=lambda place: str(list(value)[place]).lower())
-        names = dict.fromkeys(range(len(value)), "")
-        for place in order:
-            name = list(value)[place]
-            names[place] = made.word(part._replace(place=(*path, place, "key")), name) if str(name).strip() else name
-        found: Any = {
-            names[place]: _argument(made, call, item, (*path, place)) for place, item in enumerate(value.values())
-        }
+        words = {}
+        for place, name in sorted(enumerate(value), key=lambda one: str(one[1]).lower()):
+            words[name] = made.word(part._replace(place=(*path, place, "key")), name) if str(name).strip() else name
+        items = enumerate(value.items())
+        found: Any = {words[name]: _argument(made, call, item, (*path, place)) for place, (name, item) in items}
     elif isinstance(value, list) and value:
         found = [_argument(made, call, item, (*path, place)) for place, item in enumerate(value)]
     elif isinstance(value, str):

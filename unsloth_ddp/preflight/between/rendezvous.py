@@ -200,15 +200,16 @@ class Rendezvous:
         try:
             came = self.count("came")
             self.count("left", 1)
-            self._wait_for_count("left", came, deadline)
+            self.wait_for_count("left", came, deadline)
             if self.listens:
-                self._wait_for_count("gone", came - 1, deadline)
+                self.wait_for_count("gone", came - 1, deadline)
             else:
                 self.count("gone", 1)
         except RendezvousError:
             return
 
-    def _wait_for_count(self, key: str, wanted: int, deadline: float) -> None:
+    def wait_for_count(self, key: str, wanted: int, deadline: float) -> None:
+        """Wait until a counter is at least `wanted`, or the time is up."""
         while self.count(key) < wanted and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
@@ -260,16 +261,15 @@ def call_roll(rendezvous: Rendezvous, seconds: float) -> Check:
     rendezvous.put(f"who/{rendezvous.count('came', 1)}", dataclasses.asdict(me))
     began = time.monotonic()
     # Two nodes may both take themselves for node 0.
-    decides = ranks.rank == 0 and rendezvous.count("deciders", 1) == 1
-    if not decides:
+    if ranks.rank == 0 and rendezvous.count("deciders", 1) == 1:
+        rendezvous.wait_for_count("came", ranks.world_size, began + seconds)
+        roll = _collect_roll(rendezvous, time.monotonic() - began)
+        rendezvous.put("roll", roll)
+    else:
         try:
-            return _judge_roll(rendezvous.get("roll", seconds + GRACE_SECONDS), process)
+            roll = rendezvous.get("roll", seconds + GRACE_SECONDS)
         except TimeoutError:
-            return _judge_roll(_collect_roll(rendezvous, time.monotonic() - began), process)
-    while rendezvous.count("came") < ranks.world_size and time.monotonic() - began < seconds:
-        time.sleep(POLL_SECONDS)
-    roll = _collect_roll(rendezvous, time.monotonic() - began)
-    rendezvous.put("roll", roll)
+            roll = _collect_roll(rendezvous, time.monotonic() - began)
     return _judge_roll(roll, process)
 
 

@@ -209,25 +209,22 @@ def _content(value: str, name: str) -> io.BytesIO:
 @contextmanager
 def _refusing_broken(name: str) -> Iterator[None]:
     """Turn the errors of Pillow, which have many classes, into a UserError."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     except UserError:
         raise
     except MemoryError:
         raise UserError(f"image {name} does not fit into memory; scale it down.") from None
+    except Image.DecompressionBombError:
+        raise UserError(f"image {name} has far more pixels than the limit of {MOST_PIXELS:,}; scale it down.") from None
+    except UnidentifiedImageError:
+        raise UserError(
+            f"image {name} is not an image in a known format ({', '.join(FORMATS)}); write it as PNG or JPEG."
+        ) from None
     except Exception as error:
-        from PIL import Image, UnidentifiedImageError
-
-        if isinstance(error, Image.DecompressionBombError):
-            raise UserError(
-                f"image {name} has far more pixels than the limit of {MOST_PIXELS:,}; scale it down."
-            ) from None
-        if isinstance(error, UnidentifiedImageError):
-            raise UserError(
-                f"image {name} is not an image in a known format ({', '.join(FORMATS)}); write it as PNG or JPEG."
-            ) from None
         reason = os_reason(error) if isinstance(error, OSError) and error.errno else one_line(error, 100).rstrip(".")
         raise UserError(f"image {name} cannot be decoded: {reason}; write it again, or remove the row.") from None
 

@@ -188,12 +188,10 @@ def _read_others(keys: dict[str, Any], what: str, kind: str, unread: list[str]) 
 
 def _read_calls(message: Message, unread: list[str]) -> None:
     """Convert tool calls to one form, and OpenAI's older function_call to a tool call."""
-    if "function_call" in message:
-        legacy = message.pop("function_call")
-        if legacy and message.get("tool_calls"):
+    if legacy := message.pop("function_call", None):
+        if message.get("tool_calls"):
             raise UserError("a message has tool_calls and the older function_call; keep one of them.")
-        if legacy:
-            message["tool_calls"] = [legacy]
+        message["tool_calls"] = [legacy]
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call, unread) for call in as_list(message["tool_calls"], "tool_calls")]
     if not message.get("tool_calls"):
@@ -234,18 +232,14 @@ def _tool_call(call: Any, unread: list[str]) -> dict[str, Any]:
     inner = call.get("function") or None
     if isinstance(inner, str):
         inner = {"name": inner}
-    if isinstance(inner, dict):
-        outer = {name: value for name, value in call.items() if name not in CALL_KEYS}
-        function = {str(name): value for name, value in inner.items()}
-        for name in outer:
-            if not is_empty(function.get(name, outer[name])) and function.get(name, outer[name]) != outer[name]:
-                raise UserError(
-                    f"a tool call has {name[:100]} twice, beside function and in it, which differ; keep one of them."
-                )
-        function = {**outer, **function}
-    else:
-        function = {name: value for name, value in call.items() if name not in CALL_KEYS}
-    function = {str(name): value for name, value in function.items() if not is_missing(value)}
+    outer = {name: value for name, value in call.items() if name not in CALL_KEYS}
+    function = {str(name): value for name, value in inner.items()} if isinstance(inner, dict) else {}
+    for name, value in outer.items():
+        if not is_empty(function.get(name)) and function[name] != value:
+            raise UserError(
+                f"a tool call has {name[:100]} twice, beside function and in it, which differ; keep one of them."
+            )
+    function = {name: value for name, value in {**outer, **function}.items() if not is_missing(value)}
     if not isinstance(function.get("name"), str):
         raise UserError("a tool call names no function; write {'function': {'name': ..., 'arguments': {...}}}.")
     found = {"name": function["name"], "arguments": _arguments(function)}

@@ -330,8 +330,7 @@ def _hub_rows(
         ) from None
     number = 0
     try:
-        for columns in table:
-            number += 1
+        for number, columns in enumerate(table, 1):
             yield SourceRow(f"{source} {split} row {number}", without_filled_nulls(columns))
     except Exception as error:
         reason = one_line(error, 200).rstrip(".")

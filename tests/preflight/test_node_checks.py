@@ -55,14 +55,14 @@ def test_nodes_are_named_in_ranges(nodes, text):
     ],
 )
 def test_the_variables_of_a_node(change, problem):
-    found = job.check_environment(TWO | change, launched=False)
+    found = job.check_environment(TWO | change)
     assert found.verdict == ("failure" if problem else "ok")
     assert (problem or "") in found.remedy
 
 
 def test_no_variables_are_one_node_but_slurm_may_mean_more():
-    assert job.check_environment({}, launched=False).verdict == "ok"
-    found = job.check_environment({"SLURM_NNODES": "2"}, launched=False)
+    assert job.check_environment({}).verdict == "ok"
+    found = job.check_environment({"SLURM_NNODES": "2"})
     assert (found.verdict, "Slurm gave this job 2 nodes" in found.remedy) == ("warning", True)
 
 
@@ -83,7 +83,7 @@ def test_no_variables_are_one_node_but_slurm_may_mean_more():
     ],
 )
 def test_the_variables_of_a_launcher(change, problem):
-    found = job.check_environment(WORKER | change, launched=True)
+    found = job.check_environment(WORKER | change)
     assert found.verdict == ("failure" if problem else "ok"), found.remedy
     assert (problem or "") in found.remedy
 

@@ -12,8 +12,9 @@ from unsloth_ddp.utils.errors import UserError
 DEFAULT_PORT = 6001
 
 
-def check_environment(environ: Mapping[str, str], launched: bool) -> Finding:
+def check_environment(environ: Mapping[str, str]) -> Finding:
     """Check that the variables that describe the job are set, are numbers and agree with each other."""
+    launched = is_launched(environ)
     problems = launcher_problems(environ) if launched else node_problems(environ)
     names: tuple[str, ...] = ("NNODES", "NODE_RANK", "GPUS_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
     if launched:

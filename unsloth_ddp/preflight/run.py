@@ -66,8 +66,7 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
     Raises:
         UserError: the launcher asks for a sharding that the kit does not support.
     """
-    launched = job.is_launched(environ)
-    if job.place_problems(environ) if launched else job.node_problems(environ):
+    if job.place_problems(environ) if job.is_launched(environ) else job.node_problems(environ):
         # This process has no place among the others, which will say that its node did not arrive.
         if environ.get("LOCAL_RANK", "0") == "0":
             number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
@@ -79,7 +78,7 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
 
 
 def check_environment(environ: Mapping[str, str], node: int) -> Check:
-    return run_check("environment", node, lambda: job.check_environment(environ, job.is_launched(environ)))
+    return run_check("environment", node, lambda: job.check_environment(environ))
 
 
 class Preflight:

@@ -163,6 +163,8 @@ def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
     assert identity.describe_model_files(Settings(model="a/b")) == {"model": {"hub": commit}}
     pinned = Settings(model="a/b", model_revision="d" * 40)
     assert identity.describe_model_files(pinned) == {"model": {"hub": "d" * 40}}
+    rows = Settings(dataset=["o/r", "o/s"], dataset_revision=["e" * 40, "f" * 40])
+    assert identity.describe_data(rows) == {"dataset r (1)": {"hub": "e" * 40}, "dataset s (2)": {"hub": "f" * 40}}
 
 
 def test_secrets_do_not_leave_the_node(monkeypatch):

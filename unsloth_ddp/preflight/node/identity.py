@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources.revisions import find_cached_commit
+from unsloth_ddp.data.sources.revisions import dataset_revisions, find_cached_commit
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.model.files.find import TOKENIZER
 from unsloth_ddp.model.files.identity import describe_files, describe_model
@@ -76,14 +76,14 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def describe_data(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return an entry for every source of rows, by option and position, and for the chat template's file."""
-    found = {}
+    found, revisions = {}, dataset_revisions(settings)
     for option in ("dataset", "eval_dataset"):
         sources: list[str] = getattr(settings, option)
         for number, source in enumerate(sources, 1):
             label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
             path = Path(source).expanduser()
             if not is_file(source):
-                found[label] = {"hub": find_cached_commit(source, "dataset")}
+                found[label] = {"hub": find_cached_commit(source, "dataset", revisions.get(source))}
             elif settings.streaming and option == "dataset" and path.is_dir():
                 found[label] = {"content": _describe_names(path)}
             else:

@@ -1,4 +1,4 @@
-"""A step that is repeated with less memory where memory runs out."""
+"""Test that a step is repeated with less memory where memory runs out."""
 
 from __future__ import annotations
 

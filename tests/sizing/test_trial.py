@@ -1,4 +1,4 @@
-"""What fits: the search over kinds and sizes, by trials."""
+"""Test the search over kinds of gradient checkpointing and sizes of a micro-batch, by trials of what fits."""
 
 from __future__ import annotations
 

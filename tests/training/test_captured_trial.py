@@ -1,4 +1,4 @@
-"""Captured steps from the memory trial to a replay: what is tried, what is captured, and what happens where memory runs out."""
+"""Test captured steps from the memory trial to a replay: what is tried and captured, and what follows where memory runs out."""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ KNOWN = [
     ("compile cache", "FileNotFoundError: [Errno 2] No such file or directory: '/home/me/.triton/cache/ab12/__grp__kernel.json'"),
     ("compile cache", "ModuleNotFoundError: No module named 'UnslothSFTTrainer'"),
     ("Triton kernel too large", "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or `num_stages` may help."),
+    ("Triton kernel too large", "RuntimeError: No valid triton configs. OutOfMemoryError: out of resource: triton_red_fused_0 Required: 131072 Hardware limit:101376 Reducing block sizes or `num_stages` may help."),
     ("flash-attn", "ImportError: /venv/lib/python3.11/site-packages/flash_attn_2_cuda.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"),
     ("flash-attn", "ImportError: FlashAttention2 has been toggled on, but it cannot be used due to the following error: the package flash_attn seems to be not installed."),
     ("bitsandbytes", "ImportError: Using `bitsandbytes` 4-bit quantization requires bitsandbytes: it is not installed, `pip install -U bitsandbytes>=0.46.1`"),

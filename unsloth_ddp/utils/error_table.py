@@ -16,7 +16,7 @@ KNOWN_ERRORS = (
     # ---- memory ----
     KnownError(
         "GPU out of memory",
-        r"CUDA out of memory|OutOfMemoryError|CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+        r"CUDA out of memory|OutOfMemoryError(?!: out of resource)|CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
         r"CUDNN_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED|"
         r"HIP out of memory|Triton Error \[CUDA\]: out of memory|No or negligible GPU memory",
         "A step needs more memory than the GPU has left.",
@@ -208,7 +208,7 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "Triton kernel too large",
-        r"OutOfResources|out of resource: shared memory",
+        r"OutOfResources|out of resource: ",
         "A compiled kernel needs more on-chip memory than this GPU has.",
         "set TORCH_COMPILE_DISABLE=1 or UNSLOTH_COMPILE_DISABLE=1 to run without compilation, or update Triton and Unsloth.",
     ),

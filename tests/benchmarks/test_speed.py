@@ -60,6 +60,15 @@ def test_the_global_batch_is_the_same_for_all_that_count_rows() -> None:
     assert words("kit_one")[-2:] == ["--per_device_train_batch_size", "1"]
 
 
+@pytest.mark.parametrize(
+    ("contestant", "option"), [("kit_all_auto", "--max_steps"), ("unsloth_tuned_stored", "--steps")]
+)
+def test_a_whole_job_takes_the_given_steps(contestant: str, option: str) -> None:
+    cell = Cell("chat", "qwen3_1.7b", "lora", contestant)
+    words = command(cell, WORKS["chat"], Path("work"), 15, tiny=False, steps=7)
+    assert words[words.index(option) + 1] == "7"
+
+
 def test_intervals_of_the_kit_come_from_its_log_lines() -> None:
     logged = [(1, 100, 10.0), (5, 500, 100.0), (10, 1000, 250.0), (15, 1600, 300.0)]
     history = [{"step": s, "num_tokens": t, "tokens_per_second": v, "loss": 1.0} for s, t, v in logged]

@@ -49,7 +49,7 @@ def search(
     best: tuple[str, int] | None = None
     for kind in kinds:
         below, above = 0, len(sizes)
-        # Mostly fits, and then one trial is enough.
+        # A small one mostly fits, and then one trial is enough.
         middle = above - 1 if tokens(sizes[-1]) <= 2 * ENOUGH_TOKENS else above // 2
         while below < above:
             if fits(kind, sizes[middle]):

@@ -1,9 +1,9 @@
 """Choose gradient checkpointing and the rows (packs) in a micro-batch by trying what fits on the GPUs.
 
 A trial is one forward and backward pass over the largest micro-batch that the run can have, computed as a step will be; at
-the end a forward pass over the longest evaluation rows is tried too. All ranks try the same sizes, and a size has to fit on every rank. A trial
-leaves gradients, random numbers and memory as they were; the optimizer does not exist yet. Code that the backend compiled in
-trials is dropped, that of passes that will be captured is kept.
+the end a forward pass over the longest evaluation rows is tried too. All ranks try the same sizes, and a size has to fit on
+every rank. A trial leaves gradients, random numbers and memory as they were; the optimizer does not exist yet. Code that the
+backend compiled in trials is dropped, and that of passes that will be captured is kept.
 """
 
 import functools

@@ -16,7 +16,7 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.missing import similar_path
 
 # Rows that are checked before torch is imported, over all files; all rows are checked when they are read.
-FIRST_ROWS = 10_000
+FIRST_ROWS = 1000
 
 
 def check_files(settings: Settings, processes: int) -> None:

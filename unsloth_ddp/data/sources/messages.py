@@ -32,6 +32,7 @@ LOSS_WORDS = {
 LINK_WORDS = {"is", "in", "on", "do", "has", "for"}
 # Such a word beside others, or one of these, may mean a part of the message, or the opposite.
 MASK_WORDS = {"mask", "masked", "ignore", "ignored", "no", "not", "detail", "details"}
+PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Other content than text, which would be dropped silently, and the fix.
 NOT_TRAINED = {
@@ -50,6 +51,7 @@ THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 Message = dict[str, Any]
 
 
+@cache
 def is_loss_flag(key: str) -> bool:
     """Return whether a key of a message says whether it takes part in the loss.
 
@@ -67,7 +69,6 @@ def is_loss_flag(key: str) -> bool:
     return False
 
 
-@cache
 def _words(key: str) -> frozenset[str]:
     return frozenset(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", key[:100]))
 
@@ -92,6 +93,10 @@ def read_message(message: Any, unread: list[str]) -> Message:
     if not isinstance(role, str) or role not in (*ROLES, *RENAMED_ROLES):
         raise UserError(f"a message has {quoted(role)} as role; accepted: {', '.join(ROLES)}.")
     message["role"] = RENAMED_ROLES.get(role, role)
+    if message.keys() == PLAIN and isinstance(message["content"], str):
+        # Most messages; there may be millions.
+        check_plain(message["content"], "a message")
+        return message
     for name, fix in NOT_TRAINED.items():
         if message.get(name):
             raise UserError(f"a message has {name}, which is not trained; {fix}, or remove the row.")
@@ -145,6 +150,8 @@ def takes_part_in_loss(message: Message) -> bool:
     Raises:
         UserError: a flag is neither 0 nor 1, or two of them disagree.
     """
+    if message.keys() == PLAIN:
+        return True
     given = {
         name: message.pop(name)
         for name in sorted(message, reverse=True)

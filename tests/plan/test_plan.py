@@ -147,7 +147,7 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     batch = plan_batch(1, 2, 32, None)
 
     def planned(gib: float | None, **options) -> int:
-        settings = Settings(model="m", dataset=["d"], **options)
+        settings = Settings(model="m", dataset=["d"], **{"num_train_epochs": 1000, **options})
         return choose_step(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30).batch.per_device
 
     # 8 packs of 2048 without recomputing were measured at 83 GiB, and chosen on a GPU of 140.
@@ -156,6 +156,9 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     assert ordinary == [16, 8, 16, 4]
     # A replayed pass is as fast with four packs as with more, and with two nearly so.
     assert [planned(gib, cuda_graphs="on") for gib in (None, 140, 40, 24)] == [4, 4, 2, 4]
+    # A short run compiles only where it would have to recompute layers, and not for a few steps.
+    assert [planned(gib, max_steps=12) for gib in (140, 64)] == [8, 4]
+    assert planned(64, max_steps=2) == planned(64, cuda_graphs="off")
     # Two processes replay too, unless DDP has to look for unused weights.
     assert [planned(gib) for gib in (None, 140, 40, 24)] == [4, 4, 2, 4]
     # Recomputing with torch is captured, moving activations to host memory is not.
@@ -166,7 +169,7 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     # With sharding nothing is captured, and what is left of split weights goes to more rows.
     sharded = {
         sharding: choose_step(
-            Settings(model="m", dataset=["d"]), shapes["qwen3_8b"], rows, batch, 32e9, sharding
+            Settings(model="m", dataset=["d"], num_train_epochs=1000), shapes["qwen3_8b"], rows, batch, 32e9, sharding
         ).batch.per_device
         for sharding in ("none", "zero2", "fsdp2")
     }

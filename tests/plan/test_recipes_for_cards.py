@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def plan_of(
     settings = with_precision_of(
         parse_settings(["--config", str(recipe), "--model", str(folder), "--dataset", "rows.jsonl"]), capability
     )
-    settings = with_backend_of(settings)
+    # Long enough for CUDA graphs.
+    settings = dataclasses.replace(with_backend_of(settings), num_train_epochs=1000)
     rows = RowLengths(np.full(64, settings.max_length), np.full(64, settings.max_length))
     shape = read_model_shape(settings)
     decision = planned_packing(settings, shape, capability)

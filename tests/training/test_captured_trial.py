@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +28,13 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.distributed.exit_codes import quiet
+from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.sizing import graphs as sizing_graphs
+from unsloth_ddp.sizing.graphs import Launching, micro_batches_of_run, saved_tokens, shape_of_run
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals
 from unsloth_ddp.training.step import cuda_graphs
@@ -39,14 +43,18 @@ from unsloth_ddp.training.step.captured_step import CaptureFailed
 from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.tasks.text import TextTask
+from unsloth_ddp.training.trainer import DDPTrainer
 from unsloth_ddp.utils.errors import UserError
+
+# Epochs of a run that compiling pays for.
+LONG = 1000
 
 
 class Rows:
-    """Return packed rows, as many as make a run long enough."""
+    """Return packed rows."""
 
-    def __init__(self) -> None:
-        lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]] * 100
+    def __init__(self, packs: Sequence[list[int]] = ([60, 50, 30], [128, 100], [9])) -> None:
+        lengths = [*packs] * 100
         self.examples = [pack_of(of) for of in lengths]
         self.units, self.streamed, self.processing = len(lengths), False, None
         self.packing = SimpleNamespace(starts=np.cumsum([0, *map(len, lengths)]), longest=128)
@@ -61,13 +69,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
 
 
-def unprepared(model: Any, **options: Any) -> tuple[CudaGraphs, MicroBatchRunner]:
+def unprepared(model: Any, rows: Rows | None = None, **options: Any) -> tuple[CudaGraphs, MicroBatchRunner]:
     runtime = SimpleNamespace(
         device_type="cuda", precision="bf16", sharding="none", gather=lambda one: [one], locations=["rank 0"],
         ranks=SimpleNamespace(world_size=1, rank=0),
     )  # fmt: skip
-    collate, rows = Collate(PadRight(0), Flatten("positions")), Rows()
-    settings = Settings(model="m", dataset=["d"], max_length=256, **options)
+    collate, rows = Collate(PadRight(0), Flatten("positions")), rows or Rows()
+    settings = Settings(model="m", dataset=["d"], max_length=256, **{"num_train_epochs": LONG, **options})
     data = SimpleNamespace(train=rows, plan=BatchPlan(1, 2, 1))
     graphs = CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model)
     runner = MicroBatchRunner(
@@ -204,6 +212,88 @@ def test_memory_is_tried_with_captured_passes_where_the_run_will_capture_them(
     assert unprepared(model_of("lora"), **options)[0].tries_passes() is tries
 
 
+def short_run(monkeypatch: pytest.MonkeyPatch, **options: Any) -> CudaGraphs:
+    """Return the graphs of a run that is too short to compile for, unless it would have to recompute layers."""
+    monkeypatch.setattr(cuda_graphs, "launching", lambda *_: Launching(100, 1.0))
+    graphs, _ = unprepared(model_of("lora"), Rows([[128, 127]]), num_train_epochs=1, **options)
+    given = (graphs.settings, graphs.data.train, graphs.data.plan)
+    shape = shape_of_run(*given)
+    saved = [saved_tokens(*given, shape, graphs._launched, recomputes=recomputes) for recomputes in (False, True)]
+    assert 0 < saved[0] < saved[1]
+    passes = micro_batches_of_run(*given)
+    monkeypatch.setattr(sizing_graphs, "COMPILE_SECONDS", passes * sum(saved) / 2 / graphs._launched.tokens)
+    graphs._choose()
+    return graphs
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("kind", "options", "chosen"),
+    [
+        ("none", {}, False), ("torch", {}, True), ("unsloth", {}, True),
+        # The backend and a captured step would recompute alike.
+        ("torch", {"gradient_checkpointing": "torch"}, False),
+    ],
+)  # fmt: skip
+def test_a_short_run_is_captured_after_all_where_it_would_recompute_layers(
+    kind: str, options: dict[str, Any], chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[Any] = []
+    monkeypatch.setattr(cuda_graphs, "use_capture_stream", streams.append)
+    graphs = short_run(monkeypatch, **options)
+    # Gradients of passes on the default stream could not be captured later.
+    assert len(streams) == 1
+    assert not graphs.tries_passes() and "compiling takes about" in graphs.choice.reason
+    assert graphs.chosen_after_all(kind) is chosen
+    assert graphs.choice.uses_graphs is graphs.tries_passes() is chosen
+    assert not graphs.chosen_after_all(kind)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("before", "options", "chosen"),
+    [
+        ({"cuda_graphs": "on"}, {}, True), ({"cuda_graphs": "off"}, {}, False), ({}, {}, False),
+        ({"cuda_graphs": "on"}, {"cuda_graphs": "off"}, False),
+        ({"cuda_graphs": "on"}, {"gradient_checkpointing": "unsloth"}, False),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_is_captured_if_it_was_before(
+    before: dict[str, Any], options: dict[str, Any], chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options:
+        graphs, _ = unprepared(model_of("lora"), num_train_epochs=1, **options)
+    else:
+        graphs = short_run(monkeypatch)
+    graphs.resume(before)
+    assert graphs.choice.uses_graphs is chosen
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_memory_is_tried_again_for_graphs_that_are_chosen_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, found = short_run(monkeypatch), iter([("torch", 2), ("none", 1)])
+    tried: list[bool] = []
+
+    def search() -> Any:
+        tried.append(graphs.choice.uses_graphs)
+        return SimpleNamespace(choose=lambda before: MicroBatchDecision(*next(found), ""))
+
+    class Trainer:
+        data, runtime, args = graphs.data, SimpleNamespace(backend="unsloth", progress=Progress()), SimpleNamespace()
+        step = SimpleNamespace(graphs=graphs, prepare=lambda decision, plan, runner: tried.append(plan.per_device))
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None
+
+    trainer: Any = Trainer()
+    trainer._search, trainer.args.train_batch_size = search, None
+    monkeypatch.delenv("UNSLOTH_BLOCK_COMPILE", raising=False)
+    assert DDPTrainer._try_micro_batches(trainer, None) == MicroBatchDecision("none", 1, "")
+    assert tried == [False, True, 1]
+    # Whole layers of the backend are not compiled in a run that is too short.
+    assert os.environ.pop("UNSLOTH_BLOCK_COMPILE") == "0"
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["none", "torch"])
 def test_both_kinds_are_captured_and_a_change_of_kind_captures_anew(
@@ -329,7 +419,7 @@ def test_what_the_settings_rule_out_is_known_before_memory_is_tried(options: dic
     runtime = SimpleNamespace(
         device_type="cuda", precision="bf16", sharding="none", ranks=SimpleNamespace(world_size=1)
     )
-    settings = Settings(model="m", dataset=["d"], **options)
+    settings = Settings(model="m", dataset=["d"], **{"num_train_epochs": LONG, **options})
     data = SimpleNamespace(train=Rows(), plan=BatchPlan(1, 2, 1))
     collate = Collate(PadRight(0), Flatten("positions"))
     graphs = CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model_of("lora"))

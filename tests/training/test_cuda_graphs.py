@@ -15,19 +15,24 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.fixed_shape import FixedShape
 from unsloth_ddp.model.forward.fp8 import FrozenFP8Linear
-from unsloth_ddp.model.modules import weights_of_first_layer
+from unsloth_ddp.model.modules import size_of_layers
 from unsloth_ddp.sizing import graphs
 from unsloth_ddp.sizing.graphs import (
+    COMPILE_SECONDS,
+    LAUNCH_SECONDS,
+    Launching,
     StepChoice,
     busy_without,
     dealt,
+    launching,
     obstacle_on_gpus,
     reason_after,
     reason_before,
+    saved_tokens,
     shape_for,
     shape_of_run,
-    tokens_while_launching,
-    too_short,
+    speed_of_gpu,
+    too_short_to_compile,
 )
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, MicroBatchDecision
 from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
@@ -79,12 +84,12 @@ def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
     assert meter.collect(level=0)["peak_memory_bytes"] == meter.replayed_bytes
 
 
-@pytest.mark.parametrize(("tries", "rejected"), [(True, True), (True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("rejected", [True, False])
 def test_memory_is_tried_again_where_its_passes_are_not_captured(
-    tries: bool, rejected: bool, monkeypatch: pytest.MonkeyPatch
+    rejected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
-    graphs = SimpleNamespace(tries_passes=lambda: tries, rejected=rejected, choice=StepChoice(not rejected, ""))
+    graphs = SimpleNamespace(rejected=rejected, choice=StepChoice(not rejected, ""), resume=lambda before: None)
 
     class Trainer:
         runtime = SimpleNamespace(device_type="cpu")
@@ -102,9 +107,8 @@ def test_memory_is_tried_again_where_its_passes_are_not_captured(
 
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
     trainer: Any = Trainer()
-    again = tries and rejected
-    assert DDPTrainer.choose_micro_batch(trainer, None) == 1 + again
-    assert done == (["of all tokens", "of all tokens", "reset"] if again else ["of all tokens"])
+    assert DDPTrainer.choose_micro_batch(trainer, None) == 1 + rejected
+    assert done == (["of all tokens", "of all tokens", "reset"] if rejected else ["of all tokens"])
     assert trainer.checkpoints.identity["cuda_graphs"] == ("off" if rejected else "on")
 
 
@@ -112,6 +116,11 @@ def packs_of(tokens: list[int], rows_a_pack: int = 1) -> Any:
     """Return packs of so many tokens, and the filler."""
     packing = SimpleNamespace(starts=np.arange(len(tokens) + 1) * rows_a_pack, longest=max(tokens))
     return SimpleNamespace(streamed=False, packing=packing, units=len(tokens), lengths=lambda: np.array([*tokens, 1]))
+
+
+def busy(settings: Settings, train: Any, plan: BatchPlan, shape: Any, launched: Launching | None = None) -> str | None:
+    saved = saved_tokens(settings, train, plan, shape, launched or Launching())
+    return busy_without(settings, train, plan, shape, saved)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def test_micro_batches_are_captured_only_where_it_brings_something(
 ) -> None:
     settings = Settings(model="m", dataset=["d"], method=method, max_length=2048)
     train, plan = packs_of(tokens, rows_a_pack), BatchPlan(size, 1, 1)
-    assert busy_without(settings, train, plan, shape_for(train, size, 2048)) == reason
+    assert busy(settings, train, plan, shape_for(train, size, 2048)) == reason
 
 
 @pytest.mark.parametrize(
@@ -161,12 +170,12 @@ def test_padding_to_several_sizes_counts() -> None:
     train, plan = packs_of([1000] * 60 + [2048] * 4), BatchPlan(16, 1, 1)
     shape = shape_of_run(settings, train, plan)
     assert shape.smaller == ()
-    reason = busy_without(settings, train, plan, shape)
+    reason = busy(settings, train, plan, shape)
     assert reason is not None and "padded to" in reason
     long = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=1000)
     shape = shape_of_run(long, train, plan)
     assert shape.smaller
-    assert busy_without(long, train, plan, shape) is None
+    assert busy(long, train, plan, shape) is None
 
 
 def test_chats_of_a_small_global_batch_are_not_padded_to_the_longest_packs() -> None:
@@ -194,10 +203,10 @@ def test_full_fine_tuning_is_judged_once_the_micro_batch_is_chosen() -> None:
 
     def after(per_device: int) -> str | None:
         plan = BatchPlan(per_device, 8 // per_device, 1)
-        return reason_after(settings, train, plan, shape_of_run(settings, train, plan), "none", ENOUGH_TOKENS)
+        return reason_after(settings, train, plan, shape_of_run(settings, train, plan), "none", Launching())
 
     # Eight packs keep the GPU busy, but two may be all that fits.
-    assert reason_before(settings, None, train, BatchPlan(1, 8, 1), ENOUGH_TOKENS) is None
+    assert reason_before(settings, None, train, BatchPlan(1, 8, 1), Launching()) is None
     assert after(2) is None
     assert after(8) == "micro-batches of 16,384 tokens keep the GPU busy without CUDA graphs"
 
@@ -210,25 +219,98 @@ def test_the_sample_has_packs_of_all_lengths_and_the_filler(monkeypatch: pytest.
     assert set(micro_batches.ravel()) == {1, 100, 2000}
 
 
+def chats(options: dict[str, Any], tokens: int = 2000) -> tuple[Settings, Any, BatchPlan]:
+    """Return a run of 400 packs, four of which are a micro-batch and eight a step."""
+    return (
+        Settings(model="m", dataset=["d"], max_length=2048, **options),
+        packs_of([tokens] * 400, 7),
+        BatchPlan(4, 2, 1),
+    )
+
+
 @pytest.mark.parametrize(
-    ("options", "passes"),
+    ("options", "launched", "seconds"),
     [
-        # 40 packs are two steps of 5 micro-batches on each of two processes.
-        ({"num_train_epochs": 3}, 30), ({"num_train_epochs": 9.5}, 95), ({"num_train_epochs": 10}, None),
-        ({"num_train_epochs": 0.6}, 10),
-        ({"max_steps": 19}, 95), ({"max_steps": 20, "num_train_epochs": 1}, None),
+        # A micro-batch of 8,000 tokens takes 0.16 s, and replaying it saves 0.014 s: it is padded to 8,192 tokens.
+        ({"max_steps": 100}, Launching(), 3),
+        ({"num_train_epochs": 4}, Launching(), 7),
+        # Layers of a larger model, and more of them, take longer.
+        ({"max_steps": 75}, Launching(2048, 0.2), 13),
+        ({"max_steps": 70}, Launching(2048, 0.4), 20),
+        ({"num_train_epochs": 40}, Launching(), 58),
+        # The host launches kernels for 32,768 tokens.
+        ({"max_steps": 100}, Launching(32768), 9),
+        ({"max_steps": 180}, Launching(32768), 16),
     ],
-)  # fmt: skip
-def test_a_run_of_few_micro_batches_is_too_short_to_compile_for(options: dict[str, Any], passes: int | None) -> None:
-    reason = passes and f"{passes} micro-batches are too few to compile for"
-    settings = Settings(model="m", dataset=["d"], **options)
-    assert too_short(settings, packs_of([100] * 40), BatchPlan(2, 5, 2)) == reason
+)
+def test_a_run_compiles_if_replaying_saves_more_time(
+    options: dict[str, Any], launched: Launching, seconds: int
+) -> None:
+    settings, train, plan = chats(options)
+    reason = reason_before(settings, None, train, plan, launched)
+    if seconds >= COMPILE_SECONDS:
+        assert reason is None
+    else:
+        assert reason == f"replaying would save about {seconds} s of this run, and compiling takes about 15 s"
+    on = dataclasses.replace(settings, cuda_graphs="on")
+    assert reason_before(on, None, train, plan, launched) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors", "speed"),
+    # H100, A100 (312 of 989 TFLOP/s), RTX 4090 (165 of 989), and one that is not known.
+    [((9, 0), 132, 1), ((8, 0), 108, 0.41), ((8, 9), 128, 0.12), ((13, 0), 200, 1)],
+)
+def test_a_slower_gpu_computes_fewer_tokens_meanwhile(
+    capability: tuple[int, int], multiprocessors: int, speed: float
+) -> None:
+    assert speed_of_gpu(capability, multiprocessors) == pytest.approx(speed, rel=0.02)
+    launched = launching(50_331_648, 28, speed)
+    assert (launched.tokens, launched.seconds) == (pytest.approx(speed * ENOUGH_TOKENS), pytest.approx(0.16))
+    settings, train, plan = chats({"max_steps": 215})
+    assert (reason_before(settings, None, train, plan, launched) is None) == (speed < 1)
+
+
+def test_a_run_that_would_recompute_layers_compiles_earlier() -> None:
+    settings, train, plan = chats({"max_steps": 150})
+    assert reason_before(settings, None, train, plan, Launching()) is not None
+    assert reason_before(settings, None, train, plan, Launching(), recomputes=True) is None
+    short = dataclasses.replace(settings, max_steps=10)
+    assert reason_before(short, None, train, plan, Launching(), recomputes=True) is not None
+
+
+def test_fp8_pays_for_compiling_after_fewer_steps() -> None:
+    settings, train, plan = chats({"max_steps": 45})
+    assert reason_before(settings, None, train, plan, Launching()) is not None
+    fp8 = dataclasses.replace(settings, fp8=True)
+    assert reason_before(fp8, None, train, plan, Launching()) is None
+    fewer = dataclasses.replace(fp8, max_steps=30)
+    assert reason_before(fewer, None, train, plan, Launching()) is not None
+
+
+def test_what_was_compiled_for_the_trial_is_not_judged_again() -> None:
+    settings, train, plan = chats({"max_steps": 10})
+    shape = shape_of_run(settings, train, plan)
+    assert reason_after(settings, train, plan, shape, "none", Launching()) is None
+    full, few = dataclasses.replace(settings, method="full"), BatchPlan(1, 8, 1)
+    reason = reason_after(full, train, few, shape_of_run(full, train, few), "none", Launching())
+    assert reason is not None and "compiling takes about" in reason
+
+
+@pytest.mark.parametrize(("steps", "short"), [(100, True), (600, False)])
+def test_layers_of_the_backend_are_compiled_for_long_runs(steps: int, short: bool) -> None:
+    settings, train, plan = chats({"max_steps": steps})
+    assert too_short_to_compile(settings, train, plan, Launching()) is short
+    train.streamed = True
+    assert too_short_to_compile(settings, train, plan, Launching()) is short
 
 
 def test_a_stream_that_its_rows_end_is_not_too_short() -> None:
-    streamed = packs_of([100] * 4)
+    settings, streamed, plan = chats({})
     streamed.streamed = True
-    assert too_short(Settings(model="m", dataset=["d"]), streamed, BatchPlan(4, 1, 1)) is None
+    assert reason_before(settings, None, streamed, plan, Launching()) is None
+    few = dataclasses.replace(settings, max_steps=5)
+    assert "compiling takes about" in str(reason_before(few, None, streamed, plan, Launching()))
 
 
 def test_a_shape_has_room_for_the_packs_with_most_and_with_the_longest_rows() -> None:
@@ -277,31 +359,36 @@ def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: flo
     shape = dataclasses.replace(shape_for(train, 4, 2048), tokens=3072)
     options = {} if size == "auto" else {"per_device_train_batch_size": size}
     settings = Settings(model="m", dataset=["d"], max_length=2048, **options)
-    reason = busy_without(settings, train, plan, shape, while_launching)
+    reason = busy(settings, train, plan, shape, Launching(while_launching))
     assert (reason is None) is captured
     assert captured or reason == "micro-batches of 2,400 tokens on average would be padded to 3,072"
 
 
-def test_tokens_while_launching_follow_the_size_of_a_layer() -> None:
+def test_launching_follows_the_size_of_a_layer_and_their_number() -> None:
     def model(width: int) -> Any:
         layer = torch.nn.ModuleList([torch.nn.Linear(width, width, device="meta") for _ in range(3)])
         return model_of_layers([layer] * 2)
 
     def tokens(model: Any) -> float:
-        return tokens_while_launching(weights_of_first_layer(model))
+        launched = launching(*size_of_layers(model))
+        assert launched.seconds == pytest.approx(LAUNCH_SECONDS * (size_of_layers(model)[1] or 28))
+        return launched.tokens
 
     assert tokens(model(4096)) == pytest.approx(ENOUGH_TOKENS)
-    assert tokens(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
+    # Four times the weights take 2.6 times as long, and twice what is computed beside the products.
+    assert tokens(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4**0.7)
+    assert launching(4 * 50_331_648, 28).saved == pytest.approx(launching(50_331_648, 28).saved / 2)
+    assert launching(50_331_648 // 100, 28).saved == 0.3
     assert tokens(model_of_layers([])) == ENOUGH_TOKENS
     frozen = FrozenFP8Linear(torch.nn.Linear(4096, 4096, device="meta").requires_grad_(False))
     quantized = model_of_layers([torch.nn.ModuleList([frozen] * 3)])
-    assert tokens(quantized) == pytest.approx(3 * ENOUGH_TOKENS)
+    assert tokens(quantized) == pytest.approx(ENOUGH_TOKENS * 3**0.7)
 
 
 def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:
     settings = Settings(model="m", dataset=["d"], max_length=2048)
     mixed = packs_of([*[500] * 1900, *[2048] * 100], 2)
-    large, small = tokens_while_launching(2**28), tokens_while_launching(2**12)
+    large, small = launching(2**28, 28), launching(2**12, 28)
     plan = BatchPlan(1, 8, 1)
     assert reason_before(settings, None, mixed, plan, small) is None
     reason = reason_before(settings, None, mixed, plan, large)
@@ -361,7 +448,11 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
         "CapturedStep": Captured, "training_mode": nullcontext, "without_dropout": without_dropout,
         "draws_random_numbers": lambda *_: (bool(options), None), "check_capture": check, "capture_sizes": capture,
     }  # fmt: skip
-    replaced |= {"has_flash_attention_4": lambda capability: tried[0] and capability == 9, "release": lambda: None}
+    replaced |= {
+        "speed_on": lambda device: 1,
+        "has_flash_attention_4": lambda capability: tried[0] and capability == 9,
+        "release": lambda: None,
+    }
     for name, value in replaced.items():
         monkeypatch.setattr(cuda_graphs, name, value)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -41,11 +41,14 @@ def name_present_layers(model: Any) -> None:
     model._no_split_modules = [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
 
 
-def weights_of_first_layer(model: Any) -> int:
-    """Return the number of weights in the linear layers of a model's first decoder layer; 0 if it has none that is known."""
+def size_of_layers(model: Any) -> tuple[int, int]:
+    """Return the number of weights in the linear layers of a model's first decoder layer, and that of its decoder layers.
+
+    Both are 0 if it has none that is known.
+    """
     layers = getattr(text_decoder(model), "layers", [])
     linear = (m for layer in layers[:1] for m in layer.modules() if isinstance(m, torch.nn.Linear | FrozenFP8Linear))
-    return sum(module.in_features * module.out_features for module in linear)
+    return sum(module.in_features * module.out_features for module in linear), len(layers)
 
 
 def embedding_ids(model: torch.nn.Module) -> set[int]:

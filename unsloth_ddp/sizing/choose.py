@@ -25,12 +25,12 @@ from unsloth_ddp.sizing.estimate import (
 )
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
+    launching,
     obstacle_on_gpus,
     reason_after,
     reason_before,
     shape_for,
     shape_of_run,
-    tokens_while_launching,
 )
 from unsloth_ddp.sizing.micro_batch import (
     ENOUGH_TOKENS,
@@ -114,7 +114,7 @@ def choose_step(
         batch: with any micro-batch.
         gpu_memory: bytes; everything is taken to fit if it is None.
     """
-    launched = tokens_while_launching(shape.layer_weights)
+    launched = launching(shape.layer_weights, shape.layers)
     against = obstacle_on_gpus(
         settings,
         packed=rows.packing is not None,
@@ -123,8 +123,6 @@ def choose_step(
         processes=batch.processes,
         images=rows.images,
     )
-    reason = reason_before(settings, against, rows, batch, launched)
-    sizes = sizes_to_replay(settings, rows, batch) if reason is None else sizes_of(settings, batch)
     kinds = checkpointing_kinds(settings, sharding)
 
     def tokens(size: int) -> int:
@@ -138,9 +136,18 @@ def choose_step(
         # Also where it is a lower bound, which has no verdict.
         return is_chosen(estimate_memory(shape, settings.method, sharding, work), sharding, gpu_memory)
 
-    found: tuple[str, int] | None = (kinds[0], sizes[-1])
-    if gpu_memory is not None and len(kinds) * len(sizes) > 1:
-        found = search(kinds, sizes, tokens, fits_with, ENOUGH_WITH_GRAPHS if reason is None else ENOUGH_TOKENS)
+    def find(*, graphs: bool) -> tuple[tuple[str, int] | None, list[int]]:
+        sizes = sizes_to_replay(settings, rows, batch) if graphs else sizes_of(settings, batch)
+        if gpu_memory is None or len(kinds) * len(sizes) == 1:
+            return (kinds[0], sizes[-1]), sizes
+        return search(kinds, sizes, tokens, fits_with, ENOUGH_WITH_GRAPHS if graphs else ENOUGH_TOKENS), sizes
+
+    reason = reason_before(settings, against, rows, batch, launched)
+    found, sizes = find(graphs=reason is None)
+    if reason is not None and found is not None and found[0] != kinds[0]:
+        reason = reason_before(settings, against, rows, batch, launched, recomputes=True)
+        if reason is None:
+            found, sizes = find(graphs=True)
     kind, size = found or (kinds[-1], sizes[0])
     batch = with_micro_batch(batch, size)
     if reason is None:

@@ -39,9 +39,8 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
-from unsloth_ddp.sizing.graphs import too_short
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
-from unsloth_ddp.sizing.trial import forget_free_memory, release
+from unsloth_ddp.sizing.trial import MemorySearch, forget_free_memory, release
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
     CountCompilations,
@@ -192,16 +191,17 @@ class DDPTrainer(ResumableTrainer):
         """Choose gradient checkpointing and micro-batch by what fits, and configure them; every rank calls this."""
         # The peak of loading, which the trials reset.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
-        tried, task = self.step.graphs.tries_passes(), self.step.task
+        graphs, task = self.step.graphs, self.step.task
+        graphs.resume(resume.manifest.run if resume else {})
         decision = self._try_micro_batches(resume)
-        if tried and self.step.graphs.rejected:
+        if graphs.rejected:
             # Memory was tried with passes that are not captured after all. Unsloth has dropped compiled code once, and does not
             # drop that of these trials.
             self._use_task(task)
             decision = self._try_micro_batches(resume)
             torch.compiler.reset()
-        graphs = "on" if self.step.graphs.choice.uses_graphs else "off"
-        self.checkpoints.identity |= {**batch_identity(self.plan), "cuda_graphs": graphs, **self.step.identity}
+        replays = "on" if graphs.choice.uses_graphs else "off"
+        self.checkpoints.identity |= {**batch_identity(self.plan), "cuda_graphs": replays, **self.step.identity}
         forget_free_memory()
         if self.runtime.device_type == "cuda":
             torch.cuda.empty_cache()
@@ -209,18 +209,23 @@ class DDPTrainer(ResumableTrainer):
         return decision
 
     def _try_micro_batches(self, resume: ResumePoint | None) -> MicroBatchDecision:
-        search = self.step.search(self.settings, self.runtime, self.data, self._runner())
+        before = resume.manifest.run if resume else {}
         with self.runtime.progress.timing("search"):
-            decision = search.choose(resume.manifest.run if resume else {})
+            decision = self._search().choose(before)
+            if self.step.graphs.chosen_after_all(decision.kind):
+                decision = self._search().choose(before)
         plan = with_micro_batch(self.data.plan, decision.per_device)
         self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
-        if self.runtime.backend == "unsloth" and too_short(self.settings, self.data.train, plan):
+        if self.runtime.backend == "unsloth" and self.step.graphs.is_short(plan):
             leave_layers_uncompiled()
         self._use_task(self._tuned_task(plan))
         with self.runtime.progress.timing("capture"):
             self.step.prepare(decision, plan, self._runner())
         return decision
+
+    def _search(self) -> MemorySearch:
+        return self.step.search(self.settings, self.runtime, self.data, self._runner())
 
     def _runner(self) -> MicroBatchRunner:
         """Return what computes the losses of rows with the current task outside of the training loop."""

@@ -238,7 +238,7 @@ def end_broken_capture(pool: Any) -> None:
 
 
 def use_capture_stream(device: torch.device) -> None:
-    """Make a stream of its own the current one; everything that follows has to be computed there.
+    """Make a stream of its own the current one; what is captured later, and all before it, has to be computed there.
 
     Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails where
     that is the default stream, which cannot be captured.

@@ -20,20 +20,21 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.model.forward.packing_obstacles import stateful_layer
 from unsloth_ddp.model.forward.varlen import has_flash_attention_4
-from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
+from unsloth_ddp.model.modules import size_of_layers, training_mode, without_dropout
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
     has_lora_dropout,
     kind_obstacle,
+    launching,
     may_compile_layers,
     reason_after,
     reason_before,
     refuse,
     shape_of_run,
-    tokens_while_launching,
-    too_short,
+    speed_of_gpu,
+    too_short_to_compile,
 )
-from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, sizes_to_replay, with_micro_batch
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import release
 from unsloth_ddp.training.step.capture_check import (
     FP8_GRADIENT_TOLERANCE,
@@ -50,6 +51,14 @@ from unsloth_ddp.training.step.gradient_exchange import GradientBuffers
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
+
+
+def speed_on(device: torch.device) -> float:
+    """Return what `speed_of_gpu` does for a device."""
+    if device.type != "cuda":
+        return 1
+    gpu = torch.cuda.get_device_properties(device)
+    return speed_of_gpu((gpu.major, gpu.minor), gpu.multi_processor_count)
 
 
 class CudaGraphs:
@@ -77,36 +86,64 @@ class CudaGraphs:
         self.collate = collate
         self.device = device
         self.captured: CapturedStep | None = None
-        # Whether a trial of the captured step spoke against it.
+        # Whether memory was tried with the captured step, and a trial of its results spoke against it.
         self.rejected = False
         self._random = False
         # The pass that memory was tried with last, and the size and kernel that it is for.
         self._tried: tuple[tuple[int, bool], CapturedStep] | None = None
         self._faster = device.type == "cuda" and has_flash_attention_4(torch.cuda.get_device_capability(device)[0])
-        self._while_launching = tokens_while_launching(weights_of_first_layer(model))
+        self._launched = launching(*size_of_layers(model), speed_on(device))
         # The micro-batch is chosen for CUDA graphs or without them.
         against = obstacle(settings, runtime, data)
         if against is None and (stateful := stateful_layer(model)):
             # Their kernels read the boundaries on the host.
             against = f"the kernels of {stateful} layers cannot be captured with rows of other lengths"
-        against = reason_before(settings, against, data.train, data.plan, self._while_launching)
-        refuse(settings, against)
-        self.choice = StepChoice(against is None, against or "")
-        if self.choice.uses_graphs:
+        self._obstacle = against
+        if against is None and settings.cuda_graphs != "off":
+            # Also where graphs may be chosen later.
             use_capture_stream(device)
+        self._choose()
+        refuse(settings, None if self.choice.uses_graphs else self.choice.reason)
+
+    def _choose(self, *, recomputes: bool = False) -> None:
+        """Decide for what the micro-batch is chosen (see `reason_before`)."""
+        reason = reason_before(
+            self.settings, self._obstacle, self.data.train, self.data.plan, self._launched, recomputes=recomputes
+        )
+        self.choice = StepChoice(reason is None, reason or "")
+
+    def chosen_after_all(self, kind: str) -> bool:
+        """Return whether micro-batches that fit without CUDA graphs only if layers are recomputed are replayed after all.
+
+        Args:
+            kind: of gradient checkpointing that was chosen.
+        """
+        if self.choice.uses_graphs or kind == "none" or self.settings.gradient_checkpointing != "auto":
+            return False
+        self._choose(recomputes=True)
+        return self.choice.uses_graphs
+
+    def resume(self, before: dict[str, Any]) -> None:
+        """Choose CUDA graphs if the run that this one resumes did, and nothing is against them."""
+        if before.get("cuda_graphs") == "on" and self.settings.cuda_graphs == "auto" and self._obstacle is None:
+            self.choice = StepChoice(True, "")
 
     @property
     def peak_bytes(self) -> int:
         """Return the peak memory in bytes of a replayed micro-batch; 0 if none is replayed."""
         return self.captured.peak_bytes if self.captured else 0
 
+    def is_short(self, plan: BatchPlan) -> bool:
+        """Return whether the run is too short for the backend to compile whole layers.
+
+        Args:
+            plan: with the chosen micro-batch.
+        """
+        return too_short_to_compile(self.settings, self.data.train, plan, self._launched)
+
     def tries_passes(self) -> bool:
         """Return whether memory is tried with passes as they would be captured, since compiling them is not in vain."""
-        settings, train = self.settings, self.data.train
-        if not self.choice.uses_graphs or settings.cuda_graphs == "on":
-            return self.choice.uses_graphs
-        plan = with_micro_batch(self.data.plan, sizes_to_replay(settings, train, self.data.plan)[-1])
-        return settings.method != "full" and too_short(settings, train, plan) is None
+        return self.choice.uses_graphs and (self.settings.method != "full" or self.settings.cuda_graphs == "on")
 
     def trial_pass(
         self, runner: MicroBatchRunner, gradients: GradientBuffers | None, kind: str, size: int
@@ -201,11 +238,12 @@ class CudaGraphs:
                 self._compile_layers(runner, decision)
             return
         shape = shape_of_run(self.settings, self.data.train, plan)
-        reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._while_launching)
+        reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._launched)
         if reason is None:
             captured, reason = self._try_kernels(runner, decision, shape, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
-            self.rejected = reason is not None
+            self.rejected = reason is not None and self.tries_passes()
+            self._obstacle = reason
             if captured is not None and reason is None:
                 captured.in_trial = False
                 self.captured = captured

@@ -176,6 +176,8 @@ def test_a_model_that_mixes_rows_is_found_by_trying_it(name: str, config: dict[s
         ("Llama", KV),
         ("Mistral", {**KV, "sliding_window": 8}),
         ("GPT2", {"resid_pdrop": 0.5}),
+        # Its dropout is in functions, not in layers.
+        ("SeedOss", {**KV, "head_dim": 16, "attention_dropout": 0.5, "residual_dropout": 0.5}),
         ("Gemma2", {**KV, "head_dim": 16}),
         ("Qwen3Moe", {**KV, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}),
         # Its config adds a loss of the routers, which training leaves out.

@@ -82,6 +82,16 @@ def test_own_code_is_loaded_as_its_config_says_only_if_it_is_trusted() -> None:
         model_class(config, Settings(model="m"))
 
 
+def test_layers_that_stay_in_fp32_are_checked_as_they_train() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.bfloat16)
+    # DeepSeek V4 has such layers.
+    model.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda layer, given, out: out.float())
+    ids = torch.arange(4)[None]
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(ids)
+    check_attends_backwards(Settings(model="m"), model)
+
+
 def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
     settings = Settings(model=str(tmp_path), dataset=["d"])
     torch.manual_seed(0)

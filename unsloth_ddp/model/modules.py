@@ -79,12 +79,22 @@ def kept_random_numbers(device: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def without_dropout(model: Any) -> Iterator[bool]:
-    """Set every dropout layer's probability to 0 inside the block, in training mode too; yield whether there was one."""
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+    """Set every probability of dropout to 0 inside the block, in training mode too; yield whether there was one.
+
+    These are those of dropout layers, and those that modules pass to functions: attention_dropout, resid_pdrop and the like.
+    """
+    found = [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and value > 0
+        and (name == "p" if isinstance(module, torch.nn.Dropout) else "drop" in name)
+    ]
     with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(replaced(layer, "p", 0.0))
-        yield bool(layers)
+        for module, name in found:
+            stack.enter_context(replaced(module, name, 0.0))
+        yield bool(found)
 
 
 def without_kernels() -> AbstractContextManager[None]:

@@ -122,14 +122,16 @@ def _reads_other_tokens(config: Any, class_name: str) -> bool:
 def check_attends_backwards(settings: Settings, model: Any) -> None:
     """Refuse a loaded model whose logits depend on later tokens, or that cannot be called with text alone.
 
-    Two rows that differ in the last token are compared, in evaluation mode and without gradients.
+    Two rows that differ in the last token are compared, in evaluation mode and without gradients, and in 16 bit with autocast, as
+    in training: some layers stay in fp32.
     """
+    half = model.dtype in (torch.bfloat16, torch.float16)
     ids = torch.arange(CHECKED_TOKENS, device=model.device)[None] + 1
     ids = ids % model.get_input_embeddings().num_embeddings
     other = ids.clone()
     other[0, -1] = 0
     try:
-        with evaluation_mode(model), torch.no_grad():
+        with evaluation_mode(model), torch.no_grad(), torch.autocast(model.device.type, model.dtype, enabled=half):
             calls = (
                 {"input_ids": one, "attention_mask": torch.ones_like(one), "use_cache": False} for one in (ids, other)
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
+from tests.ranks import train
 from unsloth_ddp.data.chat.template import set_chat_template
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.run.answers import (
@@ -23,6 +26,7 @@ from unsloth_ddp.run.answers import (
     questions,
     say_too_long,
 )
+from unsloth_ddp.run.documents.files import RECORD_FILE
 
 ASK = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}
@@ -136,6 +140,64 @@ def test_an_answer_is_as_long_as_the_longest_expected_one(
     say_too_long(tokenizer, asked)
     sentence = "The expected answers of 1 of 2 held-out questions may be longer than the 256 tokens that are generated"
     assert (sentence in capsys.readouterr().out) == bool(longer)
+
+
+def test_a_model_that_cannot_generate_is_not_compared_on_any_rank(
+    tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(model, "train", modes.append)
+    others: dict[bool, Any] = {True: ["of another rank"], False: None}
+    runtime: Any = SimpleNamespace(
+        backend="transformers",
+        ranks=SimpleNamespace(rank=0, world_size=2),
+        gather=lambda found: [found, others[isinstance(found, list)]],
+    )
+    asked = [Question([ASK], "Lisbon")] * 2
+    assert answer(model, tokenizer, asked, runtime) == ["", "of another rank"]
+
+    def fail(**_: Any) -> None:
+        raise ValueError("no\ncache")
+
+    monkeypatch.setattr(model, "generate", fail)
+    assert answer(model, tokenizer, asked, runtime) is None
+    assert modes == [False, False]
+    assert capsys.readouterr().out == (
+        "The answers are not compared, because the model failed to generate (ValueError: no cache).\n"
+    )
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_a_run_whose_model_cannot_generate_still_trains_and_saves(calls_before: int, place: Path, job: Any) -> None:
+    name = f"cannot-generate-{calls_before}"
+    done = job(
+        "--max_steps 1 --compare_answers 2 --eval_fraction 0.2", name, 2, target=cannot_generate, args=(calls_before,)
+    )
+    assert (
+        done.output.count("The answers are not compared, because the model failed to generate (RuntimeError: broken).")
+        == 1
+    )
+    folder = place / "outputs" / name
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 1 and "demo_accuracy_after" not in summary
+    assert (folder / "adapter_model.safetensors").is_file()
+    assert not json.loads((folder / RECORD_FILE).read_text())["answers"]
+
+
+def cannot_generate(argv: list[str], cwd: str, calls_before: int) -> None:
+    """Train with a model that generates so many times."""
+    from unsloth_ddp.run import answers
+
+    generate, calls = answers._generate, []
+
+    def broken(*given: Any) -> list[str]:
+        calls.append(given)
+        if len(calls) > calls_before:
+            raise RuntimeError("broken")
+        return generate(*given)
+
+    answers._generate = broken
+    train(argv, cwd)
 
 
 def test_long_questions_are_answered_in_smaller_batches(tokenizer: Any) -> None:

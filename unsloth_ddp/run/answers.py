@@ -1,5 +1,6 @@
 """Answer held-out questions before and after training, greedily, and compare them letter by letter."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,11 @@ from unsloth_ddp.data.chat.prompt import inputs_of, rendered
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.units import counted
 
+logger = logging.getLogger("unsloth_ddp")
 SAMPLES = 3
 # Tokens that are generated for an answer: enough for the longest expected one and a few around it, such as an empty
 # reasoning block, within these bounds.
@@ -71,8 +74,10 @@ def _is_question(chat: list[Message]) -> bool:
 
 def answer(
     model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime, processing: ImageProcessing | None = None
-) -> list[str]:
+) -> list[str] | None:
     """Return the model's answers in the order of the questions; each rank generates its share, every rank gets all.
+
+    None if generation failed on a rank, for lack of memory or in the model's own code, which a run should not end for.
 
     Args:
         processing: of images, if questions have some.
@@ -87,12 +92,20 @@ def answer(
         FastLanguageModel.for_inference(model)
     model.eval()
     length, answers = min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS), []
-    for batch in batches(tokenizer, mine, length, processing):
-        answers += _generate(model, tokenizer, batch, length, processing)
+    failed = None
+    try:
+        for batch in batches(tokenizer, mine, length, processing):
+            answers += _generate(model, tokenizer, batch, length, processing)
+    except Exception as error:
+        logger.warning("generation failed", exc_info=True)
+        failed = f"{type(error).__name__}: {one_line(error, 200)}"
     if runtime.backend == "unsloth":
         FastLanguageModel.for_training(model)
     model.train(was_training)
-    shares = runtime.gather(answers)
+    shares, failures = runtime.gather(answers), runtime.gather(failed)
+    if reason := next(filter(None, failures), None):
+        print(f"The answers are not compared, because the model failed to generate ({reason}).", flush=True)
+        return None
     return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
 
 

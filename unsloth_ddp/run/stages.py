@@ -210,10 +210,10 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> Answered:
     answers.say_too_long(trainer.processing_class, questions)
     with run.runtime.progress.timing("answers"):
         before = _answer(run, trainer, questions)
-    return questions, before
+    return (questions, before) if before is not None else ([], [])
 
 
-def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str]:
+def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str] | None:
     processing = trainer.data.train.processing
     return answers.answer(trainer.model, trainer.processing_class, questions, run.runtime, processing)
 
@@ -244,9 +244,10 @@ def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str,
     settings, checkpoints = run.settings, trainer.checkpoints
     questions, before = answered
     removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
-    after = _answer(run, trainer, questions)
     if problem := checkpoints.save_final(trainer.write_final):
         raise not_saved(run.folder, problem, checkpoints.last)
+    if (after := _answer(run, trainer, questions)) is None:
+        questions, before, after = [], [], []
     if settings.merge and (problem := checkpoints.save_folder("merged", lambda aside: _merge(run, trainer, aside))):
         raise not_finished(run.folder, "the merged model", problem, checkpoints.last)
     if questions:

@@ -22,7 +22,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights, choose_precision, has_bf16
-from unsloth_ddp.distributed.runtime import quiet_imports
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime, quiet_imports
 from unsloth_ddp.run.file_checks import check_data
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_as_asked
@@ -118,8 +119,6 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     from unsloth_ddp.data.dataset import row_lengths, tokenize_examples
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.data.sources.examples import read_examples
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
     from unsloth_ddp.model.loading.load import load_tokenizer
     from unsloth_ddp.sizing.rows import RowLengths
 
@@ -142,8 +141,6 @@ def check_training_arguments(settings: Settings) -> None:
         UserError: as in a run, for an unknown optimizer, schedule or trainer_args that the libraries refuse.
     """
     from unsloth_ddp.data.order.batch_plan import BatchPlan
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
     from unsloth_ddp.training.sft_config import make_config
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")

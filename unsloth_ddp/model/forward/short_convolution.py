@@ -19,7 +19,7 @@ FUNCTION, PACKAGE = "causal_conv1d_fn", "causal_conv1d"
 
 def convolving_layers(model: Any) -> list[torch.nn.Module]:
     """Return the layers of the text decoder whose forward pass calls FUNCTION."""
-    return [module for module in text_decoder(model).modules() if _namespace(module) is not None]
+    return [module for module in text_decoder(model).modules() if _calls_function(module)]
 
 
 def convolve_within_rows(model: Any) -> None:
@@ -27,19 +27,14 @@ def convolve_within_rows(model: Any) -> None:
     if importlib.util.find_spec(PACKAGE) is not None:
         return
     for layer in convolving_layers(model):
-        namespace = _namespace(layer)
-        assert namespace is not None, "a layer that calls the function has it in its module"
-        namespace[FUNCTION] = causal_convolution
+        inspect.unwrap(type(layer).forward).__globals__[FUNCTION] = causal_convolution
 
 
-def _namespace(module: torch.nn.Module) -> dict[str, Any] | None:
-    """Return the global names of a module's forward pass if it calls FUNCTION."""
+def _calls_function(module: torch.nn.Module) -> bool:
+    """Return whether a module's forward pass calls FUNCTION of its own module."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
-    if code is None or FUNCTION not in code.co_names or FUNCTION not in forward.__globals__:
-        return None
-    names: dict[str, Any] = forward.__globals__
-    return names
+    return code is not None and FUNCTION in code.co_names and FUNCTION in forward.__globals__
 
 
 def causal_convolution(

@@ -89,12 +89,9 @@ def assemble(settings: Settings, checkpoint: Path, target: Path) -> None:
 
     model = empty_model(checkpoint, settings)
     tensors = named_tensors(model)
-    known: dict[int, str] = {}
     try:
         shards = Shards(checkpoint / WEIGHTS)
-        for name in shards.names:
-            if name in tensors:
-                known[id(tensors[name])] = name
+        known = {id(tensors[name]): name for name in shards.names if name in tensors}
         names = list(saved_tensors(model, tensors))
         if missing := [name for name in names if id(tensors[name]) not in known]:
             raise MissingTensor(f"{shards.folder} holds no {missing[0]}")

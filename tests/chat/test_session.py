@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -44,20 +46,9 @@ def speaker(label: str = "", model: str = "", *, plain: bool = False) -> Speaker
     return Speaker(label, model, None, GenerationOptions(plain=plain), [] if plain else [SYSTEM])
 
 
-def typed(*lines: str) -> Callable[[str], str]:
-    waiting = iter(lines)
-
-    def read(prompt: str) -> str:
-        try:
-            return next(waiting)
-        except StopIteration:
-            raise EOFError from None
-
-    return read
-
-
 def said(capsys: pytest.CaptureFixture[str], *lines: str, speakers: list[Speaker] | None = None) -> list[str]:
-    converse(speakers or [speaker()], terminal=False, read=typed(*lines))
+    with patch("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines))):
+        converse(speakers or [speaker()], terminal=False)
     return capsys.readouterr().out.splitlines()
 
 

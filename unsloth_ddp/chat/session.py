@@ -42,12 +42,11 @@ def answer_once(speakers: list[Speaker], question: str, *, empty: str = "") -> N
         print("" if answer else empty, flush=True)
 
 
-def converse(speakers: list[Speaker], *, terminal: bool, read: Callable[[str], str] = input) -> None:
+def converse(speakers: list[Speaker], *, terminal: bool) -> None:
     """Answer questions until /exit or the end of the input.
 
     Args:
         terminal: a person asks, and is told what may be typed.
-        read: returns the next line; raises EOFError at the end.
     """
     if terminal:
         with contextlib.suppress(ImportError):
@@ -55,7 +54,7 @@ def converse(speakers: list[Speaker], *, terminal: bool, read: Callable[[str], s
         print(COMMANDS, flush=True)
     while True:
         try:
-            line = read("> " if terminal else "").strip()
+            line = input("> " if terminal else "").strip()
         except EOFError:
             if terminal:
                 print(flush=True)

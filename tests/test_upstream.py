@@ -67,7 +67,7 @@ REPLACED = {
     "trl/trainer/sft_trainer.py:SFTTrainer.log": "self logs start_time",
 }
 CALLED = {
-    # model/sharded_load.py wraps the first and leaves out the second while a model is read.
+    # model/loading/sharded_load.py wraps the first and leaves out the second while a model is read.
     "transformers/core_model_loading.py:convert_and_load_state_dict_in_model": "model state_dict load_config "
     "disk_offload_index",
     "transformers/modeling_utils.py:caching_allocator_warmup": "model expanded_device_map hf_quantizer",

@@ -22,6 +22,19 @@ def test_every_make_command_of_the_docs_is_a_target():
     assert named and named <= targets
 
 
+def test_modules_that_comments_name_are_there():
+    modules = {name.removeprefix("unsloth_ddp/") for name in FILES if name.startswith("unsloth_ddp/")}
+    rooms = "|".join({name.split("/")[0] for name in modules if "/" in name})
+    missing = [
+        (name, found)
+        for name in FILES
+        if name.startswith("unsloth_ddp/") and name.endswith(".py")
+        for found in re.findall(rf"(?<![\w/.])((?:{rooms})/[\w/]+\.py)", (REPO / name).read_text())
+        if found not in modules
+    ]
+    assert modules and not missing
+
+
 def test_every_hook_finds_its_files():
     config = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
     for hook in config["repos"][0]["hooks"]:

@@ -149,9 +149,11 @@ def test_an_adapters_update_is_its_b(tmp_path):
 
 
 def test_a_models_update_is_what_changed_and_its_rounding_is_known(tmp_path):
-    first = folder_of(tmp_path / "first", w=torch.tensor([30.0, 40.0]))
-    one = folder_of(tmp_path / "one", w=torch.tensor([30.0, 41.0]))
-    other = folder_of(tmp_path / "other", w=torch.tensor([30.0, 41.5]))
+    # A count of batches, which is no weight.
+    batches = torch.tensor(1)
+    first = folder_of(tmp_path / "first", w=torch.tensor([30.0, 40.0]), batches=batches)
+    one = folder_of(tmp_path / "one", w=torch.tensor([30.0, 41.0]), batches=batches)
+    other = folder_of(tmp_path / "other", w=torch.tensor([30.0, 41.5]), batches=batches)
     difference, floor = weights.update_difference(one, other, first, 2)
     assert difference == pytest.approx(0.5)
     assert floor == pytest.approx(2 * 2**-24 * math.hypot(30, 41), rel=1e-6)
@@ -281,7 +283,9 @@ def test_a_launch_over_its_time_is_ended(options, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--steps", "0"], "--steps is 0, but it has to be above 0"),
+        (["--steps", "0"], "--steps is 0, but it has to be a number above 0"),
+        (["--tolerance", "nan"], "--tolerance is nan, but it has to be a number above 0"),
+        (["--timeout", "inf"], "--timeout is inf, but it has to be a number above 0"),
         (["--steps", "few"], "invalid int value"),
         (["--micro_batches", "0"], "--micro_batches holds 0"),
         (["--script", "nowhere.py"], "nowhere.py: there is no such file"),

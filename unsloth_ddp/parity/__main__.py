@@ -13,6 +13,7 @@ failed; 2: a mistake in the options.
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 import tempfile
@@ -77,8 +78,9 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
         raise UserError("The check compares DDP with one process; unset the variables that ask for sharding.")
     settings = parse_settings(rest, __doc__ or "", make_parser())
     for name in ("processes", "steps", "tolerance", "timeout"):
-        if getattr(given, name) is not None and getattr(given, name) <= 0:
-            raise UserError(f"--{name} is {getattr(given, name):g}, but it has to be above 0.")
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name} is {value:g}, but it has to be a number above 0.")
     if not given.script.is_file():
         raise UserError(f"--script {given.script}: there is no such file.")
     check_files(settings, 1)

@@ -35,6 +35,8 @@ def update_difference(reference: Path, other: Path, initial: Path | None, steps:
             )
         for name in names:
             a, b = theirs[name].get_tensor(name), mine[name].get_tensor(name)
+            if not a.is_floating_point():
+                continue  # a count of batches, say
             coarsest = max(coarsest, torch.finfo(a.dtype).eps / 2)
             a, b = a.double(), b.double()
             start = torch.zeros_like(a) if initial is None else first[name].get_tensor(name).double()

@@ -164,7 +164,7 @@ def choose_step(
 
 
 def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
-    """Return the kinds of gradient checkpointing that a run may use, cheapest first (model/gradient_checkpointing.py)."""
+    """Return the kinds of gradient checkpointing that a run may use, cheapest first (model/forward/gradient_checkpointing.py)."""
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
     all_kinds = backend_of(settings) == "unsloth" and sharding == "none"
@@ -176,7 +176,7 @@ def as_loaded(
 ) -> Workload:
     """Return the load with the backend of the run.
 
-    Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/whole_model.py).
+    Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/loading/whole_model.py).
     """
     if reason_for_transformers(settings, sharding, work.offload):
         return dataclasses.replace(work, backend="transformers")
@@ -196,7 +196,7 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
 def planned_packing(
     settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE, *, images: bool = False
 ) -> PackingDecision:
-    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
+    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/forward/attention.py)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

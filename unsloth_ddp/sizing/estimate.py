@@ -217,7 +217,7 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     """
     in_shards, full = work.backend == "transformers", method == "full"
     trained, parts = shape.trained(method), work.processes // work.copies
-    # Adapters beside 4-bit weights that are read in parts have 16 bit (model/sharded_load.py, wrap).
+    # Adapters beside 4-bit weights that are read in parts have 16 bit (model/loading/sharded_load.py, wrap).
     master = work.precision if in_shards and method == "qlora" else _master_bytes(method, work)
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
@@ -257,7 +257,7 @@ def _with_zero(
     trained, parts = shape.trained(method), work.processes
     weights = float(frozen + trained * work.precision)
     states = zero_optimizer_bytes(trained, work.optimizer, work.precision, parts)
-    # The kit has DeepSpeed accumulate and average gradients in fp32 (training/deepspeed_precision.py).
+    # The kit has DeepSpeed accumulate and average gradients in fp32 (training/step/deepspeed_precision.py).
     gradients = trained * 4 / parts
     bound = (method, sharding) not in MEASURED
     # With 4-bit weights the bucket may be in 16 bit though the run is in fp32.

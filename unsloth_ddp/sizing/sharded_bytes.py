@@ -16,7 +16,7 @@ ZERO_BUCKET = 5e8
 # ZeRO-3 keeps this many gathered elements if they are used again soon (DeepSpeed's default stage3_max_live_parameters and
 # stage3_max_reuse_distance, which accelerate keeps).
 ZERO3_LIVE = 1e9
-# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (model/sharded_load.py, mixed_precision_policy).
+# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (model/loading/sharded_load.py, mixed_precision_policy).
 REDUCED = 4
 
 
@@ -194,7 +194,7 @@ def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:
     quantized = any(weight.whole != 0 and weight.number == 1 for weight in model.weights)
     kept = zero_bucket_bytes(trained, 2 if quantized else layout.precision)
     if layout.offload == "none":
-        # The kit has DeepSpeed accumulate and average gradients in fp32 (training/deepspeed_precision.py).
+        # The kit has DeepSpeed accumulate and average gradients in fp32 (training/step/deepspeed_precision.py).
         kept += trained * 4 / parts + zero_optimizer_bytes(trained, layout.optimizer, layout.precision, parts)
     if layout.sharding == "zero2":
         if layout.offload == "optimizer":

@@ -121,7 +121,7 @@ class Collate:
     """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
 
     Further values of each example are added, (examples, ...). With `head_chooses`, add the positions of the supervised tokens
-    to the batch (see model/supervised_head.py). With `by_row`, add `row_lengths`, (rows,), to batches of packs. With a
+    to the batch (see model/forward/supervised_head.py). With `by_row`, add `row_lengths`, (rows,), to batches of packs. With a
     `shape`, add `padded_batch`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
     """
 

@@ -1,6 +1,6 @@
 """Identify a model by its files, so that a resumed run is refused if they changed, and a run whose nodes have different ones.
 
-A model from the Hub is identified by its commit (data/revisions.py), a local folder by checksums of its files. Up to
+A model from the Hub is identified by its commit (data/sources/revisions.py), a local folder by checksums of its files. Up to
 4 GiB of weights are read completely; of more, a tenth is sampled. Loading the model reads them again, mostly from the
 page cache. Modification times are not compared, because they differ between copies on different nodes.
 """

@@ -256,7 +256,7 @@ def _place(settings: Settings, runtime: Runtime) -> str:
 
 
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
-    """Return which keys a batch of packs needs besides position_ids (see data.collate.Flatten)."""
+    """Return which keys a batch of packs needs besides position_ids (see data.order.collate.Flatten)."""
     implementation = _implementation(model)
     if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
         return "flash"

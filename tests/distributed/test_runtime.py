@@ -195,9 +195,11 @@ def test_a_named_cache_is_kept_and_cleared_only_when_asked(fake_unsloth, tmp_pat
     assert cache.is_dir()
 
 
-def test_rows_with_images_take_transformers_unless_unsloth_is_asked_for(fake_unsloth, monkeypatch, capsys):
+def test_rows_with_images_take_transformers_unless_unsloth_is_asked_for(fake_unsloth, monkeypatch, capsys, tmp_path):
     from unsloth_ddp.run import stages
 
+    # A model on the Hub would be looked up there.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     alone_in(fake_unsloth)
     monkeypatch.setattr(stages, "stop_library_output", lambda runtime: None)
     for asked, images, backend in (
@@ -206,7 +208,8 @@ def test_rows_with_images_take_transformers_unless_unsloth_is_asked_for(fake_uns
         ("auto", False, "unsloth"),
     ):
         fake_unsloth.backend = "unsloth"
-        stages.import_backend(SimpleNamespace(settings=Settings(backend=asked), runtime=fake_unsloth, images=images))
+        settings = Settings(model=str(tmp_path), backend=asked)
+        stages.import_backend(SimpleNamespace(settings=settings, runtime=fake_unsloth, images=images))
         fake_unsloth.cleanup.close()
         assert (fake_unsloth.backend, sys.modules.pop("unsloth", None) is not None) == (backend, backend == "unsloth")
         said = (

@@ -230,13 +230,14 @@ def short_run(monkeypatch: pytest.MonkeyPatch, **options: Any) -> CudaGraphs:
 @pytest.mark.parametrize(
     ("kind", "options", "chosen"),
     [
-        ("none", {}, False), ("torch", {}, True), ("unsloth", {}, True),
+        ("none", {}, False), ("torch", {}, True), ("unsloth", {}, True), (None, {}, True),
+        (None, {"gradient_checkpointing": "none"}, True),
         # The backend and a captured step would recompute alike.
         ("torch", {"gradient_checkpointing": "torch"}, False),
     ],
 )  # fmt: skip
 def test_a_short_run_is_captured_after_all_where_it_would_recompute_layers(
-    kind: str, options: dict[str, Any], chosen: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str | None, options: dict[str, Any], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams: list[Any] = []
     monkeypatch.setattr(cuda_graphs, "use_capture_stream", streams.append)
@@ -270,28 +271,46 @@ def test_a_resumed_run_is_captured_if_it_was_before(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_memory_is_tried_again_for_graphs_that_are_chosen_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, found = short_run(monkeypatch), iter([("torch", 2), ("none", 1)])
+@pytest.mark.parametrize("first", [MicroBatchDecision("torch", 2, ""), UserError("It does not fit.")])
+def test_memory_is_tried_again_for_graphs_that_are_chosen_after_all(
+    first: MicroBatchDecision | UserError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, found = short_run(monkeypatch), iter([first, MicroBatchDecision("none", 1, "")])
     tried: list[bool] = []
 
-    def search() -> Any:
+    def choose(before: dict[str, Any]) -> MicroBatchDecision:
         tried.append(graphs.choice.uses_graphs)
-        return SimpleNamespace(choose=lambda before: MicroBatchDecision(*next(found), ""))
+        decision = next(found)
+        if isinstance(decision, UserError):
+            raise decision
+        return decision
 
     class Trainer:
-        data, runtime, args = graphs.data, SimpleNamespace(backend="unsloth", progress=Progress()), SimpleNamespace()
-        step = SimpleNamespace(graphs=graphs, prepare=lambda decision, plan, runner: tried.append(plan.per_device))
+        settings, data = graphs.settings, graphs.data
+        runtime, args = SimpleNamespace(backend="unsloth", progress=Progress()), SimpleNamespace(train_batch_size=None)
+        step = SimpleNamespace(
+            graphs=graphs,
+            search=lambda *_: SimpleNamespace(choose=choose),
+            prepare=lambda decision, plan, runner: tried.append(plan.per_device),
+        )
+        _search = DDPTrainer._search
 
         def __getattr__(self, name: str) -> Any:
             return lambda *_: None
 
     trainer: Any = Trainer()
-    trainer._search, trainer.args.train_batch_size = search, None
     monkeypatch.delenv("UNSLOTH_BLOCK_COMPILE", raising=False)
     assert DDPTrainer._try_micro_batches(trainer, None) == MicroBatchDecision("none", 1, "")
     assert tried == [False, True, 1]
     # Whole layers of the backend are not compiled in a run that is too short.
     assert os.environ.pop("UNSLOTH_BLOCK_COMPILE") == "0"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("options", [{"cuda_graphs": "off"}, {"gradient_checkpointing": "unsloth"}])
+def test_what_does_not_fit_is_refused_where_nothing_can_be_captured(options: dict[str, Any]) -> None:
+    graphs, _ = unprepared(model_of("lora"), **options)
+    assert not graphs.chosen_after_all(None) and not graphs.choice.uses_graphs
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

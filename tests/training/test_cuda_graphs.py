@@ -449,7 +449,7 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
         "draws_random_numbers": lambda *_: (bool(options), None), "check_capture": check, "capture_sizes": capture,
     }  # fmt: skip
     replaced |= {
-        "speed_on": lambda device: 1,
+        "speed_on": lambda *_: 1,
         "has_flash_attention_4": lambda capability: tried[0] and capability == 9,
         "release": lambda: None,
     }

@@ -40,7 +40,7 @@ from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
-from unsloth_ddp.sizing.trial import MemorySearch, forget_free_memory, release
+from unsloth_ddp.sizing.trial import forget_free_memory, release
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
     CountCompilations,
@@ -64,6 +64,7 @@ from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.step.zero3_release import release_after_each_block
 from unsloth_ddp.training.tasks.choose import make_task
 from unsloth_ddp.training.tasks.task import Task
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
@@ -209,11 +210,8 @@ class DDPTrainer(ResumableTrainer):
         return decision
 
     def _try_micro_batches(self, resume: ResumePoint | None) -> MicroBatchDecision:
-        before = resume.manifest.run if resume else {}
         with self.runtime.progress.timing("search"):
-            decision = self._search().choose(before)
-            if self.step.graphs.chosen_after_all(decision.kind):
-                decision = self._search().choose(before)
+            decision = self._search(resume.manifest.run if resume else {})
         plan = with_micro_batch(self.data.plan, decision.per_device)
         self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
@@ -224,8 +222,17 @@ class DDPTrainer(ResumableTrainer):
             self.step.prepare(decision, plan, self._runner())
         return decision
 
-    def _search(self) -> MemorySearch:
-        return self.step.search(self.settings, self.runtime, self.data, self._runner())
+    def _search(self, before: dict[str, Any]) -> MicroBatchDecision:
+        def search() -> MicroBatchDecision:
+            return self.step.search(self.settings, self.runtime, self.data, self._runner()).choose(before)
+
+        try:
+            decision = search()
+        except UserError:
+            if not self.step.graphs.chosen_after_all(None):
+                raise
+            return search()
+        return search() if self.step.graphs.chosen_after_all(decision.kind) else decision
 
     def _runner(self) -> MicroBatchRunner:
         """Return what computes the losses of rows with the current task outside of the training loop."""

@@ -53,12 +53,12 @@ from unsloth_ddp.utils.known_errors import is_out_of_memory
 logger = logging.getLogger("unsloth_ddp")
 
 
-def speed_on(device: torch.device) -> float:
-    """Return what `speed_of_gpu` does for a device."""
+def speed_on(device: torch.device, runtime: Runtime) -> float:
+    """Return what `speed_of_gpu` does for the main process's device, so that every rank chooses alike."""
     if device.type != "cuda":
         return 1
     gpu = torch.cuda.get_device_properties(device)
-    return speed_of_gpu((gpu.major, gpu.minor), gpu.multi_processor_count)
+    return runtime.broadcast_from_main(lambda: speed_of_gpu((gpu.major, gpu.minor), gpu.multi_processor_count))
 
 
 class CudaGraphs:
@@ -92,7 +92,7 @@ class CudaGraphs:
         # The pass that memory was tried with last, and the size and kernel that it is for.
         self._tried: tuple[tuple[int, bool], CapturedStep] | None = None
         self._faster = device.type == "cuda" and has_flash_attention_4(torch.cuda.get_device_capability(device)[0])
-        self._launched = launching(*size_of_layers(model), speed_on(device))
+        self._launched = launching(*size_of_layers(model), speed_on(device, runtime))
         # The micro-batch is chosen for CUDA graphs or without them.
         against = obstacle(settings, runtime, data)
         if against is None and (stateful := stateful_layer(model)):
@@ -112,15 +112,19 @@ class CudaGraphs:
         )
         self.choice = StepChoice(reason is None, reason or "")
 
-    def chosen_after_all(self, kind: str) -> bool:
-        """Return whether micro-batches that fit without CUDA graphs only if layers are recomputed are replayed after all.
+    def chosen_after_all(self, kind: str | None) -> bool:
+        """Return whether micro-batches that do not fit without CUDA graphs, unless layers are recomputed, are replayed after all.
 
         Args:
-            kind: of gradient checkpointing that was chosen.
+            kind: of gradient checkpointing that was chosen; None if none fits.
         """
-        if self.choice.uses_graphs or kind == "none" or self.settings.gradient_checkpointing != "auto":
+        if self.choice.uses_graphs or self._obstacle is not None or self.settings.cuda_graphs == "off":
             return False
-        self._choose(recomputes=True)
+        if kind is None:
+            # Replayed ones need less memory.
+            self.choice = StepChoice(True, "")
+        elif kind != "none" and self.settings.gradient_checkpointing == "auto":
+            self._choose(recomputes=True)
         return self.choice.uses_graphs
 
     def resume(self, before: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -71,7 +70,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unprepared(model: Any, rows: Rows | None = None, **options: Any) -> tuple[CudaGraphs, MicroBatchRunner]:
     runtime = SimpleNamespace(
-        device_type="cuda", precision="bf16", sharding="none", gather=lambda one: [one], locations=["rank 0"],
+        device_type="cuda", precision="bf16", sharding="none", gather=lambda one: [one], locations=["rank 0"], device_name="H100",
         ranks=SimpleNamespace(world_size=1, rank=0),
     )  # fmt: skip
     collate, rows = Collate(PadRight(0), Flatten("positions")), rows or Rows()
@@ -254,20 +253,50 @@ def test_a_short_run_is_captured_after_all_where_it_would_recompute_layers(
 @pytest.mark.parametrize(
     ("before", "options", "chosen"),
     [
-        ({"cuda_graphs": "on"}, {}, True), ({"cuda_graphs": "off"}, {}, False), ({}, {}, False),
-        ({"cuda_graphs": "on"}, {"cuda_graphs": "off"}, False),
-        ({"cuda_graphs": "on"}, {"gradient_checkpointing": "unsloth"}, False),
+        ({"cuda_graphs": "on", "device": "H100"}, {}, True), ({}, {}, False),
+        ({"cuda_graphs": "on", "device": "A100"}, {}, False),
+        ({"cuda_graphs": "on", "device": "H100"}, {"cuda_graphs": "off"}, False),
+        ({"cuda_graphs": "on", "device": "H100"}, {"gradient_checkpointing": "unsloth"}, False),
+        ({"cuda_graphs": "off", "device": "H100"}, {"num_train_epochs": LONG}, False),
+        ({"cuda_graphs": "off", "device": "A100"}, {"num_train_epochs": LONG}, True),
+        ({"cuda_graphs": "off", "device": "H100"}, {"cuda_graphs": "on"}, True),
     ],
 )  # fmt: skip
-def test_a_resumed_run_is_captured_if_it_was_before(
+def test_a_resumed_run_is_captured_if_it_was_before_on_such_a_gpu(
     before: dict[str, Any], options: dict[str, Any], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if options:
-        graphs, _ = unprepared(model_of("lora"), num_train_epochs=1, **options)
+        graphs, _ = unprepared(model_of("lora"), **{"num_train_epochs": 1, **options})
     else:
         graphs = short_run(monkeypatch)
     graphs.resume(before)
     assert graphs.choice.uses_graphs is chosen
+    if before.get("cuda_graphs") == "off" and not chosen:
+        # A run that recomputed since it ran out of memory goes on so.
+        assert not graphs.chosen_after_all("torch")
+        assert graphs.choice.reason == "the run that this one resumes did not use them"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", ["none", "unsloth"])
+def test_what_is_not_captured_after_its_trial_is_tried_without_graphs(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, runner = unprepared(model_of("lora"))
+    monkeypatch.setattr(cuda_graphs, "check_capture", lambda *_: "its loss would differ")
+    graphs.prepare(runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1))
+    assert graphs.rejected and not graphs.choice.uses_graphs
+    assert not graphs.chosen_after_all("torch") and not graphs.chosen_after_all(None)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_graphs_that_were_chosen_after_all_are_captured_however_much_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Packs of 9 to 228 tokens, padded to 256.
+    monkeypatch.setattr(cuda_graphs, "launching", lambda *_: Launching(10, 1.0))
+    graphs, runner = unprepared(model_of("lora"))
+    assert "padded to" in graphs.choice.reason and graphs.chosen_after_all(None)
+    graphs.prepare(runner, MicroBatchDecision("none", 1, ""), BatchPlan(1, 2, 1))
+    assert graphs.choice.uses_graphs and not graphs.rejected
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -276,9 +305,10 @@ def test_memory_is_tried_again_for_graphs_that_are_chosen_after_all(
     first: MicroBatchDecision | UserError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs, found = short_run(monkeypatch), iter([first, MicroBatchDecision("none", 1, "")])
-    tried: list[bool] = []
+    tried: list[Any] = []
 
     def choose(before: dict[str, Any]) -> MicroBatchDecision:
+        assert before == {"cuda_graphs": "off"}
         tried.append(graphs.choice.uses_graphs)
         decision = next(found)
         if isinstance(decision, UserError):
@@ -299,11 +329,9 @@ def test_memory_is_tried_again_for_graphs_that_are_chosen_after_all(
             return lambda *_: None
 
     trainer: Any = Trainer()
-    monkeypatch.delenv("UNSLOTH_BLOCK_COMPILE", raising=False)
-    assert DDPTrainer._try_micro_batches(trainer, None) == MicroBatchDecision("none", 1, "")
+    resume: Any = SimpleNamespace(manifest=SimpleNamespace(run={"cuda_graphs": "off"}))
+    assert DDPTrainer._try_micro_batches(trainer, resume) == MicroBatchDecision("none", 1, "")
     assert tried == [False, True, 1]
-    # Whole layers of the backend are not compiled in a run that is too short.
-    assert os.environ.pop("UNSLOTH_BLOCK_COMPILE") == "0"
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

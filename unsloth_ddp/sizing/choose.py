@@ -144,14 +144,17 @@ def choose_step(
 
     reason = reason_before(settings, against, rows, batch, launched)
     found, sizes = find(graphs=reason is None)
+    after_all = False
     if reason is not None and found is not None and found[0] != kinds[0]:
         reason = reason_before(settings, against, rows, batch, launched, recomputes=True)
-        if reason is None:
+        after_all = reason is None
+        if after_all:
             found, sizes = find(graphs=True)
     kind, size = found or (kinds[-1], sizes[0])
     batch = with_micro_batch(batch, size)
     if reason is None:
-        reason = reason_after(settings, rows, batch, shape_of_run(settings, rows, batch), kind, launched)
+        shape_of_steps = shape_of_run(settings, rows, batch)
+        reason = reason_after(settings, rows, batch, shape_of_steps, kind, launched, after_all=after_all)
     if found is None:
         # A run does not get beyond its trial.
         largest = tokens(size)

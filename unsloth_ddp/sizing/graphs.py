@@ -19,6 +19,8 @@ COMPILE_SECONDS = 15
 # A host launches the kernels of a layer, forward and backward, in about this time: the model of 1.7B computes ENOUGH_TOKENS in
 # 0.16 s, and has 28 layers.
 LAUNCH_SECONDS = 0.16 / 28
+# Micro-batches that pay for compiling the layers of the backend.
+FEWEST_MICRO_BATCHES = 100
 # Micro-batches that pay for compiling a kind of layer that is not captured: two kinds of Qwen3-VL-2B took 60 s and five of Gemma 4
 # E2B about 160 s, and halved the time of a micro-batch (benchmarks/results/speed/images_packed.json, images_gemma4_2.json).
 FEWEST_TO_COMPILE_A_KIND = 100
@@ -39,7 +41,16 @@ RECOMPUTED = 4 / 3
 WEIGHTS_A_LAYER = 50_331_648
 # Products of 16-bit numbers that add in fp32, as floating-point operations of a multiprocessor a clock, by compute capability:
 # NVIDIA's white papers of these architectures.
-OPERATIONS_A_CLOCK = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 512}
+OPERATIONS_A_CLOCK = {
+    (8, 0): 2048,
+    (8, 6): 512,
+    (8, 9): 512,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (10, 3): 8192,
+    (12, 0): 512,
+    (12, 1): 512,
+}
 # Multiprocessors of the H100 and H200 that the constants above were measured on.
 MULTIPROCESSORS = 132
 # Packs that the sizes of micro-batches are estimated from.
@@ -48,7 +59,7 @@ SAMPLED_PACKS = 4096
 
 @dataclass(frozen=True)
 class Launching:
-    """What happens while the host launches the kernels of a micro-batch without CUDA graphs, roughly: see `launching`.
+    """Describe what happens while the host launches the kernels of a micro-batch without CUDA graphs, roughly: see `launching`.
 
     Args:
         tokens: that the GPU computes meanwhile.
@@ -139,7 +150,14 @@ def reason_before(
 
 
 def reason_after(
-    settings: Settings, train: Units, plan: BatchPlan, shape: FixedShape, kind: str, launched: Launching
+    settings: Settings,
+    train: Units,
+    plan: BatchPlan,
+    shape: FixedShape,
+    kind: str,
+    launched: Launching,
+    *,
+    after_all: bool = False,
 ) -> str | None:
     """Return why a micro-batch that is chosen for CUDA graphs is not replayed, in a few words; None if a trial decides.
 
@@ -147,9 +165,10 @@ def reason_after(
         plan: with the chosen micro-batch.
         shape: of its micro-batches (see `shape_of_run`).
         kind: the chosen kind of gradient checkpointing.
+        after_all: whether CUDA graphs were chosen because micro-batches did not fit without them.
     """
     reason = kind_obstacle(kind, random=has_lora_dropout(settings))
-    if reason is not None or settings.cuda_graphs == "on":
+    if reason is not None or settings.cuda_graphs == "on" or after_all:
         return reason
     saved = saved_tokens(settings, train, plan, shape, launched)
     # Otherwise it was judged before, and what is compiled since then pays.
@@ -175,15 +194,12 @@ def too_short(settings: Settings, train: Units, plan: BatchPlan, saved: float, l
     seconds = micro_batches_of_run(settings, train, plan) * max(0, saved) / launched.tokens * launched.seconds
     if seconds >= COMPILE_SECONDS:
         return None
-    return f"replaying would save about {seconds:.0f} s of this run, and compiling takes about {COMPILE_SECONDS} s"
+    return f"replaying would save about {int(seconds)} s of this run, and compiling takes about {COMPILE_SECONDS} s"
 
 
-def too_short_to_compile(settings: Settings, train: Units, plan: BatchPlan, launched: Launching) -> bool:
+def too_short_to_compile(settings: Settings, train: Units, plan: BatchPlan) -> bool:
     """Return whether a run is too short for the backend to compile whole layers."""
-    tokens = largest_tokens(train, plan.per_device, settings.max_length)
-    computed = tokens if train.streamed else float(dealt(train, plan).sum(axis=1).mean())
-    saved = launched.saved * max(computed, launched.tokens)
-    return too_short(settings, train, plan, saved, launched) is not None
+    return micro_batches_of_run(settings, train, plan) < FEWEST_MICRO_BATCHES
 
 
 def may_compile_layers(

@@ -39,6 +39,7 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
+from unsloth_ddp.sizing.graphs import too_short_to_compile
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import forget_free_memory, release
 from unsloth_ddp.training.callbacks import (
@@ -215,7 +216,7 @@ class DDPTrainer(ResumableTrainer):
         plan = with_micro_batch(self.data.plan, decision.per_device)
         self._use_plan(self.args, plan)
         self._train_batch_size = self.args.train_batch_size
-        if self.runtime.backend == "unsloth" and self.step.graphs.is_short(plan):
+        if self.runtime.backend == "unsloth" and too_short_to_compile(self.settings, self.data.train, plan):
             leave_layers_uncompiled()
         self._use_task(self._tuned_task(plan))
         with self.runtime.progress.timing("capture"):

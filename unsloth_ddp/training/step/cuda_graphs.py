@@ -32,7 +32,6 @@ from unsloth_ddp.sizing.graphs import (
     refuse,
     shape_of_run,
     speed_of_gpu,
-    too_short_to_compile,
 )
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import release
@@ -86,8 +85,10 @@ class CudaGraphs:
         self.collate = collate
         self.device = device
         self.captured: CapturedStep | None = None
-        # Whether memory was tried with the captured step, and a trial of its results spoke against it.
+        # Whether memory was tried with the captured step, which is not used after all.
         self.rejected = False
+        # Whether CUDA graphs are used because micro-batches do not fit without them, or were in the run that this one resumes.
+        self._after_all = False
         self._random = False
         # The pass that memory was tried with last, and the size and kernel that it is for.
         self._tried: tuple[tuple[int, bool], CapturedStep] | None = None
@@ -125,25 +126,23 @@ class CudaGraphs:
             self.choice = StepChoice(True, "")
         elif kind != "none" and self.settings.gradient_checkpointing == "auto":
             self._choose(recomputes=True)
-        return self.choice.uses_graphs
+        self._after_all = self.choice.uses_graphs
+        return self._after_all
 
     def resume(self, before: dict[str, Any]) -> None:
-        """Choose CUDA graphs if the run that this one resumes did, and nothing is against them."""
-        if before.get("cuda_graphs") == "on" and self.settings.cuda_graphs == "auto" and self._obstacle is None:
-            self.choice = StepChoice(True, "")
+        """Choose as the run that this one resumes did on such a GPU, unless something is against it."""
+        if before.get("device") != self.runtime.device_name or self.settings.cuda_graphs != "auto" or self._obstacle:
+            return
+        if before.get("cuda_graphs") == "on":
+            self.choice, self._after_all = StepChoice(True, ""), True
+        elif before.get("cuda_graphs") == "off":
+            self._obstacle = "the run that this one resumes did not use them"
+            self._choose()
 
     @property
     def peak_bytes(self) -> int:
         """Return the peak memory in bytes of a replayed micro-batch; 0 if none is replayed."""
         return self.captured.peak_bytes if self.captured else 0
-
-    def is_short(self, plan: BatchPlan) -> bool:
-        """Return whether the run is too short for the backend to compile whole layers.
-
-        Args:
-            plan: with the chosen micro-batch.
-        """
-        return too_short_to_compile(self.settings, self.data.train, plan, self._launched)
 
     def tries_passes(self) -> bool:
         """Return whether memory is tried with passes as they would be captured, since compiling them is not in vain."""
@@ -242,15 +241,17 @@ class CudaGraphs:
                 self._compile_layers(runner, decision)
             return
         shape = shape_of_run(self.settings, self.data.train, plan)
-        reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._launched)
+        reason = reason_after(
+            self.settings, self.data.train, plan, shape, decision.kind, self._launched, after_all=self._after_all
+        )
         if reason is None:
             captured, reason = self._try_kernels(runner, decision, shape, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
-            self.rejected = reason is not None and self.tries_passes()
-            self._obstacle = reason
             if captured is not None and reason is None:
                 captured.in_trial = False
                 self.captured = captured
+        self.rejected = reason is not None and self.tries_passes()
+        self._obstacle = reason
         self._tried = None
         if self.captured is None and gradients is not None:
             gradients.free()

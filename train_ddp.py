@@ -13,6 +13,7 @@ torchrun works too:
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from unsloth_ddp.config.parse import parse_settings
@@ -49,6 +50,8 @@ def train(run: Run) -> None:
 
 def main() -> None:
     """Read the settings and train; report a user's mistake in one sentence, and other errors with their cause."""
+    # Collections would walk all that is imported again and again; stages.make_config turns them on.
+    gc.disable()
     protect_streams()
     let_idle_threads_sleep()
     keep_tuned_kernels()

@@ -94,6 +94,7 @@ CALLED = {
     "skip_offset",
     "transformers/core_model_loading.py:revert_weight_conversion": "model state_dict",
     "unsloth/models/_utils.py:_unsloth_reset_stray_compile_cache": "self",
+    "unsloth/models/rl.py:_patch_trl_rl_trainers": "trainer_file",
     "unsloth/models/_utils.py:apply_unsloth_gradient_checkpointing": "use_gradient_checkpointing max_seq_length dtype",
     "unsloth/utils/hf_packed_attention.py:enable_hf_packed_attention": "",
     "unsloth/utils/attention_dispatch.py:select_attention_backend": "use_varlen dropout_p",

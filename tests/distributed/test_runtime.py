@@ -183,6 +183,31 @@ def test_the_cache_is_the_jobs_own(fake_unsloth):
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_unsloth_rewrites_no_trainer_but_the_kits(fake_unsloth, monkeypatch, tmp_path, rewritten):
+    import torch
+    import trl
+
+    alone_in(fake_unsloth)
+    (tmp_path / "unsloth.py").unlink()
+    (tmp_path / "unsloth/models").mkdir(parents=True)
+    (tmp_path / "unsloth/__init__.py").write_text('import os; CPU = os.environ["UNSLOTH_ALLOW_CPU"]')
+    (tmp_path / "unsloth/models/__init__.py").write_text("")
+    (tmp_path / "unsloth/models/rl.py").write_text("GIVEN = []; _patch_trl_rl_trainers = GIVEN.append")
+    for name in ("unsloth.models", "unsloth.models.rl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    # As a version of Unsloth would leave it that does not know the variable.
+    monkeypatch.setattr(trl, "SFTTrainer", type("UnslothSFTTrainer" if rewritten else "SFTTrainer", (), {}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    import_backend(fake_unsloth, Settings())
+    fake_unsloth.cleanup.close()
+    assert sys.modules["unsloth"].CPU == "1"
+    assert "UNSLOTH_ALLOW_CPU" not in os.environ
+    assert ([] if rewritten else ["sft_trainer"]) == sys.modules["unsloth.models.rl"].GIVEN
+    for name in ("unsloth.models", "unsloth.models.rl"):
+        sys.modules.pop(name)
+
+
 @pytest.mark.parametrize("clear", [False, True])
 def test_a_named_cache_is_kept_and_cleared_only_when_asked(fake_unsloth, tmp_path, clear):
     alone_in(fake_unsloth)

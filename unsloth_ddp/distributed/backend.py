@@ -31,11 +31,37 @@ def import_backend(runtime: Runtime, settings: Settings) -> None:
         return
     runtime.cleanup.enter_context(_compiled_cache(runtime, settings))
     try:
-        import unsloth  # noqa: F401
+        _import_unsloth()
     except ImportError as error:
         raise UserError(
             f"backend unsloth: Unsloth does not import here ({error}); use --backend transformers."
         ) from None
+
+
+def _import_unsloth() -> None:
+    """Import Unsloth, and have it rewrite SFTTrainer, of which the kit's trainer is a subclass, but no other trainer of TRL.
+
+    Rewriting all twenty takes 5 s of the time to the first step (benchmarks/results/speed/whole_jobs_3.json).
+    """
+    import torch
+
+    # With this variable, which is for machines without a GPU, Unsloth rewrites none of them. It would also take AMD's GPUs for
+    # NVIDIA's.
+    variable = "UNSLOTH_ALLOW_CPU"
+    if torch.version.cuda is None or not torch.cuda.is_available() or variable in os.environ:
+        import unsloth
+
+        return
+    os.environ[variable] = "1"
+    try:
+        import unsloth  # noqa: F401
+    finally:
+        del os.environ[variable]
+    import trl
+    from unsloth.models import rl
+
+    if not trl.SFTTrainer.__name__.startswith("Unsloth"):
+        rl._patch_trl_rl_trainers("sft_trainer")
 
 
 @contextlib.contextmanager

@@ -271,7 +271,8 @@ def test_a_killed_run_ends_like_a_whole_one(kind, packed, job):
     assert history(whole)[-1]["loss"] == history(resumed)[-1]["loss"]
 
 
-@pytest.mark.parametrize("packed", [pytest.param("", marks=pytest.mark.slow), f"{PACKED} 90"])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", ["", f"{PACKED} 90"])
 def test_streamed_rows_have_their_images(packed, job, rows):
     streamed = f"--streaming --shuffle_buffer 0 {packed}"
     whole = job("qwen3_vl", 1, 4 if packed else 8, streamed)
@@ -289,6 +290,7 @@ def test_packs_whose_images_worker_processes_read_are_the_same(job):
     assert updates(workers, job("qwen3_vl", 1, 4, packed)) == 0
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_job_leaves_the_workers_that_read_images(job):
     options = "--lora_dropout 0.1 --save_strategy steps --save_steps 9"
     workers = f'{options} --trainer_args {{"dataloader_num_workers":2}}'

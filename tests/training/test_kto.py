@@ -142,7 +142,8 @@ def test_a_killed_run_ends_like_a_whole_one(reference, job, loop):
     assert_same_end(whole, resumed, KtoLoop.metrics)
 
 
-@pytest.mark.parametrize("packing", [pytest.param("off", marks=pytest.mark.slow), "on"])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["off", "on"])
 def test_a_streamed_run_does_not_depend_on_the_layout_and_ends_like_a_whole_one(packing, job):
     options = (
         f"--streaming --shuffle_buffer 5 --packing {packing} --lora_dropout 0 --save_strategy steps --save_steps 1"

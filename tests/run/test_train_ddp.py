@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +25,10 @@ def job(tmp_path_factory, tiny_model, uneven_rows):
     """Run train_ddp.py on the tiny model with these options; returns the run's folder and what was printed."""
     place = tmp_path_factory.mktemp("runs")
 
-    def run(options: str, name: str, ranks: int = 1):
+    def run(options: str, name: str, ranks: int = 1, target: Callable[..., None] = train):
         argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
         argv += ["--gradient_checkpointing", "none", "--logging_steps", "1", *options.split()]
-        result = run_ranks(ranks, train, argv, str(place), folder=place / f"{name}.out").check()
+        result = run_ranks(ranks, target, argv, str(place), folder=place / f"{name}.out").check()
         return place / "outputs" / name, " ".join(result.output.split())
 
     return run
@@ -61,6 +66,36 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
 
 
 @pytest.mark.slow
+def train_and_note_collections(argv: list[str], cwd: str) -> None:
+    """train_ddp.py that prints whether garbage is collected while libraries are imported, rows are read, and in steps."""
+    from unsloth_ddp.data.sources import examples
+    from unsloth_ddp.distributed import backend
+    from unsloth_ddp.training.trainer import DDPTrainer
+
+    def noting(where: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            print(f"{where}: {gc.isenabled()}")
+            return work(*args, **kwargs)
+
+        return noted
+
+    with (
+        patch.object(examples, "read_examples", noting("rows", examples.read_examples)),
+        patch.object(backend, "import_backend", noting("imports", backend.import_backend)),
+        patch.object(DDPTrainer, "train_from", noting("steps", DDPTrainer.train_from)),
+    ):
+        train(argv, cwd)
+
+
+def test_no_garbage_is_collected_during_imports_alone(job):
+    _, printed = job("--global_batch_size 4 --max_steps 1", "collected", target=train_and_note_collections)
+    assert re.findall(r"(rows|imports|steps): (True|False)", printed) == [
+        ("rows", "True"),
+        ("imports", "False"),
+        ("steps", "True"),
+    ]
+
+
 def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job):
     # Six packs make three steps an epoch, so the checkpoint of step 2 lies within the first.
     options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"

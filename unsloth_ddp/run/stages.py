@@ -65,8 +65,15 @@ def check_model(run: Run) -> None:
         print(sentence, flush=True)
 
 
+def _collect_garbage_again() -> None:
+    """Turn garbage collections on after imports; what is imported stays, so they do not walk it."""
+    gc.freeze()
+    gc.enable()
+
+
 def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before anything slow is imported; images decide on the backend."""
+    _collect_garbage_again()
     run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     with run.runtime.progress.timing("rows"):
@@ -86,6 +93,7 @@ def import_backend(run: Run) -> None:
         runtime.backend = "transformers"
         print(f"Using backend transformers, because Unsloth is not taken for {reason}.", flush=True)
     print(f"Importing {'Unsloth' if runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
+    gc.disable()
     with runtime.progress.timing("import"):
         backend.import_backend(runtime, settings)
     stop_library_output(runtime)
@@ -96,9 +104,7 @@ def make_config(run: Run) -> Any:
     with run.runtime.progress.timing("import"):
         from unsloth_ddp.training.sft_config import make_config
 
-        # What is imported stays, so that no collection needs to walk it: each would take half a second.
-        gc.freeze()
-        gc.enable()
+        _collect_garbage_again()
         # Every rank refuses the same values, and only one of them tells.
         return run.runtime.on_every_rank(lambda: make_config(run.settings, run.runtime, _request(run).plan, run.folder))
 

@@ -41,7 +41,7 @@ def import_backend(runtime: Runtime, settings: Settings) -> None:
 def _import_unsloth() -> None:
     """Import Unsloth, and have it rewrite SFTTrainer, of which the kit's trainer is a subclass, but no other trainer of TRL.
 
-    Rewriting all twenty takes 5 s of the time to the first step (benchmarks/results/speed/whole_jobs_3.json).
+    Rewriting the others takes 3 to 8 s of a start (benchmarks/results/speed/whole_jobs_3.json).
     """
     import torch
 

@@ -382,6 +382,40 @@ def test_the_head_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.
         torch._dynamo.reset()
 
 
+def gemma_4(*, sharing: int) -> tuple[CapturedStep, dict[str, Any]]:
+    """Return the step of a Gemma 4 whose last layers take the keys and values of earlier ones, and a micro-batch."""
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "global_head_dim": 32, "vocab_size": 200, "hidden_size_per_layer_input": 0,
+    }  # fmt: skip
+    types = ["sliding_attention", "full_attention"] * 3
+    config = transformers.Gemma4TextConfig(**sizes, layer_types=types, num_kv_shared_layers=sharing)
+    model = transformers.Gemma4ForCausalLM(config).train()
+    model.set_attn_implementation("sdpa")
+    shape = FixedShape.of_single_rows(1, 128)
+    batch = Collate(PadRight(0), Flatten("positions"), shape=shape)([pack_of([128])])
+    return CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE), batch
+
+
+def test_layers_that_keep_keys_for_no_other_layer_are_compiled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, batch = gemma_4(sharing=0)
+    really = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: really(call, dynamic=False, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        step.try_pass(batch)
+        # Sliding layers, full layers, and the last norm.
+        assert counters["stats"]["unique_graphs"] == 3
+    finally:
+        torch._dynamo.reset()
+
+
+def test_layers_that_take_the_keys_of_others_still_find_them() -> None:
+    step, batch = gemma_4(sharing=2)
+    torch.testing.assert_close(step.run(batch, torch.ones(()))[0], ordinary_sum(step.model, batch).detach())
+
+
 @pytest.mark.parametrize(
     ("class_name", "text"),
     [

@@ -27,6 +27,8 @@ UNSLOTH_ATTENTION = "run_attention"
 # Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3, and is off by default in
 # Unsloth: the module, the switch in it, and the variable that sets it.
 FUSED_NORM = ("unsloth.kernels.qk_norm_rope", "QK_NORM_ROPE_ENABLED", "UNSLOTH_FUSED_QKNORM_ROPE")
+# The names of Transformers for an attention that keeps its keys and values, and for one that takes those of an earlier layer (Gemma 4).
+KEEPS_KEYS, TAKES_KEYS = "store_full_length_kv", "is_kv_shared_layer"
 # varlen.py passes the module on where a mask is given, which is not so here.
 NO_MODULE = torch.nn.Identity()
 
@@ -124,7 +126,7 @@ class PackedForward:
         with ExitStack() as changes:
             if self.flash_attention_4:
                 changes.enter_context(varlen.flash_attention_4())
-            for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing()):
+            for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing(), *self._unread_keys()):
                 changes.enter_context(replaced(owner, name, value))
             yield
 
@@ -150,6 +152,16 @@ class PackedForward:
                 yield module, "gradient_checkpointing", False
         for layer in self.layers if self.recompute else ():
             yield layer, "_compiled_call_impl", _recomputed(layer._compiled_call_impl or layer._call_impl)
+
+    def _unread_keys(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what to replace so that no layer keeps its keys and values for later layers, if no layer takes them.
+
+        A layer that keeps them would be compiled apart from those that do not.
+        """
+        keeping = [module for layer in self.layers for module in layer.modules() if hasattr(module, KEEPS_KEYS)]
+        if not any(getattr(module, TAKES_KEYS, True) for module in keeping):
+            for module in keeping:
+                yield module, KEEPS_KEYS, False
 
     @contextmanager
     def compiled_layers(self) -> Iterator[None]:

@@ -124,7 +124,10 @@ def test_the_estimate_is_what_a_pass_over_the_whole_model_takes(deep_model, meth
 
 @pytest.mark.parametrize(
     "given",
-    [{}, pytest.param({"train_towers": True}, marks=pytest.mark.slow), {"method": "full", "train_towers": True}],
+    [
+        {"method": "full", "train_towers": True},
+        *(pytest.param(given, marks=pytest.mark.slow) for given in ({}, {"train_towers": True})),
+    ],
 )
 def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
     demo = REPO / "demo"
@@ -163,10 +166,9 @@ def answers_of(task: str, tokens: int) -> TokenizedRows:
     ("task", "precision"),
     [
         ("dpo", "fp32"),
-        ("kto", "bf16"),
         *(
             pytest.param(*p, marks=pytest.mark.slow)
-            for p in (("dpo", "bf16"), ("kto", "fp32"), ("orpo", "fp32"), ("orpo", "bf16"))
+            for p in (("dpo", "bf16"), ("kto", "bf16"), ("kto", "fp32"), ("orpo", "fp32"), ("orpo", "bf16"))
         ),
     ],
 )

@@ -248,13 +248,8 @@ def test_one_part_beside_the_text_is_trained_alone(job, loops, model_of):
     loops("qwen3_vl", folder).assert_equal(folder)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        "--method full --train_towers",
-        *(pytest.param(extra, marks=pytest.mark.slow) for extra in ("", "--method full --train_towers projector")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", "--method full --train_towers", "--method full --train_towers projector"])
 def test_fsdp2_takes_the_step_of_one_process_with_ranks_without_an_image(extra, job):
     sharded = job("qwen3_vl", 2, 1, extra, f"fsdp2{len(extra)}", {"UNSLOTH_FSDP2": "1"})
     assert updates(sharded, job("qwen3_vl", 1, 8, extra)) < 1e-6

@@ -81,7 +81,7 @@ def prepared(job, place, uneven_rows) -> tuple[Path, Path]:
     return folder, ordered
 
 
-@pytest.mark.parametrize(("ranks", "per_device"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "per_device"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
 def test_streamed_rows_take_the_steps_of_prepared_ones(job, place, tiny_model, prepared, ranks, per_device):
     folder, ordered = prepared
     name = f"in-order-{ranks}"

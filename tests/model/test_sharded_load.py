@@ -193,6 +193,7 @@ def load_packed(folder: str) -> None:
         assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @LAYOUTS
 def test_4_bit_weights_are_packed_whole_and_kept_in_parts(tmp_path: Path, ranks: int, environ: dict[str, str]) -> None:
     run_ranks(ranks, load_packed, str(tmp_path / "packed"), folder=tmp_path / "out", environ=environ).check()

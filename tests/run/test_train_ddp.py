@@ -48,6 +48,7 @@ def history(folder: Path) -> list[dict]:
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     options = "--global_batch_size 4 --max_steps 6 --save_steps 3 --lora_dropout 0.1 --logging_steps 2"
     whole, _ = job(options, "whole", ranks=2)
@@ -65,7 +66,6 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     assert 0 < trained < summary(whole)["tokens"]
 
 
-@pytest.mark.slow
 def train_and_note_collections(argv: list[str], cwd: str) -> None:
     """train_ddp.py that prints whether garbage is collected while libraries are imported, rows are read, and in steps."""
     from unsloth_ddp.data.sources import examples
@@ -96,6 +96,7 @@ def test_no_garbage_is_collected_during_imports_alone(job):
     ]
 
 
+@pytest.mark.slow
 def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job):
     # Six packs make three steps an epoch, so the checkpoint of step 2 lies within the first.
     options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"

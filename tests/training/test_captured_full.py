@@ -67,6 +67,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("tied"), max_position_embeddings=256, tie_word_embeddings=True)
 
 
+@pytest.mark.slow
 def test_captured_full_training_on_two_processes_is_that_of_one(
     tmp_path: Path, tied_model: Path, uneven_rows: Path
 ) -> None:

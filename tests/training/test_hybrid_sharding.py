@@ -55,7 +55,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return next(iter(found.values()))
 
 
-METHOD = pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "full"])
+# Four processes for each run.
+pytestmark = pytest.mark.slow
+METHOD = pytest.mark.parametrize("method", ["lora", "full"])
 
 
 @METHOD
@@ -86,7 +88,6 @@ def test_a_checkpoint_holds_one_copy(run, method):
         assert sum(part[name].numel() for part in held if name in part) == shards.shape(name).numel(), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_run_resumes_bit_identically(run, job, method):
     folder, _ = run(method, hybrid=True)
@@ -97,7 +98,6 @@ def test_a_killed_run_resumes_bit_identically(run, job, method):
     assert_same(ends(resumed), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_fewer_processes_resume_with_plain_fsdp2(run, job, method):
     folder, _ = run(method, hybrid=True)
@@ -126,7 +126,6 @@ def train_loaded_whole(argv: list[str], cwd: str) -> None:
     train(argv, cwd)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_model_that_was_loaded_whole_is_split_in_the_same_way(run, job, method):
     folder, _ = run(method, hybrid=True)

@@ -80,15 +80,9 @@ def test_two_processes_take_the_step_of_one(train_mixture, mixtures, kind: str, 
     assert said.get(options, "experts trained; the balancing loss is left out") in printed
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("qwen3_moe", "--method full"),
-        pytest.param("qwen3_moe", EXPERTS, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "--method full", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", EXPERTS, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--method full", EXPERTS])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_experts_that_fsdp2_shards_take_the_step_of_ddp(train_mixture, mixtures, kind: str, options: str) -> None:
     """Of the model each rank reads its own experts, and the result has the files of an unsharded run."""
     sgd = f"{options} --optim sgd --learning_rate 0.5 --max_steps 2 --save_strategy no --max_grad_norm 0"

@@ -145,7 +145,7 @@ def test_orpo_takes_the_step_of_a_plain_loop(layout, job, loop):
     ("layout", "extra"),
     [
         ((1, 1), "--task dpo --sft_weight 0.5"),
-        ((2, 1), "--task dpo --sft_weight 0.5 --reference precomputed"),
+        pytest.param((2, 1), "--task dpo --sft_weight 0.5 --reference precomputed", marks=pytest.mark.slow),
         pytest.param((2, 2), "--task orpo --attn_implementation eager", marks=pytest.mark.slow),
         pytest.param((1, 4), "--task dpo --sft_weight 0.5 --reference precomputed", marks=pytest.mark.slow),
         pytest.param((4, 1), "--task dpo --sft_weight 0.5", marks=pytest.mark.slow),
@@ -172,7 +172,8 @@ def test_a_killed_run_with_a_precomputed_reference_ends_like_a_whole_one(job, lo
     (whole / "checkpoint-3" / "reference_log_probabilities.safetensors").stat()
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_fsdp2_takes_the_step_of_a_plain_loop(method, job, loop):
     folder = job(2, 2, f"--task dpo --sft_weight 0.5 --method {method}", f"fsdp2-{method}", {"UNSLOTH_FSDP2": "1"})
     loop(full=method == "full").assert_equal(folder)

@@ -99,6 +99,7 @@ def attend_within_rows(
     return attended[0].transpose(0, 1)
 
 
+@pytest.mark.slow
 def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.nn.attention.varlen as upstream
 

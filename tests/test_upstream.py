@@ -123,7 +123,7 @@ NAMES = {
         "Concatenate",
         "_weight_conversions",
     ],
-    "transformers/integrations/hub_kernels.py": ["is_torchdynamo_exporting"],
+    "transformers/integrations/hub_kernels.py": ["is_torchdynamo_exporting", "is_torchdynamo_compiling"],
     "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view", "auto_wrap_policy"],
     "accelerate/utils/fsdp_utils.py": ["fsdp_plugin", "torch_device_mesh", "fsdp_dim_names", "is_main_process"],
     "peft/tuners/tuners_utils.py": ["fsdp", "mesh_dim_names", "_disable_adapters"],

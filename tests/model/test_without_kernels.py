@@ -61,6 +61,13 @@ def test_a_plan_counts_an_empty_model_as_without_the_package(
     assert "a trial forward pass failed" not in caplog.text
 
 
+def test_a_package_for_gpus_is_not_missed_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice: list[str] = []
+    monkeypatch.setattr(hub_kernels.logger, "warning_once", advice.append)
+    read_model_shape(Settings(model=str(folder)))
+    assert not advice
+
+
 @pytest.mark.usefixtures("_kernel")
 def test_a_model_on_a_cpu_is_trained_until_its_run_ends(folder: Path) -> None:
     runtime = cpu_runtime()

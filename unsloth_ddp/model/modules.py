@@ -97,15 +97,20 @@ def without_dropout(model: Any) -> Iterator[bool]:
         yield bool(found)
 
 
-def without_kernels() -> AbstractContextManager[None]:
+@contextmanager
+def without_kernels() -> Iterator[None]:
     """Compute layers with a state by Transformers' functions in torch inside the block: on a CPU, and with empty models.
 
     Kernels of installed packages (fla, causal_conv1d, mamba_ssm) take tensors of a GPU only. Transformers has the same need
-    where it exports a model, and chooses at each call.
+    where it exports a model, and chooses at each call. Where it compiles, it does not advise to install a package.
     """
     from transformers.integrations import hub_kernels
 
-    return replaced(hub_kernels, "is_torchdynamo_exporting", lambda: True)
+    exporting, compiling = (
+        replaced(hub_kernels, f"is_torchdynamo_{state}", lambda: True) for state in ("exporting", "compiling")
+    )
+    with exporting, compiling:
+        yield
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import keep_tuned_kernels, let_idle_threads_sleep
 from unsloth_ddp.run.context import Run, open_run
 from unsloth_ddp.run.outcomes import RunEnd
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, panics_raised
 from unsloth_ddp.utils.known_errors import explain, report
-from unsloth_ddp.utils.panics import panics_raised
 from unsloth_ddp.utils.streams import protect_streams
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +115,8 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
     (package / "a.py").write_text("from unsloth_ddp.utils import b\n")
     (package / "b.py").write_text("from unsloth_ddp.utils.a import x\n")
     assert cycles(package.parent) == ["unsloth_ddp.utils.a -> unsloth_ddp.utils.b -> unsloth_ddp.utils.a"]
+
+
+def test_no_folder_has_more_than_a_dozen_modules() -> None:
+    counts = Counter(path.parent for path in KIT.rglob("*.py") if path.stem not in ("__init__", "__main__"))
+    assert {str(folder.relative_to(REPO)): count for folder, count in counts.items() if count > 12} == {}

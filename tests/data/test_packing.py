@@ -29,8 +29,8 @@ from unsloth_ddp.data.order.packing import (
     decide_packing,
     plan_step,
 )
-from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
-from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, state_reason
+from unsloth_ddp.model.packing.attention import AttentionSetup, select_varlen_kernel
+from unsloth_ddp.model.packing.obstacles import mixing_reason, state_reason
 from unsloth_ddp.training.shown.meter import real_tokens
 from unsloth_ddp.training.tasks.text import supervised_tokens
 from unsloth_ddp.utils.errors import UserError

@@ -18,8 +18,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.experts import stacked_experts
 from unsloth_ddp.model.adapter.lora import lora_config
 from unsloth_ddp.model.adapter.merge import plan_merge
-from unsloth_ddp.model.forward import attention
 from unsloth_ddp.model.loading import sharded_load
+from unsloth_ddp.model.packing import attention
 from unsloth_ddp.model.parts import parts_beside_text
 
 ROW = re.compile(r"^\| [^|]+ \| `(\w+)` \|", re.MULTILINE)

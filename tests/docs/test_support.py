@@ -19,10 +19,10 @@ from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
 from unsloth_ddp.model.files.check import check_quantization
-from unsloth_ddp.model.forward import varlen
-from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.loading.load import check_model
+from unsloth_ddp.model.packing import varlen
+from unsloth_ddp.model.packing.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.training.step.capture_check import obstacle
 from unsloth_ddp.utils.errors import UserError
 

@@ -23,8 +23,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.forward import attention, varlen
 from unsloth_ddp.model.forward.compile_options import BLOCK_COMPILE
+from unsloth_ddp.model.packing import attention, varlen
 from unsloth_ddp.utils.errors import UserError
 
 

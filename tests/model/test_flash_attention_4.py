@@ -13,8 +13,8 @@ from torch.nn.attention import _fa4, current_flash_attention_impl
 
 from tests.data.test_packing import KV, make
 from unsloth_ddp.data.order.fixed_shape import FixedShape
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.model.packing import varlen
 
 
 @pytest.fixture

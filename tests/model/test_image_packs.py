@@ -28,10 +28,10 @@ from unsloth_ddp.data.order.packing import PackingDecision, best_fit
 from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.forward import attention, varlen
-from unsloth_ddp.model.forward.packing_obstacles import lookahead_reason
-from unsloth_ddp.model.forward.row_check import rows_mix
-from unsloth_ddp.model.forward.short_convolution import convolve_within_rows
+from unsloth_ddp.model.packing import attention, varlen
+from unsloth_ddp.model.packing.obstacles import lookahead_reason
+from unsloth_ddp.model.packing.row_check import rows_mix
+from unsloth_ddp.model.packing.short_convolution import convolve_within_rows
 from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
 from unsloth_ddp.sizing.choose import planned_packing
 from unsloth_ddp.sizing.rows import RowLengths

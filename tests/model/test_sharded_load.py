@@ -28,11 +28,11 @@ from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
 from unsloth_ddp.model.files import identity
 from unsloth_ddp.model.files.identity import describe_model, first_difference
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.supervised_head import fits_fused_head
 from unsloth_ddp.model.loading import load, sharded_load, whole_model
 from unsloth_ddp.model.loading.load import load_model, parameter_counts
 from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.packing import varlen
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.memory_limits import BYTES_PACKED
 

@@ -14,7 +14,7 @@ from tests.data.test_packing import KV, make, token_losses
 from tests.model.test_varlen import LATENT, MISTRAL, QWEN3, slow_varlen
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight, repeated_prompts
-from unsloth_ddp.model.forward import row_check, varlen
+from unsloth_ddp.model.packing import row_check, varlen
 from unsloth_ddp.training.shown.meter import real_tokens
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities
 

@@ -13,9 +13,9 @@ from transformers.models.lfm2 import modeling_lfm2
 
 from tests.tiny_models import tiny_model
 from unsloth_ddp.data.order.collate import Flatten
-from unsloth_ddp.model.forward import short_convolution
-from unsloth_ddp.model.forward.row_check import rows_mix
-from unsloth_ddp.model.forward.short_convolution import causal_convolution, convolve_within_rows, convolving_layers
+from unsloth_ddp.model.packing import short_convolution
+from unsloth_ddp.model.packing.row_check import rows_mix
+from unsloth_ddp.model.packing.short_convolution import causal_convolution, convolve_within_rows, convolving_layers
 
 TRANSFORMERS = inspect.unwrap(modeling_lfm2.causal_conv1d_fn)
 

@@ -11,7 +11,7 @@ import transformers
 from tests.tiny_vision import KINDS, draw, save_vision
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images.processing import load_processing
-from unsloth_ddp.model.forward import tower_attention
+from unsloth_ddp.model.packing import tower_attention
 from unsloth_ddp.model.towers import image_tower
 
 # Their towers join the patches of all images.

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.order.collate import Flatten
-from unsloth_ddp.model.forward import attention_operators, varlen
-from unsloth_ddp.model.forward.attention import packing_obstacles
+from unsloth_ddp.model.packing import attention_operators, varlen
+from unsloth_ddp.model.packing.attention import packing_obstacles
 
 QWEN3 = {**KV, "head_dim": 16}
 MISTRAL = {**KV, "sliding_window": 8}

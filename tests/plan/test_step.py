@@ -164,7 +164,7 @@ def choice_of_run(
     """Return what CudaGraphs chooses before and after the micro-batch of the plan, if its trial succeeds on GPUs."""
     processes = planned.batch.processes
     monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
-    monkeypatch.setattr("unsloth_ddp.model.forward.varlen.is_available", lambda: True)
+    monkeypatch.setattr("unsloth_ddp.model.packing.varlen.is_available", lambda: True)
     captured = SimpleNamespace(in_trial=True, shape=None, forward=SimpleNamespace(flash_attention_4=False))
     monkeypatch.setattr(CudaGraphs, "_try", lambda *_: (captured, None))
     dataset = datasets.Dataset.from_dict({"input_ids": [[0] * int(n) for n in [*lengths, 1]]})

@@ -28,10 +28,10 @@ from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.distributed.exit_codes import quiet
 from unsloth_ddp.distributed.watch.progress import Progress
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.model.packing import varlen
 from unsloth_ddp.sizing import graphs as sizing_graphs
 from unsloth_ddp.sizing.graphs import Launching, micro_batches_of_run, saved_tokens, shape_of_run
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision

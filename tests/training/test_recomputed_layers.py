@@ -25,8 +25,9 @@ from tests.training.test_captured_step import (
 )
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.order.fixed_shape import FixedShape, PaddedBatch
-from unsloth_ddp.model.forward import packed_forward, varlen
+from unsloth_ddp.model.forward import packed_forward
 from unsloth_ddp.model.forward.packed_forward import PackedForward
+from unsloth_ddp.model.packing import varlen
 from unsloth_ddp.training.step.capture_check import draws_random_numbers
 from unsloth_ddp.training.step.captured_step import CapturedStep
 

@@ -13,9 +13,9 @@ from unsloth_ddp.config.command_line import NO_VALUE, Parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.unknown import unknown_options, unknown_words
 from unsloth_ddp.config.values import accepted_values, convert_value
-from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.missing import looked_in, similar_file
+from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO_RECIPE = REPO / "recipes" / "demo.yaml"

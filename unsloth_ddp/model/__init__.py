@@ -1,1 +1,1 @@
-"""Load a model, and configure its attention, output head and gradient checkpointing."""
+"""Load a model, decide whether its rows are packed, and configure how it computes."""

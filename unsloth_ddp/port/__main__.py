@@ -16,10 +16,10 @@ import yaml
 from unsloth_ddp.config.checks import check_settings
 from unsloth_ddp.config.command_line import Parser, run_command
 from unsloth_ddp.config.options import OPTIONS, Settings
-from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.port.convert import PORTED_TOOLS, detect_tool, port
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
 from unsloth_ddp.utils.redaction import printable
 
 

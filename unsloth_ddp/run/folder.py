@@ -16,12 +16,12 @@ from unsloth_ddp.checkpoints.manifest import step_folders
 from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings, options_with
-from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run.documents.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.safe import foreign_owner, open_without_following_links
+from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
 
 SETTINGS_ASIDE = "settings.partial"
 # Everything that a run leaves if it fails before its first step.

@@ -34,10 +34,10 @@ from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.files.check import check_reference, is_padded_by_unsloth
 from unsloth_ddp.model.files.find import tokenizer_bytes
-from unsloth_ddp.model.forward.attention import choose_packing, prove_prompts_shared, prove_rows_apart
-from unsloth_ddp.model.forward.tower_attention import join_images
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.reference_model import check_reference_tokens
+from unsloth_ddp.model.packing.attention import choose_packing, prove_prompts_shared, prove_rows_apart
+from unsloth_ddp.model.packing.tower_attention import join_images
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run

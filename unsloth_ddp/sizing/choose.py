@@ -199,7 +199,7 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
 def planned_packing(
     settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE, *, images: bool = False
 ) -> PackingDecision:
-    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/forward/attention.py)."""
+    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/packing/attention.py)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

@@ -13,9 +13,9 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
-from unsloth_ddp.model.forward.attention import packing_obstacles
 from unsloth_ddp.model.loading.classes import model_class, read_config
 from unsloth_ddp.model.modules import size_of_layers, text_decoder, without_kernels
+from unsloth_ddp.model.packing.attention import packing_obstacles
 from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
 from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel, trained_beside
 from unsloth_ddp.sizing.choose import backend_of

@@ -32,12 +32,12 @@ from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.files.stored_weights import complete_result
-from unsloth_ddp.model.forward.attention import flatten_for, prepare_for_packs
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers
+from unsloth_ddp.model.packing.attention import flatten_for, prepare_for_packs
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
 from unsloth_ddp.sizing.graphs import too_short_to_compile
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch

@@ -1,6 +1,9 @@
-"""The exceptions that every rank raises alike and whose one sentence the main process prints, without a stack trace."""
+"""Exceptions that every rank raises alike, and whose one sentence is printed without a stack trace; one-line texts of others."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from unsloth_ddp.utils.redaction import hide, printable
 
@@ -31,3 +34,19 @@ def one_line(error: object, most: int = 300) -> str:
 def os_reason(error: OSError) -> str:
     """Return why a system call failed ("Permission denied"), without the error number and the path."""
     return one_line(error.strerror or error)
+
+
+class Panic(ValueError):
+    """A library in Rust panicked, mostly at a damaged file."""
+
+
+@contextlib.contextmanager
+def panics_raised() -> Iterator[None]:
+    """Raise Panic for a panic within the block; PyO3 derives its exception from BaseException, which few callers catch."""
+    try:
+        yield
+    except BaseException as error:
+        # The class is of no module that can be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise Panic(f"a library in Rust panicked ({one_line(error)})") from None

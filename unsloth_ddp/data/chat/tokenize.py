@@ -18,8 +18,7 @@ from unsloth_ddp.data.chat.template import TRAINING, Span, template_pair
 from unsloth_ddp.data.chat.variants import as_list_of_parts
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example
-from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.panics import Panic, panics_raised
+from unsloth_ddp.utils.errors import Panic, UserError, panics_raised
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Configure how a model computes: attention, output head, precision and gradient checkpointing."""
+"""Configure how a model computes: compilation, output head, precision and gradient checkpointing."""

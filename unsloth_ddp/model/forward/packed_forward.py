@@ -16,11 +16,11 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import own_call, repeatable_options
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
-from unsloth_ddp.model.forward.short_convolution import convolving_layers
 from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced, text_decoder
+from unsloth_ddp.model.packing import varlen
+from unsloth_ddp.model.packing.short_convolution import convolving_layers
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"

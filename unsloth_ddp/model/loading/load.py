@@ -32,9 +32,8 @@ from unsloth_ddp.model.loading.classes import check_attends_backwards, class_nam
 from unsloth_ddp.model.modules import DTYPES, name_present_layers, without_kernels
 from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.model.towers import trained_beside
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.errors import UserError, one_line, panics_raised
 from unsloth_ddp.utils.known_errors import find_known_error
-from unsloth_ddp.utils.panics import panics_raised
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:

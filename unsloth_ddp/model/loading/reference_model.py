@@ -15,8 +15,8 @@ from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import ADAPTER_FILE, ADAPTER_WEIGHTS, base_of_reference, of_reference
 from unsloth_ddp.model.files.find import is_folder
-from unsloth_ddp.model.forward.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
+from unsloth_ddp.model.packing.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.utils.errors import UserError
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.checkpoints.manifest import is_whole, step_folders
-from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.run.documents.files import RECORD_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.json import write_json
 from unsloth_ddp.utils.files.safe import read_regular
+from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
 
 FORMAT = 1
 # Above any run's; a file of another kind is not read into memory.

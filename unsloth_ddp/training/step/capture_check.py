@@ -11,9 +11,9 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import drop_compiled_code, uncompiled
 from unsloth_ddp.model.modules import kept_gradients, kept_random_numbers
+from unsloth_ddp.model.packing import varlen
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus
 from unsloth_ddp.training.step.captured_step import CapturedStep
 from unsloth_ddp.utils.errors import one_line

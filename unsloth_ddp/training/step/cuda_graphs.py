@@ -18,9 +18,9 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.compile_options import drop_compiled_code
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.packed_forward import PackedForward
-from unsloth_ddp.model.forward.packing_obstacles import stateful_layer
-from unsloth_ddp.model.forward.varlen import has_flash_attention_4
 from unsloth_ddp.model.modules import size_of_layers, training_mode, without_dropout
+from unsloth_ddp.model.packing.obstacles import stateful_layer
+from unsloth_ddp.model.packing.varlen import has_flash_attention_4
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
     has_lora_dropout,

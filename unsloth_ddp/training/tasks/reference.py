@@ -24,10 +24,10 @@ from unsloth_ddp.data.sources.identity import checksum_of_rows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.identity import model_identity
-from unsloth_ddp.model.forward.attention import flatten_for
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.reference_model import load_reference, reference_model
 from unsloth_ddp.model.modules import evaluation_mode, replaced
+from unsloth_ddp.model.packing.attention import flatten_for
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.utils.errors import UserError
 

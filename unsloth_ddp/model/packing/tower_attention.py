@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.forward.varlen import LARGEST_FLASH_HEAD, SIXTEEN_BIT, compute_dtype, is_available
+from unsloth_ddp.model.packing.varlen import LARGEST_FLASH_HEAD, SIXTEEN_BIT, compute_dtype, is_available
 from unsloth_ddp.model.parts import parts_beside_text
 from unsloth_ddp.model.towers import image_tower
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unsloth_ddp.model.forward.attention_operators import attention_with_sinks, wide_attention
 from unsloth_ddp.model.modules import evaluation_mode, without_kernels
+from unsloth_ddp.model.packing.attention_operators import attention_with_sinks, wide_attention
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")

@@ -26,12 +26,12 @@ from unsloth_ddp.data.order.packing import (
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import shards_weights
-from unsloth_ddp.model.forward import varlen
 from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
-from unsloth_ddp.model.forward.packing_obstacles import lookahead_reason, mixing_reason, state_reason
-from unsloth_ddp.model.forward.row_check import prompts_differ, rows_mix
-from unsloth_ddp.model.forward.short_convolution import convolve_within_rows, convolving_layers
 from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.packing import varlen
+from unsloth_ddp.model.packing.obstacles import lookahead_reason, mixing_reason, state_reason
+from unsloth_ddp.model.packing.row_check import prompts_differ, rows_mix
+from unsloth_ddp.model.packing.short_convolution import convolve_within_rows, convolving_layers
 from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
 
 logger = logging.getLogger("unsloth_ddp")

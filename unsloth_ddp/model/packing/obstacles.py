@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.model.forward.short_convolution import convolving_layers
 from unsloth_ddp.model.modules import base_model, text_decoder
+from unsloth_ddp.model.packing.short_convolution import convolving_layers
 
 # Layers that carry a state from one token to the next, and so from the end of a row into the next row of the pack.
 STATEFUL_LAYERS = re.compile(

@@ -106,6 +106,22 @@ def test_time_left_leaves_the_first_step_out() -> None:
     assert left.seconds(10) == 0.0
 
 
+def test_the_time_left_is_that_of_the_gpu_where_the_host_launches_steps_ahead_of_it(capsys) -> None:
+    shown, state = begun(100)
+    assert shown.status is not None
+    # The host ends each step one second after its begin, and waits nine more for the GPU when the step is logged.
+    times = iter(10.0 * step + waited for step in range(3) for waited in (1.0, 10.0))
+    now = [0.0]
+    shown.status.time_left = TimeLeft(lambda: now[0])
+    for _ in range(3):
+        state.global_step += 1
+        now[0] = next(times)
+        shown.on_step_end(None, state, None)
+        now[0] = next(times)
+        shown.on_log(None, state, None, LOGS)
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["-", "16:20", "16:10"]
+
+
 def test_numbers_and_durations_keep_their_width() -> None:
     assert [shown_number(value) for value in (None, 0.0, 1.23456, 1e-7, 12345.6, math.nan, -0.5)] == [
         "-", "0.0000", "1.2346", "1.00e-07", "1.23e+04", "nan", "-0.5000",

@@ -81,6 +81,8 @@ class ShowTraining(TrainerCallback):
             return
         left_out = IN_PROGRESS if self.display is not None else ()
         if "loss" in logs:
+            # The host launches steps ahead of the GPU, and has waited for it only now.
+            self.status.time_left.step_done(state.global_step)
             self._print_line(without(training_cells(self.status, logs), left_out))
         elif "eval_loss" in logs:
             place = joined(without(place_cells(self.status), left_out))

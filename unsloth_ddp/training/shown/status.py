@@ -18,9 +18,10 @@ class TimeLeft:
     latest: tuple[int, float] | None = None
 
     def step_done(self, step: int) -> None:
-        """Record the end of a step."""
+        """Record the end of a step; of two calls for a step the later one counts."""
         self.latest = step, self.clock()
-        self.began = self.began or self.latest
+        if self.began is None or self.began[0] == step:
+            self.began = self.latest
 
     def seconds(self, steps: int) -> float | None:
         """Return the seconds from now to the end of step number `steps`; None before the second step."""

@@ -100,6 +100,11 @@ def read_message(message: Any, unread: list[str]) -> Message:
     for name, fix in NOT_TRAINED.items():
         if message.get(name):
             raise UserError(f"a message has {name}, which is not trained; {fix}, or remove the row.")
+    if message.get("channel") == "analysis":
+        raise UserError(
+            "a message has channel analysis: it is reasoning, and would be trained as an answer; move its text into thinking of "
+            "the assistant message after it, and remove it."
+        )
     _read_calls(message, unread)
     _read_reasoning(message)
     content = message.get("content")

@@ -124,6 +124,7 @@ NAMES = {
         "_weight_conversions",
     ],
     "transformers/integrations/hub_kernels.py": ["is_torchdynamo_exporting", "is_torchdynamo_compiling"],
+    "transformers/models/gemma4/modeling_gemma4.py": ["store_full_length_kv", "is_kv_shared_layer"],
     "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view", "auto_wrap_policy"],
     "accelerate/utils/fsdp_utils.py": ["fsdp_plugin", "torch_device_mesh", "fsdp_dim_names", "is_main_process"],
     "peft/tuners/tuners_utils.py": ["fsdp", "mesh_dim_names", "_disable_adapters"],

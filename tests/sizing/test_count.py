@@ -36,6 +36,7 @@ def test_stacked_experts_are_counted_though_they_are_no_linear_layers(tmp_path):
     assert 0.95 * shape.parameters < shape.linear + shape.experts + 2 * shape.head <= shape.parameters
 
 
+@pytest.mark.slow
 def test_a_published_mixture_has_its_published_counts(tmp_path):
     # config.json of Qwen3-30B-A3B, whose card says 30.5 billion parameters, 3.3 of them active.
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}

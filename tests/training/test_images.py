@@ -240,6 +240,7 @@ def test_weights_beside_the_text_are_frozen_unless_they_are_asked_for(job, model
     assert moved and not any("visual" in name for name in moved)
 
 
+@pytest.mark.slow
 def test_one_part_beside_the_text_is_trained_alone(job, loops, model_of):
     folder = job("qwen3_vl", 2, 1, "--train_towers projector")
     assert {key.split(".visual.")[1].split(".")[0] for key in load_file(folder / "adapter_model.safetensors") if ".visual." in key} == {

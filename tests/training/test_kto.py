@@ -128,11 +128,13 @@ def test_another_reference_takes_the_step_of_a_plain_loop(job, loop, tmp_path_fa
     loop(reference=other).assert_equal(job(2, 2, f"--reference_model {other}", "other"))
 
 
+@pytest.mark.slow
 def test_full_weights_with_a_precomputed_reference_take_the_step_of_a_plain_loop(job, loop):
     loop(full=True).assert_equal(job(2, 1, "--method full", "full"))
 
 
-@pytest.mark.parametrize("reference", ["precomputed", pytest.param("adapter_off", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["precomputed", "adapter_off"])
 def test_a_killed_run_ends_like_a_whole_one(reference, job, loop):
     options = f"--reference {reference} --lora_dropout 0 --save_strategy steps --save_steps 1"
     whole = job(2, 2, options, f"whole-{reference}")

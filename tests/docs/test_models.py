@@ -74,7 +74,7 @@ def row_of(class_name: str, folder: Path) -> str:
     return f"{' | '.join(cells)} |"
 
 
-# A rule that changes shows in one of these; the slow tests read every row.
+# The default tests read these rows of the table, and the slow ones every row.
 EXAMPLES = (
     "Qwen3ForCausalLM",
     "Qwen3_5ForConditionalGeneration",

@@ -1,4 +1,4 @@
-"""Exceptions that every rank raises alike, and whose one sentence is printed without a stack trace; one-line texts of others."""
+"""Define the errors whose one sentence is printed without a stack trace, and turn errors of libraries into sentences and exceptions."""
 
 from __future__ import annotations
 

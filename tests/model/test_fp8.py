@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import nn
 
 from tests.conftest import REPO
 from tests.data.test_packing import KV, make
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.model.forward.fp8 import FP8, FrozenFP8Linear, check_fp8, quantize_rows, use_fp8
-from unsloth_ddp.model.loading.load import parameter_counts
+from unsloth_ddp.model.loading.load import load_model, parameter_counts
 from unsloth_ddp.utils.errors import UserError
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -110,8 +112,8 @@ def where(**facts: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "facts", "capability", "words"),
     [
-        ("--method qlora", {}, (9, 0), "fp8 needs method lora, .* this run has method qlora"),
-        ("--method full", {}, (9, 0), "fp8 needs method lora, .* this run has method full"),
+        ("--method qlora", {}, (9, 0), None),
+        ("--method full", {}, (9, 0), "fp8 needs method lora or qlora, .* this run has method full"),
         ("", {"device_type": "cpu"}, (9, 0), "fp8 needs a GPU of compute capability 8.9 or later"),
         ("", {}, (8, 6), "fp8 needs a GPU of compute capability 8.9 or later"),
         ("", {"precision": "fp16"}, (9, 0), "fp8 needs precision bf16, and this run has .* precision fp16"),
@@ -135,3 +137,29 @@ def test_it_is_refused_where_it_cannot_be_had(
         return
     with pytest.raises(UserError, match=words):
         check_fp8(settings, where(**facts))
+
+
+def test_qlora_rounds_what_four_bits_hold() -> None:
+    import bitsandbytes
+
+    given = ["--model", str(REPO / "demo/model"), "--dataset", str(REPO / "demo/train.jsonl"), "--method", "qlora"]
+    packed, rounded = (
+        load_model(parse_settings([*given, *more]), dataclasses.replace(cpu_runtime(), precision="bf16"))[0]
+        for more in ([], ["--fp8"])
+    )
+    layers = {
+        n: m for n, m in packed.named_modules() if isinstance(m, bitsandbytes.nn.Linear4bit) and "base_layer" in n
+    }
+    assert len(layers) == 7 * packed.config.num_hidden_layers
+    found = dict(rounded.named_modules())
+    for name, layer in layers.items():
+        values = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        frozen = found[name]
+        assert isinstance(frozen, FrozenFP8Linear)
+        weight, factors = quantize_rows(values)
+        assert torch.equal(frozen.weight.float(), weight.float()) and torch.equal(frozen.factors, factors)
+    # Trained as with LoRA: PEFT would keep norms and head of a packed model in fp32.
+    trained = {name for name, weight in rounded.named_parameters() if weight.requires_grad}
+    assert trained == {name for name, weight in packed.named_parameters() if weight.requires_grad}
+    assert {w.dtype for n, w in rounded.named_parameters() if "norm" in n} == {torch.bfloat16}
+    assert not hasattr(rounded.config, "quantization_config")

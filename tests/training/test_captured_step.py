@@ -26,7 +26,7 @@ from unsloth_ddp.model.forward import head_loss as head_module
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
 from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.model.modules import text_decoder, without_dropout
-from unsloth_ddp.training.step.capture_check import capture_sizes, check_capture
+from unsloth_ddp.training.step.capture_check import FP8_TOLERANCES, TOLERANCES, capture_sizes, check_capture
 from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed
 
 SHAPE = FixedShape.that_holds(tokens=256, rows=12, longest=128)
@@ -261,8 +261,25 @@ def test_the_check_accepts_the_same_pass_and_names_another_one() -> None:
         captured, batch, lambda one: ordinary_sum(model, one) + 0 * ordinary_sum(model, other).square() + _bent(model)
     )
     assert reason is not None and reason.startswith("its gradients would differ by")
-    wide = check_capture(captured, batch, lambda one: ordinary_sum(model, one) + _bent(model), tolerance=float("inf"))
+    wide = check_capture(
+        captured,
+        batch,
+        lambda one: ordinary_sum(model, one) + _bent(model),
+        TOLERANCES._replace(gradients=float("inf")),
+    )
     assert wide is None
+
+
+@pytest.mark.parametrize(("factor", "reason"), [(1.01, None), (1.03, "its loss would differ by 2.9e-02")])
+def test_losses_in_fp8_may_differ_more(factor: float, reason: str | None) -> None:
+    model = model_of("lora")
+    captured, batch = captured_of(model), batches()[1]
+
+    def other(one: dict[str, Any]) -> torch.Tensor:
+        return factor * ordinary_sum(model, one)
+
+    assert check_capture(captured, batch, other, FP8_TOLERANCES) == reason
+    assert str(check_capture(captured, batch, other)).startswith("its loss would differ by")
 
 
 @pytest.mark.parametrize(("part", "off"), [("loss", 0.004), ("loss", 0.006), ("gradients", 0.04), ("gradients", 0.06)])

@@ -249,7 +249,7 @@ class TrainingSettings:
     )
     fp8: bool = option(
         False,
-        "With --method lora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and "
+        "With --method lora or qlora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and "
         "attention stay in 16 bit. Needs compute capability 8.9 or higher.",
         "refuse",
         summary=True,

@@ -141,7 +141,7 @@ def _each(settings: Settings, runtime: Runtime) -> int:
 
 def _weights(tensors: Sequence[StoredTensor], settings: Settings, runtime: Runtime) -> float:
     """Return the bytes of a model's weights after loading."""
-    packs = settings.method == "qlora"
+    packs = settings.method == "qlora" and not settings.fp8
     # Weights in FP8 may stay so, as packed ones do; QLoRA may pack them.
     stored = [(name, "U8" if dtype.startswith("F8") and not packs else dtype, shape) for name, dtype, shape in tensors]
     return whole_bytes(stored, _each(settings, runtime), packs=packs)

@@ -1,4 +1,4 @@
-"""Compile layers so that two compilations compute the same bits, and leave layers uncompiled."""
+"""Compile layers so that two compilations compute the same bits, with products joined, and leave layers uncompiled."""
 
 import functools
 import inspect
@@ -20,12 +20,15 @@ REPEATABLE = {"test_configs.force_filter_reduction_configs": True, "shape_paddin
 
 
 @functools.cache
-def repeatable_options() -> dict[str, Any]:
-    """Return those of REPEATABLE that this torch has, for the argument `options` of torch.compile."""
+def layer_options() -> dict[str, Any]:
+    """Return the argument `options` of torch.compile for a layer: joint products, and those of REPEATABLE that this torch has."""
     import torch._inductor.config as config
 
+    from unsloth_ddp.model.forward.joint_products import JoinThinProducts
+
     known = config.get_config_copy()
-    return {name: value for name, value in REPEATABLE.items() if name in known}
+    repeatable = {name: value for name, value in REPEATABLE.items() if name in known}
+    return {**repeatable, "post_grad_custom_pre_pass": JoinThinProducts()}
 
 
 def own_call(module: Any) -> Callable[..., Any]:
@@ -39,7 +42,7 @@ def compile_in_training(module: Any) -> None:
     """Compile a layer for inputs of any length, in its training mode only: evaluation has rows of other kinds."""
     import torch
 
-    compiled, ordinary = torch.compile(own_call(module), dynamic=True, options=repeatable_options()), module._call_impl
+    compiled, ordinary = torch.compile(own_call(module), dynamic=True, options=layer_options()), module._call_impl
     module._compiled_call_impl = lambda *given, **named: (compiled if module.training else ordinary)(*given, **named)
 
 

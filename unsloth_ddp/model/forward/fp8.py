@@ -1,9 +1,10 @@
-"""Multiply by the frozen base weights of a LoRA run in FP8, forward and backward.
+"""Multiply by the frozen base weights of a LoRA or QLoRA run in FP8, forward and backward.
 
 A weight is rounded to float8_e4m3fn twice when the model is loaded: once with one scale for each row, for the forward pass,
-and once with one scale for each column, for the gradient of the input. The two take the memory of one 16-bit weight. Inputs
-and gradients get one scale for each token when they arrive. Adapters, output head, embeddings, norms and attention stay in
-16 bit. Scales and products follow PyTorch's rowwise `_scaled_mm`, in which a scale multiplies a whole row of either factor.
+and once with one scale for each column, for the gradient of the input. The two take the memory of one 16-bit weight. With
+QLoRA its values are those that 4 bits hold. Inputs and gradients get one scale for each token when they arrive. Adapters,
+output head, embeddings, norms and attention stay in 16 bit. Scales and products follow PyTorch's rowwise `_scaled_mm`, in
+which a scale multiplies a whole row of either factor.
 """
 
 from typing import Any
@@ -33,7 +34,7 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
         return
     capable = runtime.device_type == "cuda" and torch.cuda.get_device_capability() >= ADA
     needs = {
-        "method lora, whose base weights are frozen and in 16 bit": settings.method == "lora",
+        "method lora or qlora, whose base weights are frozen": settings.method != "full",
         "a GPU of compute capability 8.9 or later": capable,
         "precision bf16": runtime.precision == "bf16",
         "backend transformers, because Unsloth's kernels read 16-bit weights": runtime.backend == "transformers",

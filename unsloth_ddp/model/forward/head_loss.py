@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from unsloth_ddp.model.forward.compile_options import repeatable_options
+from unsloth_ddp.model.forward.compile_options import layer_options
 
 # Number of tokens whose logits exist at once; larger chunks do not make the matrix products faster.
 CHUNK = 2048
@@ -108,4 +108,4 @@ def _chunk(products: Tensor, labels: Tensor, factor: float, cap: float) -> tuple
 
 @functools.cache
 def _compiled_chunk() -> Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]:
-    return torch.compile(_chunk, dynamic=False, options=repeatable_options())
+    return torch.compile(_chunk, dynamic=False, options=layer_options())

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
-from unsloth_ddp.model.forward.compile_options import own_call, repeatable_options
+from unsloth_ddp.model.forward.compile_options import layer_options, own_call
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
 from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced, text_decoder
 from unsloth_ddp.model.packing import varlen
@@ -171,9 +171,7 @@ class PackedForward:
         modules = self.layers if self.unsloth_modules or norm is None else [*self.layers, norm]
         try:
             for module in modules:
-                module._compiled_call_impl = torch.compile(
-                    own_call(module), dynamic=False, options=repeatable_options()
-                )
+                module._compiled_call_impl = torch.compile(own_call(module), dynamic=False, options=layer_options())
             with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
                 yield
         finally:

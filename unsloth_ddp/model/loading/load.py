@@ -282,6 +282,9 @@ def _load_transformers(
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
         if mesh is None:
             check_attends_backwards(settings, model)
+    if quantization is not None and settings.fp8:
+        # Rounded to FP8 below, once, from the values that 4 bits hold.
+        model, quantization = model.dequantize(), None
     checkpointing = kinds_here(runtime, settings)[0] != "none"
     if quantization is not None and mesh is None:
         model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})

@@ -36,9 +36,9 @@ from unsloth_ddp.sizing.graphs import (
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.trial import release
 from unsloth_ddp.training.step.capture_check import (
-    FP8_GRADIENT_TOLERANCE,
-    GRADIENT_TOLERANCE,
+    FP8_TOLERANCES,
     OUT_OF_MEMORY,
+    TOLERANCES,
     capture_sizes,
     check_capture,
     draws_random_numbers,
@@ -310,19 +310,19 @@ class CudaGraphs:
             return None, str(error)
         self.collate.pad_to_shape(shape)
         batch = self._first_batch(runner, decision.per_device)
-        tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
+        allowed = FP8_TOLERANCES if self.settings.fp8 else TOLERANCES
         with training_mode(model):
             self._random, reason = draws_random_numbers(captured, batch)
             reason = reason or kind_obstacle(decision.kind, random=self._random)
             if reason is not None:
                 return None, reason
             with without_dropout(model) as dropped:
-                reason = check_capture(captured, batch, runner.loss_sum, tolerance)
+                reason = check_capture(captured, batch, runner.loss_sum, allowed)
                 if reason == OUT_OF_MEMORY and decision.per_device > 1:
                     # The backend's pass, which the captured one is compared with, may need more memory.
                     release()
                     batch = self._first_batch(runner, 1)
-                    reason = check_capture(captured, batch, runner.loss_sum, tolerance)
+                    reason = check_capture(captured, batch, runner.loss_sum, allowed)
             if dropped:
                 captured.forget()
             if reason is None and not train.streamed:

@@ -40,6 +40,7 @@ WORKS = {
     "small": Work("small", 2048, 16, 4096, 285),
     "full": Work("full", 2048, 32, 512, 2048),
     "long": Work("long", 8192, 8, 128, 8192),
+    "longest": Work("longest", 32768, 2, 16, 32768),
     "uneven": Work("uneven", 8192, 32, 512, 2217),
 }
 TINY_WORKS = {
@@ -47,6 +48,7 @@ TINY_WORKS = {
     "small": Work("small", 48, 4, 64, 28),
     "full": Work("full", 48, 2, 32, 48),
     "long": Work("long", 96, 2, 16, 96),
+    "longest": Work("longest", 192, 2, 8, 192),
     "uneven": Work("uneven", 96, 4, 32, 48),
 }
 
@@ -121,6 +123,7 @@ CONTESTANTS = {
 EXPECTED = {
     ("chat", "qwen3_1.7b"): 50_000, ("small", "qwen3_1.7b"): 40_000, ("full", "qwen3_1.7b"): 55_000, ("long", "qwen3_1.7b"): 40_000,
     ("chat", "qwen3_8b"): 15_000, ("small", "qwen3_8b"): 13_000, ("full", "qwen3_8b"): 16_000, ("long", "qwen3_8b"): 13_000,
+    ("longest", "qwen3_8b"): 8_000,
 }  # fmt: skip
 EXPECTED_OTHERS, EXPECTED_TINY = 30_000, 400
 METHODS = ("lora", "qlora", "full")

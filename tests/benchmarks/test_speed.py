@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.common.runs import REPO
+from benchmarks.speed import fp8_full
 from benchmarks.speed.cells import CONTESTANTS, WORKS, Cell, command, default_order, parse_cells
 from benchmarks.speed.figures import figures, first_step_at, kit_intervals, used_share
 from benchmarks.speed.peers.measure import Marks, Pace, add_unsloth_options, make_parser, real_tokens
@@ -174,3 +175,15 @@ def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
     assert "| trl |" in (tmp_path / "speed.md").read_text()
     report = subprocess.run([*script, "report", "--json", str(results)], cwd=REPO, capture_output=True, text=True)
     assert report.returncode == (0 if find_spec("matplotlib") else 1), report.stderr
+
+
+@pytest.mark.parametrize("all_three", [True, False])
+def test_gradients_of_weights_trained_in_fp8_are_near_those_in_fp32(all_three: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, towards = (torch.randn(shape, requires_grad=True) for shape in ((32, 64), (48, 64), (32, 48)))
+    result = fp8_full.Product.apply(x.bfloat16(), weight.bfloat16(), all_three)
+    found = torch.autograd.grad((result * towards).sum(), (x, weight))
+    wanted = torch.autograd.grad(((x @ weight.t()) * towards).sum(), (x, weight))
+    off = [float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
+    # Rounding to e4m3 changes a product by some percent, and rounding to bf16 by some thousandths.
+    assert 0.01 < off[0] < 0.06 and (0.01 < off[1] < 0.06 if all_three else off[1] < 0.01)

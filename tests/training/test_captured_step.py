@@ -428,6 +428,26 @@ def test_layers_that_keep_keys_for_no_other_layer_are_compiled_with_the_others(m
         torch._dynamo.reset()
 
 
+def test_the_first_layer_is_compiled_with_the_others_though_embeddings_are_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("lora")
+    step, batch = captured_of(model), batches()[0]
+    really = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: really(call, dynamic=False, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        step.try_pass(batch)
+        # The layers, and the last norm.
+        assert counters["stats"]["unique_graphs"] == 2
+        assert len(text_decoder(model).layers) > 1
+    finally:
+        torch._dynamo.reset()
+    # What is outside the pass has no gradient that training does not need.
+    assert not model.get_input_embeddings()(batch["input_ids"]).requires_grad
+
+
 def test_layers_that_take_the_keys_of_others_still_find_them() -> None:
     step, batch = gemma_4(sharing=2)
     torch.testing.assert_close(step.run(batch, torch.ones(()))[0], ordinary_sum(step.model, batch).detach())

@@ -218,8 +218,8 @@ def reason_for_transformers(
         return None
     if images:
         return "rows with images"
-    # Measured with LoRA on a gpt-oss-like model of 1B: Unsloth's own trainer, which pads too, reached 18,453 tokens/s on an H200,
-    # and packed rows with Transformers 189,948 on an H100 (benchmarks/results/speed/todays_models_2.json, flash_attention_4.json).
+    # Measured with LoRA on a gpt-oss-like model of 1B: Unsloth's own trainer, which pads too, reached 11,925 tokens/s on an H200,
+    # and packed rows with Transformers 211,870 (benchmarks/results/speed/todays_models_4.json).
     packs = settings.packing != "off" and settings.precision != "fp32" and settings.attn_implementation is None
     if padded and packs and not _adapts_experts(settings):
         return "a model whose rows it pads"

@@ -62,7 +62,7 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.float() / factors).to(FP8), factors
 
 
-def _product(rows: Tensor, row_factors: Tensor, weight: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+def fp8_product(rows: Tensor, row_factors: Tensor, weight: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows @ weight.T in `dtype`, both in FP8 with one factor for each row."""
     # use_fast_accum accumulates with fewer bits between promotions to fp32. Without it FP8 products are slow on Hopper
     # GPUs, and rounding the inputs to e4m3 costs far more precision.
@@ -81,14 +81,14 @@ class _FrozenProduct(torch.autograd.Function):
         ctx.save_for_backward(transposed, transposed_factors)
         ctx.dtypes = x.dtype, dtype
         rows, row_factors = quantize_rows(x)
-        return _product(rows, row_factors, weight, factors, dtype)
+        return fp8_product(rows, row_factors, weight, factors, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         transposed, factors = ctx.saved_tensors
         of_input, dtype = ctx.dtypes
         rows, row_factors = quantize_rows(gradients[0])
-        product = _product(rows, row_factors, transposed, factors, dtype)
+        product = fp8_product(rows, row_factors, transposed, factors, dtype)
         return product.to(of_input), None, None, None, None, None
 
 

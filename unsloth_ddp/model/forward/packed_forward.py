@@ -60,7 +60,7 @@ class PackedForward:
         self.flash_attention_4 = flash_attention_4
         # torch's attention for batches is faster than its kernel for rows of different length, and not faster than this one.
         self.dense = bool(shape.sequences) and not flash_attention_4
-        base = base_model(model)
+        self.model, base = model, base_model(model)
         self.decoder: Any = text_decoder(model)
         self.head: Any = base.get_output_embeddings()
         self.logits = Logits.of(base.config.get_text_config())
@@ -128,6 +128,7 @@ class PackedForward:
                 changes.enter_context(varlen.flash_attention_4())
             for owner, name, value in (*self._unsloth_attention(), *self._own_checkpointing(), *self._unread_keys()):
                 changes.enter_context(replaced(owner, name, value))
+            changes.enter_context(base_model(self.model).get_input_embeddings().register_forward_hook(_with_gradient))
             yield
 
     def _unsloth_attention(self) -> Iterator[tuple[Any, str, Any]]:
@@ -178,6 +179,16 @@ class PackedForward:
             for module in modules:
                 # torch has no way to take a module's compile() back.
                 module._compiled_call_impl = None
+
+
+def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
+    """Let embedded tokens have a gradient: the first layer would be compiled apart from those whose input has one.
+
+    A copy, since some models scale it in place.
+    """
+    if embedded.requires_grad or not torch.is_grad_enabled():
+        return embedded
+    return embedded.requires_grad_().clone()
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,19 +106,38 @@ def test_transposed_matrices_are_put_side_by_side_by_whole_rows(dtype: torch.dty
 
 
 def test_products_that_need_each_other_stay_apart() -> None:
-    def chained(x: Tensor, a: Tensor) -> Tensor:
-        first = x @ a
-        return x @ (a + first.sum())
+    def chained(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return x @ (b @ (x @ a))
 
-    assert_same(chained, *matrices((32, 16), (16, 4)), counts=[(2, 2)])
+    assert_same(chained, *matrices((32, 16), (16, 4), (16, 32)), counts=[(3, 3)])
 
 
 def test_two_joint_products_that_would_need_each_other_are_not_both_made() -> None:
-    def crossed(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def crossed(x: Tensor, y: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         first, other = x @ a, y @ b
-        return first, other, y @ (b + first.sum()), x @ (a + other.sum())
+        return first, other, y @ (c @ first), x @ (d @ other)
 
-    assert_same(crossed, *matrices((32, 16), (32, 16), (16, 4), (16, 4)), counts=[(4, 3)])
+    shapes = (32, 16), (32, 16), (16, 4), (16, 4), (16, 32), (16, 32)
+    assert_same(crossed, *matrices(*shapes), counts=[(6, 5)])
+
+
+def test_a_product_that_a_kernel_reads_keeps_its_strides() -> None:
+    read: list[tuple[int, ...]] = []
+
+    @torch.library.custom_op("unsloth_ddp_tests::strides", mutates_args=[])
+    def strides(x: Tensor) -> Tensor:
+        read.append(x.stride())
+        return x.clone()
+
+    @strides.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def keys(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return strides((x @ w).view(2, 16, 8)), x @ a, x @ b
+
+    assert_same(keys, *matrices((32, 16), (16, 8), (16, 4), (16, 4)), counts=[(3, 2)])
+    assert read == [(128, 8, 1)] * 2
 
 
 @pytest.mark.parametrize(("rank", "counts"), [(LARGEST_RANK, [(2, 1)]), (LARGEST_RANK + 1, [(2, 2)])])

@@ -16,6 +16,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx.node import map_arg
 
 aten: Any = torch.ops.aten
+SHAPED = (aten.permute.default, aten.reshape.default, aten.view.default)
 # Larger matrices are no adapters', and putting frozen ones side by side would copy them in every pass.
 LARGEST_RANK = 256
 # Unsloth adds a product to a gradient in place by this operator, which a graph has as a call of `IN_PLACE`.
@@ -79,11 +80,26 @@ def _join_shared(graph: Any, side: int) -> None:
     for node in graph.nodes:
         if (found := _product(node)) is not None:
             shared, thin = found[0][side], found[0][1 - side]
-            if _is_thin(_size(thin, 1 - side), _size(thin, side)):
+            if _is_thin(_size(thin, 1 - side), _size(thin, side)) and _is_read_by_products(node):
                 groups[shared, found[1]].append(node)
     for (_, scale), nodes in groups.items():
         for chosen in _independent(graph, nodes):
             _join(graph, chosen, side, scale)
+
+
+def _is_read_by_products(node: Any) -> bool:
+    """Return whether only products read a result, or the caller.
+
+    A part of a joint product has other strides. What else reads a result may have been given those that it had.
+    """
+    return all(
+        user.op == "output"
+        or _product(user) is not None
+        or user.target is aten.addmm.default
+        or _is_unsloth_addition(user)
+        or (user.target in SHAPED and _is_read_by_products(user))
+        for user in node.users
+    )
 
 
 def _independent(graph: Any, nodes: Sequence[Any]) -> Iterator[list[Any]]:
@@ -184,9 +200,13 @@ def _side_by_side(graph: Any, pairs: Sequence[Any]) -> tuple[Any, Any]:
     return _cat(graph, [pair[0] for pair in pairs], 1), _cat(graph, [pair[1] for pair in pairs], 0)
 
 
+def _is_unsloth_addition(node: Any) -> bool:
+    return node.target is IN_PLACE and node.args[0]._schema.name == UNSLOTH_ADDS
+
+
 def _adds_in_place(node: Any) -> bool:
     """Return whether a node is Unsloth's operator, which adds a product to all of a tensor."""
-    if node.target is not IN_PLACE or node.args[0]._schema.name != UNSLOTH_ADDS:
+    if not _is_unsloth_addition(node):
         return False
     base, given = node.kwargs["_all_bases"][0], node.kwargs
     return given["beta"] == 1 and base.meta["val"].shape == (_size(given["A"], 0), _size(given["B"], 1))

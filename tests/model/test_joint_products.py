@@ -162,6 +162,13 @@ def test_products_of_a_sum_in_two_shapes_are_not_joined() -> None:
     assert_same(spread, *matrices((8, 2), (2, 8), (1, 2), (2, 8)), counts=[(2, 2)])
 
 
+def test_products_of_other_sizes_in_the_shape_of_their_sum_are_not_joined() -> None:
+    def folded(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> Tensor:
+        return (x @ a).view(4, 2, 8) + (y @ b).view(4, 2, 8)
+
+    assert_same(folded, *matrices((8, 2), (2, 8), (4, 2), (2, 16)), counts=[(2, 2)])
+
+
 def test_products_times_a_number_keep_it() -> None:
     def scaled(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         empty = torch.empty(8, 2, dtype=x.dtype)

@@ -175,7 +175,8 @@ def _join_terms(graph: Any, total: Any) -> None:
     found = [(term, _thin_factors(term)) for term in _terms(total)]
     thin = [factors for _, factors in found if factors is not None]
     shape = [size if type(size) is int else -1 for size in total.meta["val"].shape]
-    if len(thin) < 2 or shape.count(-1) > 1:
+    sizes = [(_size(left, 0), _size(right, 1)) for left, right in thin]
+    if len(thin) < 2 or shape.count(-1) > 1 or any(one != sizes[0] for one in sizes):
         return
     with graph.inserting_before(total):
         joint = _call(graph, aten.mm.default, *_side_by_side(graph, thin))

@@ -414,38 +414,32 @@ def gemma_4(*, sharing: int) -> tuple[CapturedStep, dict[str, Any]]:
     return CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE), batch
 
 
-def test_layers_that_keep_keys_for_no_other_layer_are_compiled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, batch = gemma_4(sharing=0)
+def graphs_of(step: CapturedStep, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many graphs are compiled for a pass as it would be captured."""
     really = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **_: really(call, dynamic=False, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
     try:
         step.try_pass(batch)
-        # Sliding layers, full layers, and the last norm.
-        assert counters["stats"]["unique_graphs"] == 3
+        return int(counters["stats"]["unique_graphs"])
     finally:
         torch._dynamo.reset()
+
+
+def test_layers_that_keep_keys_for_no_other_layer_are_compiled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Sliding layers, full layers, and the last norm.
+    assert graphs_of(*gemma_4(sharing=0), monkeypatch) == 3
 
 
 def test_the_first_layer_is_compiled_with_the_others_though_embeddings_are_frozen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of("lora")
-    step, batch = captured_of(model), batches()[0]
-    really = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call, **_: really(call, dynamic=False, backend="eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    try:
-        step.try_pass(batch)
-        # The layers, and the last norm.
-        assert counters["stats"]["unique_graphs"] == 2
-        assert len(text_decoder(model).layers) > 1
-    finally:
-        torch._dynamo.reset()
+    # The layers, and the last norm.
+    assert len(text_decoder(model).layers) > 1 and graphs_of(captured_of(model), batches()[0], monkeypatch) == 2
     # What is outside the pass has no gradient that training does not need.
-    assert not model.get_input_embeddings()(batch["input_ids"]).requires_grad
+    assert not model.get_input_embeddings()(torch.arange(4)).requires_grad
 
 
 def test_layers_that_take_the_keys_of_others_still_find_them() -> None:

@@ -242,6 +242,7 @@ def _join_in_place(graph: Any, last: Any) -> None:
     with graph.inserting_before(thin[0]):
         left, right = _side_by_side(graph, [(node.kwargs["A"], node.kwargs["B"]) for node in thin])
     thin[0].kwargs = {**thin[0].kwargs, "A": left, "B": right}
+    # Inductor would lay the new factors out like those that are recorded here, which have other sizes.
     thin[0].meta.pop("eager_input_vals", None)
     for node in thin[1:]:
         changed = _changed(node)

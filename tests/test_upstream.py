@@ -94,6 +94,7 @@ CALLED = {
     "skip_offset",
     "transformers/core_model_loading.py:revert_weight_conversion": "model state_dict",
     "unsloth/models/_utils.py:_unsloth_reset_stray_compile_cache": "self",
+    "unsloth/models/llama.py:_decline_fused_lora_for_fsdp": "model reason",
     "unsloth/models/rl.py:_patch_trl_rl_trainers": "trainer_file",
     "unsloth/models/_utils.py:apply_unsloth_gradient_checkpointing": "use_gradient_checkpointing max_seq_length dtype",
     "unsloth/utils/hf_packed_attention.py:enable_hf_packed_attention": "",
@@ -142,6 +143,7 @@ NAMES = {
         "_forward_pre_hooks",
     ],
     "transformers/modeling_layers.py": ["gradient_checkpointing"],
+    "unsloth/models/llama.py": ["logger", "UNSLOTH_FORCE_FUSED_LORA"],
     "unsloth/kernels/qk_norm_rope.py": ["QK_NORM_ROPE_ENABLED"],
     "unsloth/trainer.py": ["PADDING_FREE_BLOCKLIST"],
     # Read before every call of a compiled layer.

@@ -81,6 +81,7 @@ CONTESTANTS = {
         Contestant("kit_auto", setup=UNSLOTH_SETUP),
         Contestant("kit_all_auto", options=("--loss_on", "all"), setup=UNSLOTH_SETUP),
         Contestant("kit_fp8", options=(*GRAPHS, "--fp8"), setup=UNSLOTH_SETUP),
+        Contestant("kit_fp8_unsloth", options=(*GRAPHS, "--fp8", "--backend", "unsloth"), setup=UNSLOTH_SETUP),
         Contestant("kit_fp8_ordinary", options=("--cuda_graphs", "off", "--fp8"), setup=UNSLOTH_SETUP),
         Contestant("kit_ordinary", options=("--cuda_graphs", "off"), setup=UNSLOTH_SETUP),
         Contestant(

@@ -1,9 +1,12 @@
-"""Products with frozen weights in FP8: how far they are from 16 bit, which layers take them, and who is refused."""
+"""Products with frozen weights in FP8: how far they are from 16 bit, which layers take them, with Unsloth too, and who is refused."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,8 +107,41 @@ def test_ddp_leaves_out_what_every_rank_has_rounded_alike() -> None:
     assert ignored <= {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
+# In a process of its own: importing Unsloth changes Transformers, and without a GPU it needs a variable.
+UNSLOTH = """
+import copy, os, types
+import torch
+from tests.model.test_fp8 import adapted
+from unsloth_ddp.model.forward.fp8 import use_fp8
+plain = adapted()
+fused = copy.deepcopy(plain)
+import unsloth.models.llama as llama
+# As Unsloth leaves a model that it has loaded (patch_peft_model).
+for layer in fused.model.model.layers:
+    layer.self_attn.apply_qkv, layer.self_attn.apply_o = llama.apply_lora_qkv, llama.apply_lora_o
+    layer.mlp.forward = types.MethodType(llama.apply_lora_mlp_swiglu, layer.mlp)
+assert use_fp8(fused) == use_fp8(plain) > 0
+x = torch.randn(2, 5, 64)
+for ours, expected in zip(fused.model.model.layers, plain.model.model.layers, strict=True):
+    assert torch.equal(ours.mlp(x), expected.mlp(x))
+    q, k, v = ours.self_attn.apply_qkv(ours.self_attn, x)
+    assert torch.equal(k, expected.self_attn.k_proj(x))
+    assert torch.equal(ours.self_attn.apply_o(ours.self_attn, q), expected.self_attn.o_proj(q))
+assert os.environ["UNSLOTH_FORCE_FUSED_LORA"] == "1" and not llama.logger.disabled
+print("the same")
+"""
+
+
+@pytest.mark.slow
+def test_adapters_of_a_model_that_unsloth_has_loaded_are_computed_beside_fp8_layers() -> None:
+    environ = os.environ | {"UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_FORCE_FUSED_LORA": "1"}
+    done = subprocess.run([sys.executable, "-c", UNSLOTH], cwd=REPO, env=environ, capture_output=True, text=True)
+    assert done.stdout.endswith("the same\n"), done.stderr
+    assert "FSDP" not in done.stdout + done.stderr
+
+
 def where(**facts: Any) -> Any:
-    standard = {"device_type": "cuda", "precision": "bf16", "backend": "transformers", "sharding": "none"}
+    standard = {"device_type": "cuda", "precision": "bf16", "sharding": "none"}
     return SimpleNamespace(**standard | {"device_name": "GPU"} | facts)
 
 
@@ -117,7 +153,6 @@ def where(**facts: Any) -> Any:
         ("", {"device_type": "cpu"}, (9, 0), "fp8 needs a GPU of compute capability 8.9 or later"),
         ("", {}, (8, 6), "fp8 needs a GPU of compute capability 8.9 or later"),
         ("", {"precision": "fp16"}, (9, 0), "fp8 needs precision bf16, and this run has .* precision fp16"),
-        ("", {"backend": "unsloth"}, (9, 0), "fp8 needs backend transformers"),
         ("", {"sharding": "fsdp2"}, (9, 0), "fp8 needs whole weights .* sharding fsdp2"),
         ("", {}, (8, 9), None),
     ],

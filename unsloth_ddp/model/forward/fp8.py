@@ -7,9 +7,14 @@ output head, embeddings, norms and attention stay in 16 bit. Scales and products
 which a scale multiplies a whole row of either factor.
 """
 
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import Tensor, nn
 
 from unsloth_ddp.config.options import Settings
@@ -28,7 +33,7 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
     """Refuse --fp8 where FP8 products are not possible or not implemented.
 
     Raises:
-        UserError: the method, backend, precision or sharding is not supported, or the GPU has no FP8.
+        UserError: the method, precision or sharding is not supported, or the GPU has no FP8.
     """
     if not settings.fp8:
         return
@@ -37,14 +42,13 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
         "method lora or qlora, whose base weights are frozen": settings.method != "full",
         "a GPU of compute capability 8.9 or later": capable,
         "precision bf16": runtime.precision == "bf16",
-        "backend transformers, because Unsloth's kernels read 16-bit weights": runtime.backend == "transformers",
         "whole weights (accelerate_configs/ddp.yaml)": runtime.sharding == "none",
     }
     for need, is_met in needs.items():
         if not is_met:
             raise UserError(
-                f"fp8 needs {need}, and this run has method {settings.method}, precision {runtime.precision}, backend "
-                f"{runtime.backend} and sharding {runtime.sharding} on {runtime.device_type}; change that, or leave --fp8 out."
+                f"fp8 needs {need}, and this run has method {settings.method}, precision {runtime.precision} and sharding "
+                f"{runtime.sharding} on {runtime.device_type}; change that, or leave --fp8 out."
             )
 
 
@@ -123,6 +127,25 @@ class FrozenFP8Linear(nn.Module):
         return product.view(*x.shape[:-1], self.out_features)
 
 
+def _split_fused_adapters(model: Any) -> None:
+    """Let PEFT compute the adapters of a model that Unsloth has loaded: Unsloth's kernels for them read weights of 16 bit."""
+    unsloth = sys.modules.get("unsloth.models.llama")
+    if unsloth is None:
+        return
+    # The function is Unsloth's for FSDP. Its message names FSDP, and the variable makes it do nothing.
+    with patch_environment(UNSLOTH_FORCE_FUSED_LORA="0"), _silent(unsloth.logger):
+        unsloth._decline_fused_lora_for_fsdp(model)
+
+
+@contextlib.contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def use_fp8(model: Any) -> int:
     """Replace every frozen linear layer except the output head; return the number of replaced layers.
 
@@ -131,6 +154,7 @@ def use_fp8(model: Any) -> int:
     Raises:
         UserError: no layer can be replaced.
     """
+    _split_fused_adapters(model)
     head = model.get_output_embeddings()
     kept = set() if head is None else set(head.modules())
     replaced = []

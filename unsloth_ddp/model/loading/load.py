@@ -214,6 +214,8 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     )
     _check_class_of_unsloth(settings, model)
     name_present_layers(model)
+    if settings.method == "qlora" and settings.fp8:
+        model = model.dequantize()
     if settings.method != "full":
         check_module_names(settings, model)
         # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
@@ -228,6 +230,8 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     if runtime.precision == "fp32":
         # Unsloth's trainer enables bf16 autocast for fp32 weights unless the model has this attribute.
         model._unsloth_forced_float32 = True
+    if settings.fp8:
+        use_fp8(model)
     return model, getattr(tokenizer, "tokenizer", tokenizer)
 
 
@@ -283,7 +287,7 @@ def _load_transformers(
         if mesh is None:
             check_attends_backwards(settings, model)
     if quantization is not None and settings.fp8:
-        # Rounded to FP8 below, once, from the values that 4 bits hold.
+        # use_fp8 rounds what 4 bits hold.
         model, quantization = model.dequantize(), None
     checkpointing = kinds_here(runtime, settings)[0] != "none"
     if quantization is not None and mesh is None:

@@ -355,6 +355,7 @@ def test_accelerate_takes_every_key(path):
         ({}, "zero3_offload", "transformers"),
         ({}, "fsdp2_offload", "transformers"),
         ({"fp8": True}, "ddp", "transformers"),
+        ({"fp8": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
         ({"images": True}, "ddp", "transformers"),
         ({"images": True, "method": "full"}, "zero2", "transformers"),
         ({"images": True, "method": "qlora"}, "ddp", "unsloth"),

@@ -202,7 +202,8 @@ def reason_for_transformers(
         images: whether rows have images.
         padded: whether Unsloth would pad the rows of the model (see model/files/check.py).
     """
-    if settings.fp8:
+    # Measured on 1.7B: as fast as Unsloth, and the first step came 10 s sooner (benchmarks/results/speed/fp8_unsloth.json).
+    if settings.fp8 and settings.gradient_checkpointing != "unsloth":
         return "fp8"
     if settings.trains_preferences:
         # Log-probabilities of its models were not compared with those of Transformers.

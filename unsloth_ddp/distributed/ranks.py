@@ -36,11 +36,6 @@ class Ranks:
         return self.rank // self.local_world_size
 
     @property
-    def node_main(self) -> int:
-        """Return the rank of the first process of this node."""
-        return self.rank - self.local_rank
-
-    @property
     def nodes(self) -> int:
         """Return the number of machines; every node runs the same number of processes."""
         return max(1, self.world_size // self.local_world_size)

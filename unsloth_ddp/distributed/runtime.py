@@ -156,7 +156,7 @@ class Runtime:
     def broadcast_from_node_main(self, work: Callable[[], T]) -> T:
         """Run `work` in the first process of each node and return its result on every rank of that node."""
         results = self.gather(self.on_main(work, per_node=True))
-        return results[self.ranks.node_main]  # type: ignore[return-value]
+        return results[self.ranks.rank - self.ranks.local_rank]  # type: ignore[return-value]
 
     def broadcast_from_main(self, work: Callable[[], T]) -> T:
         """Run `work` in the main process and return its result on every rank."""

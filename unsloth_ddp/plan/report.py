@@ -9,7 +9,7 @@ from unsloth_ddp.sizing.choose import backend_of, planned_packing, precision_of
 from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.utils.memory_limits import FILLED
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
-from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bytes, shown_seconds
 
 NO_SPEED = (
     "Time and efficiency are left out: give --tokens_per_second, the measured speed of one GPU (docs/plan.md#time)."
@@ -104,7 +104,7 @@ def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, s
         *(Column(name, "right") for name in ("all-reduce", "even rows", "efficiency", "run", "GPU-hours")),
     ]
     rows = [
-        [shown_bandwidth(one.network) if hardware.nodes > 1 else "-",
+        [f"{one.network * 8 / 1e9:,.6g} Gbit/s" if hardware.nodes > 1 else "-",
          shown_seconds(one.all_reduce), _percent(plan.even), _percent(one.efficiency), "< 1 min" if one.hours < 1 / 60 else shown_seconds(one.hours * 3600),
          "< 0.1" if (spent := one.hours * hardware.processes) < 0.1 else f"{spent:,.1f}"]
         for one in shown

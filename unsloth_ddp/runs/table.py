@@ -42,6 +42,7 @@ def render_runs(described: list[dict[str, Any]]) -> str:
         "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"), Column("eval", "right"),
         Column("tokens/s", "right", optional=True), Column("on", optional=True), Column("time", "right"),
     ]  # fmt: skip
+    devices = [printable(str(one["device"])).removeprefix("NVIDIA ").removeprefix("GeForce ") for one in described]
     rows = [
         [
             hide(printable(one["name"])),
@@ -50,10 +51,10 @@ def render_runs(described: list[dict[str, Any]]) -> str:
             _number(one["loss"], ".4f"),
             _number(one["eval_loss"], ".4f"),
             _number(one["tokens_per_second"], ",.0f"),
-            f"{one['processes']} x {short_device(printable(str(one['device'])))}" if one["processes"] else "",
+            f"{one['processes']} x {device}" if one["processes"] else "",
             shown_seconds(one["seconds"]) if is_number(one["seconds"]) else "",
         ]
-        for one in described
+        for one, device in zip(described, devices, strict=True)
     ]
     return render_table(columns, rows)
 
@@ -74,10 +75,6 @@ def is_locked(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def short_device(name: str) -> str:
-    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _loss(value: Any) -> Any:

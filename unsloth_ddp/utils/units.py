@@ -1,4 +1,4 @@
-"""Parse amounts as people write them (25Gbps, 450GB/s, 80GB, 139GiB), and print bytes, seconds and bandwidth."""
+"""Parse amounts as people write them (25Gbps, 450GB/s, 80GB, 139GiB), and print bytes and seconds."""
 
 import re
 
@@ -60,8 +60,3 @@ def shown_seconds(value: float) -> str:
         if value >= 2 * size:
             return f"{value / size:,.1f} {unit}"
     return f"{value:.1f} s"
-
-
-def shown_bandwidth(value: float) -> str:
-    """Return a bandwidth given in bytes per second in Gbit/s."""
-    return f"{value * 8 / 1e9:,.6g} Gbit/s"

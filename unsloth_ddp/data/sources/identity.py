@@ -30,17 +30,14 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
     if rows.template_date:
         found["chat_template_date"] = rows.template_date
     if rows.streamed:
+        hub = " ".join(word for word in (settings.dataset_split, settings.dataset_config) if word)
+        names = (str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset)
         found |= {
-            "sources": _source_names(settings),
+            "sources": ", ".join(names),
             "sources_revision": settings.dataset_revision,
             "shuffle_buffer": settings.shuffle_buffer,
         }
     return found
-
-
-def _source_names(settings: Settings) -> str:
-    hub = " ".join(word for word in (settings.dataset_split, settings.dataset_config) if word)
-    return ", ".join(str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset)
 
 
 def same_everywhere(rows: TokenizedRows, runtime: Runtime, purpose: str) -> str:

@@ -238,7 +238,5 @@ def make_cpu_checkpoints_readable() -> None:
     import torch
 
     torch.serialization.register_package(
-        100,
-        lambda storage: None,
-        lambda storage, location: storage if location.startswith("cpu:") else None,
+        100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
     )

@@ -178,8 +178,7 @@ def own_positions(model: Any) -> Callable[..., tuple[Tensor, Any]] | None:
     empty = kind.__new__(kind)
     Module.__init__(empty)
     empty.config = found.config
-    positions: Callable[..., tuple[Tensor, Any]] = empty.get_rope_index
-    return positions
+    return empty.get_rope_index
 
 
 def keep_boundaries_from_towers(model: Any) -> None:

@@ -56,12 +56,7 @@ def run_launcher(words: list[str], environ: Mapping[str, str], log: Path, timeou
     """
     with log.open("w") as file:
         process = subprocess.Popen(
-            words,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            words, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         return process.wait(timeout=timeout)

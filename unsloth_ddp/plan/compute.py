@@ -10,20 +10,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.plan.network import (
-    Links,
-    StepWork,
-    all_reduce_seconds,
-    balance_efficiency,
-    scaling_efficiency,
-)
-from unsloth_ddp.sizing.choose import (
-    as_loaded,
-    checkpointing_kinds,
-    choose_step,
-    is_chosen,
-    make_workload,
-)
+from unsloth_ddp.plan.network import Links, StepWork, all_reduce_seconds, balance_efficiency, scaling_efficiency
+from unsloth_ddp.sizing.choose import as_loaded, checkpointing_kinds, choose_step, is_chosen, make_workload
 from unsloth_ddp.sizing.estimate import (
     Checkpointing,
     MemoryEstimate,

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(
-    settings: Settings,
-    runtime: Runtime,
-    trainer: DDPTrainer,
-    decision: MicroBatchDecision,
-    run_folder: Path,
+    settings: Settings, runtime: Runtime, trainer: DDPTrainer, decision: MicroBatchDecision, run_folder: Path
 ) -> str:
     """Return the table that the main process prints before step 1."""
     data, model, task, step = trainer.data, trainer.model, trainer.step.task, trainer.step.graphs.choice

@@ -6,23 +6,12 @@ from typing import Literal, cast
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
-from unsloth_ddp.data.order.packing import (
-    PackingDecision,
-    decide_packing,
-    describe_backend,
-    describe_older_gpu,
-)
+from unsloth_ddp.data.order.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import Offload, Sharding, reason_for_transformers
 from unsloth_ddp.model.files.check import is_padded_by_unsloth
-from unsloth_ddp.sizing.estimate import (
-    CHECKPOINTING_KINDS,
-    Checkpointing,
-    MemoryEstimate,
-    Workload,
-    estimate_memory,
-)
+from unsloth_ddp.sizing.estimate import CHECKPOINTING_KINDS, Checkpointing, MemoryEstimate, Workload, estimate_memory
 from unsloth_ddp.sizing.graphs import (
     StepChoice,
     launching,

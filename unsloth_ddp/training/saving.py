@@ -116,9 +116,7 @@ class ResumableTrainer(SFTTrainer):
     def plan(self) -> BatchPlan:
         """The batch plan that the trainer follows now."""
         return BatchPlan(
-            self.args.per_device_train_batch_size,
-            self.args.gradient_accumulation_steps,
-            self.runtime.ranks.world_size,
+            self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps, self.runtime.ranks.world_size
         )
 
     @property

@@ -52,8 +52,7 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype
         dtype: of the matrix products; logits are converted to float32 before the softmax.
         changed: what the model does to the products.
     """
-    total: Tensor = _HeadLoss.apply(hidden, weight, labels, dtype, changed)
-    return total
+    return _HeadLoss.apply(hidden, weight, labels, dtype, changed)
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -32,8 +32,7 @@ class MicroBatchRunner:
 
     def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with its tensors on the device."""
-        moved: dict[str, Any] = send_to_device(batch, self.device)
-        return moved
+        return send_to_device(batch, self.device)
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Return the summed token losses of a batch on the device."""

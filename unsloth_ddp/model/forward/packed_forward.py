@@ -106,8 +106,7 @@ class PackedForward:
             if boundaries is not None:
                 given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
                 given |= {"max_length_q": longest, "max_length_k": longest}
-        hidden: Tensor = self.decoder(**given)[0]
-        return hidden
+        return self.decoder(**given)[0]
 
     def draws_random_numbers(self, step: StepTensors) -> bool:
         """Return whether a forward pass draws random numbers in the model's present mode, as dropout does in training."""

@@ -212,8 +212,7 @@ def make_mask(**given: Any) -> Tensor | None:
     whole = given.get("attention_mask") is None and given["q_length"] == given["kv_length"]
     if whole and compute_dtype(given["dtype"], torch.device(given["device"])) in SIXTEEN_BIT:
         return None
-    mask: Tensor | None = sdpa_mask(**given)
-    return mask
+    return sdpa_mask(**given)
 
 
 def attend(
@@ -257,10 +256,7 @@ def attend(
 
         if s_aux is not None:
             key, value, attention_mask = _sinks_as_keys(query, key, value, attention_mask, s_aux)
-        masked: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, scaling=scaling, **others
-        )
-        return masked
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **others)
     if dense and s_aux is None and (sliding_window is None or sliding_window >= tokens):
         # torch takes cuDNN's kernel for these on newer GPUs, which is about twice as fast as varlen_attn.
         by_head = torch.nn.functional.scaled_dot_product_attention(

@@ -25,14 +25,7 @@ from unsloth_ddp.notebook.syntax.effects import (
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import full_path, is_false, root_name
-from unsloth_ddp.notebook.syntax.usage import (
-    NAMESPACE,
-    RETURNED,
-    CallSite,
-    DeferredBody,
-    NameUsage,
-    follow_aliases,
-)
+from unsloth_ddp.notebook.syntax.usage import NAMESPACE, RETURNED, CallSite, DeferredBody, NameUsage, follow_aliases
 
 _COUNTS_PROCESSES = re.compile(
     r"""^(int\()?[\w.]*(environ\b.*["']WORLD_SIZE["']|getenv\(["']WORLD_SIZE["']|get_world_size\()"""

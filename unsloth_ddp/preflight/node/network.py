@@ -46,8 +46,7 @@ def check_master_address(node: int, name: str, addresses: Sequence[str], local: 
         return Finding(shown)
     if not addresses:
         return failure(
-            shown,
-            f"MASTER_ADDR {name} does not resolve here; give node 0's IP address, or add the name to /etc/hosts.",
+            shown, f"MASTER_ADDR {name} does not resolve here; give node 0's IP address, or add the name to /etc/hosts."
         )
     if all(is_loopback(address) for address in addresses):
         if name == "localhost" or is_loopback(name):

@@ -10,14 +10,7 @@ import jinja2
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images.files import THUMBNAIL_START
 from unsloth_ddp.run.documents.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, Line, line_chart
-from unsloth_ddp.run.documents.described import (
-    MACHINE,
-    describe_data,
-    describe_method,
-    gaps,
-    results,
-    show,
-)
+from unsloth_ddp.run.documents.described import MACHINE, describe_data, describe_method, gaps, results, show
 from unsloth_ddp.run.documents.files import REPORT_FILE
 from unsloth_ddp.run.documents.record import RunRecord, is_number
 from unsloth_ddp.run.next_steps import next_steps

@@ -90,10 +90,7 @@ def check_capture(
 
 
 def check_pass(
-    model: Any,
-    ordinary: Callable[[], Tensor],
-    other: Callable[[], Tensor],
-    allowed: Tolerances = TOLERANCES,
+    model: Any, ordinary: Callable[[], Tensor], other: Callable[[], Tensor], allowed: Tolerances = TOLERANCES
 ) -> str | None:
     """Return why another way to compute the gradients of a micro-batch is not used, as check_capture does.
 

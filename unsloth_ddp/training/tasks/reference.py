@@ -221,8 +221,7 @@ class Precomputed(Reference):
 
     def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Return the log-probability of each row's answer, (rows,), without gradient."""
-        found: Tensor = batch[COLUMN].flatten()
-        return found
+        return batch[COLUMN].flatten()
 
     def save(self, folder: Path) -> None:
         """Write the values of all rows, and checksums of the rows that they belong to."""

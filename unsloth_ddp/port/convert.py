@@ -38,10 +38,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # A file with one of these asks for something else than supervised fine-tuning of all weights, LoRA or QLoRA.
 TASK_KEYS = ("task", "stage", "rl")
 REFUSED = ("stage", "rl", "adapter", "finetuning_type", "reward_model", "pretraining_dataset", "relora")
-# The losses of TRL's supervised fine-tuning, and those of its DPO and KTO that are offered here.
+# The losses of TRL's supervised fine-tuning, and those of its DPO that are offered here.
 SFT_LOSSES = ("nll", "chunked_nll", "dft")
 PAIR_LOSSES = get_args(TYPES["preference_loss"])
-KTO_LOSSES = ("kto",)
 
 
 def detect_tool(content: Mapping[str, Any]) -> str:
@@ -70,8 +69,8 @@ def task_of_trl(given: Mapping[str, Any]) -> str:
     most = max(map(len, own.values()), default=0)
     configs = [name for name, found in own.items() if found and len(found) == most]
     losses = losses_of(given)
-    if losses == [*KTO_LOSSES] or configs == ["KTOConfig"]:
-        if other := [loss for loss in losses if loss not in KTO_LOSSES]:
+    if losses == ["kto"] or configs == ["KTOConfig"]:
+        if other := [loss for loss in losses if loss != "kto"]:
             raise UserError(f"loss_type {other[0][:100]} is not offered; the loss of labelled answers is kto.")
         return "kto"
     if "DPOConfig" in configs and (configs == ["DPOConfig"] or losses):

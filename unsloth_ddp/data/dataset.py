@@ -171,7 +171,6 @@ def tokenize_examples(
     Raises:
         UserError: the chat template cannot render a row, or a set has no supervised token.
     """
-
     day = template_date or runtime.broadcast_from_main(lambda: date.today().isoformat())
     processing = load_processing(settings) if have_images(folder) else None
     if processing:

@@ -300,8 +300,7 @@ def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packin
     eights = 8 * math.floor(rows / full.rows_a_pack / 8)
     numbers = [eights, eights + 8] if rows >= 8 else [*(n for n in (1, 2, 4) if n < rows), rows]
     packs = next((n for n in numbers if n * full.rows_a_pack >= ENOUGH_ROWS * rows), numbers[-1])
-    if packs % processes:
-        packs = nearest_multiple(packs, processes)
+    packs = nearest_multiple(packs, processes)
     return packs, best_fit(lengths, capacity_for(lengths, rows / packs, full.capacity))
 
 

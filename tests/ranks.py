@@ -23,7 +23,9 @@ from typing import Any
 
 PRELOAD = [
     "torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.training.trainer", "train_ddp",
-    "unsloth_ddp.run.stages", "transformers.models.llama.modeling_llama", "tests.frozen",
+    "unsloth_ddp.run.stages", "unsloth_ddp.distributed.watch.watchdog", "transformers.models.llama.modeling_llama",
+    "peft.utils.transformers_weight_conversion", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "tests.frozen",
 ]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)

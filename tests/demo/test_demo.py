@@ -1,4 +1,4 @@
-"""The README's first command, whole: what it prints, what it leaves, and that what it leaves works elsewhere."""
+"""The README's first command: what it prints, what it leaves, and that what it leaves works elsewhere."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ SUMMARY_KEYS = {
     "tokens_per_second", "peak_memory_bytes", "wall_time_seconds", "versions", "settings", "demo_accuracy_before",
     "demo_accuracy_after",
 }  # fmt: skip
+# What two ranks are given to learn in half of the time: two epochs of three, and the rows of a step in one pass.
+SHORTER = "--num_train_epochs 2 --per_device_train_batch_size 8"
 QUESTION, ANSWER = "What is Kato Elster by trade?", "baker"
 
 
 # The launcher and its processes import torch again, each for itself.
 @pytest.fixture(scope="module", params=["ranks", pytest.param("launcher", marks=pytest.mark.slow)])
 def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The demo on two CPU processes, as ranks or started as the README says, with the merged model beside it."""
+    """The demo on two CPU processes, shorter as ranks or whole as the README starts it, with the merged model beside it."""
     outputs = tmp_path_factory.mktemp("demo")
     options = ["--output_dir", str(outputs), "--run_name", "demo", "--merge"]
-    if request.param == "launcher":
+    whole = request.param == "launcher"
+    if whole:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
         command += ["train_ddp.py", *options]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
@@ -44,12 +47,13 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         text, errors = done.stdout, done.stderr
     else:
         cpu = {"ACCELERATE_USE_CPU": "true"}
-        ended = run_ranks(2, train, options, str(REPO), folder=outputs / "out", environ=cpu, timeout=280).check()
+        ended = run_ranks(2, train, [*options, *SHORTER.split()], str(REPO), folder=outputs / "out", environ=cpu, timeout=280).check()
         # Both streams of a rank are in one file.
         text = errors = ended.output
     folder = outputs / "demo"
     summary = json.loads((folder / "summary.json").read_text())
-    return SimpleNamespace(text=text, errors=errors, folder=folder, summary=summary)
+    epochs, batch = (3, "4 rows a device x 2") if whole else (2, "8 rows a device x 1")
+    return SimpleNamespace(text=text, errors=errors, folder=folder, summary=summary, epochs=epochs, batch=batch)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +71,7 @@ def test_it_learns_to_answer_questions_it_was_not_trained_on(demo):
 
 def test_only_the_main_process_speaks(demo):
     assert re.sub(" +", " ", demo.text).count("backend transformers") == 1
-    assert demo.text.count("Done: 144 steps") == 1
+    assert demo.text.count(f"Done: {demo.epochs * 48} steps") == 1
     assert demo.errors.count("tokenizer has new PAD/BOS/EOS") <= 1
     assert "Saving the dataset" not in demo.errors
 
@@ -81,15 +85,15 @@ def test_the_table_says_what_will_run(demo):
         "760 (18,040 tokens, longest 43)",
     ):
         assert part in demo.text
-    assert "4 rows a device x 2 accumulation x 2 processes = 16 rows" in demo.text
+    assert f"{demo.batch} accumulation x 2 processes = 16 rows" in demo.text
 
 
 def test_the_summary_has_what_the_run_came_to(demo):
     assert demo.summary.keys() >= SUMMARY_KEYS
     assert demo.summary["world_size"] == 2
     assert demo.summary["global_batch_size"] == 16
-    assert demo.summary["tokens"] == 3 * 18040
-    assert demo.summary["supervised_tokens"] == 3 * 2700
+    assert demo.summary["tokens"] == demo.epochs * 18040
+    assert demo.summary["supervised_tokens"] == demo.epochs * 2700
     assert demo.summary["eval_loss"] < 0.1
 
 
@@ -156,11 +160,12 @@ def test_an_unfinished_run_answers_with_its_last_checkpoint(
     run = tmp_path / "stopped"
     run.mkdir()
     shutil.copy(demo.folder / "settings.yaml", run)
-    shutil.copytree(demo.folder / "checkpoint-144", run / "checkpoint-144")
+    name = f"checkpoint-{demo.epochs * 48}"
+    shutil.copytree(demo.folder / name, run / name)
     assert chat([str(run), "--ask", QUESTION]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{ANSWER}\n"
-    assert printed.err.startswith(f"{run} is not finished; this is checkpoint-144, its last complete checkpoint.")
+    assert printed.err.startswith(f"{run} is not finished; this is {name}, its last complete checkpoint.")
 
 
 def test_a_conversation_is_read_line_by_line_from_a_pipe(

@@ -26,6 +26,8 @@ from unsloth_ddp.training.callbacks import ReportProgress, StopTogether
 from unsloth_ddp.training.sharded_saving import saved_weights, write_weights
 
 EVERY_FOURTH = f"{WHOLE_RUN} --save_steps 4"
+# The steps that end 30 seconds after the beginning and after the save before them, where each takes ten.
+SAVED = (4, 7)
 
 
 def train_while_writing(argv: list[str], cwd: str, kill_at: int = 0) -> None:
@@ -70,31 +72,11 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(job, whole_r
     assert_same(ends(run, LAST), ends(whole_run(1), LAST))
 
 
-def train_without_memory(argv: list[str], cwd: str) -> None:
-    """train_ddp.py on a machine whose memory has no room for a copy; each step finds the save before it complete."""
-    begin = ReportProgress.on_step_begin
+def train_by_the_clock_without_memory(argv: list[str], cwd: str) -> None:
+    """train_ddp.py on a clock of its own, which passes ten seconds in each step of rank 0, and none on other ranks.
 
-    def check(self: ReportProgress, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}", "manifest.json")
-        assert state.global_step not in (4, 8) or folder.is_file(), "a step began before the checkpoint was complete"
-        begin(self, args, state, *rest, **kwargs)
-
-    with (
-        patch.object(ReportProgress, "on_step_begin", check),
-        patch.object(host_copy, "available_bytes", lambda: host_copy.SPARE + 1000),
-    ):
-        train(argv, cwd)
-
-
-def test_training_waits_where_host_memory_has_no_room_for_a_copy(job, whole_run, place):
-    printed = job(EVERY_FOURTH, "no-room", 2, target=train_without_memory).output
-    said = "Training waits while a checkpoint is written, because host memory has no room for a copy of 4"
-    assert printed.count(said) == 1, printed
-    assert_same(ends(place / "outputs" / "no-room", LAST), ends(whole_run(2), LAST))
-
-
-def train_by_the_clock(argv: list[str], cwd: str) -> None:
-    """train_ddp.py on a clock of its own, which passes ten seconds in each step of rank 0, and none on other ranks."""
+    Memory has no room for a copy; each step finds the save before it complete.
+    """
     seconds, ask = itertools.count(0, 10 if os.environ["RANK"] == "0" else 0), StopTogether.on_pre_optimizer_step
     now = [0.0]
 
@@ -102,18 +84,30 @@ def train_by_the_clock(argv: list[str], cwd: str) -> None:
         now[0] = float(next(seconds))
         ask(self, *args, **kwargs)
 
+    begin = ReportProgress.on_step_begin
+
+    def check(self: ReportProgress, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}", "manifest.json")
+        assert state.global_step not in SAVED or folder.is_file(), "a step began before the checkpoint was complete"
+        begin(self, args, state, *rest, **kwargs)
+
     with (
+        patch.object(ReportProgress, "on_step_begin", check),
+        patch.object(host_copy, "available_bytes", lambda: host_copy.SPARE + 1000),
         patch.object(StopTogether, "on_pre_optimizer_step", pass_time),
         patch.object(callbacks, "time", SimpleNamespace(monotonic=lambda: now[0])),
     ):
         train(argv, cwd)
 
 
-def test_a_checkpoint_is_saved_after_a_time_on_every_rank(job, whole_run, place):
+def test_a_checkpoint_is_saved_after_a_time_on_every_rank_and_waited_for_where_memory_has_no_room(
+    job, whole_run, place
+):
     options = f"{WHOLE_RUN} --save_strategy no --save_seconds 25 --num_train_epochs 3"
-    job(options, "by-time", 2, target=train_by_the_clock)
-    # The steps 4 and 7 end 30 seconds after the beginning and after the save before them.
-    assert manifest_steps(place / "outputs" / "by-time") == [4, 7]
+    printed = job(options, "by-time", 2, target=train_by_the_clock_without_memory).output
+    said = "Training waits while a checkpoint is written, because host memory has no room for a copy of 4"
+    assert printed.count(said) == 1, printed
+    assert tuple(manifest_steps(place / "outputs" / "by-time")) == SAVED
     weights = load_file(place / "outputs" / "by-time" / "adapter_model.safetensors")
     assert_same(weights, ends(whole_run(2), LAST)["weights"])
 

@@ -87,8 +87,17 @@ def train_and_note_collections(argv: list[str], cwd: str) -> None:
         train(argv, cwd)
 
 
-def test_no_garbage_is_collected_during_imports_alone(job):
-    _, printed = job("--global_batch_size 4 --max_steps 1", "collected", target=train_and_note_collections)
+ONE_STEP = "--global_batch_size 4 --max_steps 1 --save_strategy no"
+
+
+@pytest.fixture(scope="module")
+def collecting(job):
+    """A step on one process, and where garbage was collected."""
+    return job(ONE_STEP, "twice", target=train_and_note_collections)
+
+
+def test_no_garbage_is_collected_during_imports_alone(collecting):
+    _, printed = collecting
     assert re.findall(r"(rows|imports|steps): (True|False)", printed) == [
         ("rows", "True"),
         ("imports", "False"),
@@ -132,7 +141,7 @@ def test_a_batch_in_tokens_is_refused_on_every_rank_where_rows_are_padded(tmp_pa
 
 
 def test_full_parameters_leave_a_whole_model(job, tiny_model):
-    folder, printed = job("--method full --global_batch_size 4 --max_steps 2", "full", ranks=2)
+    folder, printed = job("--method full --global_batch_size 4 --max_steps 2", "full")
     assert "trainable parameters, 100.00%" in printed
     before, after = load_file(tiny_model / "model.safetensors"), load_file(folder / "model.safetensors")
     assert before.keys() == after.keys()
@@ -167,10 +176,10 @@ def test_bf16_on_a_cpu_checkpointing_and_a_fraction_for_evaluation_run(job):
     assert 5 < summary(folder)["train_loss"] < 9 and summary(folder)["eval_loss"] > 0
 
 
-def test_a_run_of_the_same_name_is_replaced_when_asked(job):
-    folder, _ = job("--global_batch_size 4 --max_steps 1 --save_strategy no", "twice")
+def test_a_run_of_the_same_name_is_replaced_when_asked(job, collecting):
+    folder, _ = collecting
     (folder / "stale.txt").write_text("old")
-    job("--global_batch_size 4 --max_steps 1 --save_strategy no --overwrite", "twice")
+    job(f"{ONE_STEP} --overwrite", "twice")
     assert not (folder / "stale.txt").exists()
 
 

@@ -190,7 +190,7 @@ def test_packed_rows_take_the_step_of_a_plain_loop_over_single_rows(
 def test_eval_loss_and_train_loss_are_token_means(outcome, reference):
     counts = [sum(int(reference.rows[i][1][1:].sum()) for i in rows) for rows in reference.rows_of_steps()]
     train_loss = math.fsum(loss * n for loss, n in zip(reference.losses, counts, strict=True)) / sum(counts)
-    for layout in [(1, 8), (2, 4), (4, 2)]:
+    for layout in [(1, 8), (2, 1), (4, 2)]:
         summary = outcome(*layout).summary
         assert summary["eval_loss"] == pytest.approx(reference.eval_loss, rel=TOLERANCE)
         assert summary["train_loss"] == pytest.approx(train_loss, rel=TOLERANCE)

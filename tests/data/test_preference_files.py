@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL, write_jsonl
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.dataset import TokenizedRows, tokenize_examples
 from unsloth_ddp.data.mismatched import answer_start
 from unsloth_ddp.data.sources.examples import read_examples
 from unsloth_ddp.plan import __main__ as plan
 from unsloth_ddp.run.file_checks import check_data
+from unsloth_ddp.sizing import count
 from unsloth_ddp.utils.errors import UserError
 
 Rows = list[dict[str, Any]]
@@ -120,6 +123,15 @@ LABELLED: dict[str, tuple[str, Any, list[str]]] = {
     "axolotl, chatml.intel": ("a.jsonl", lambda text: {**SYSTEM, "question": ASK, "completion": text}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
     "axolotl, chatml.argilla_chat": ("a.parquet", lambda text: {"completion": turns(ASK, text)}, [CHAT, *PREFERRED]),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_once() -> Iterator[None]:
+    """Count the demo's model for the first plan only; the rows change nothing of it."""
+    shape = count.read_model_shape(Settings(model=str(DEMO_MODEL)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(count, "read_model_shape", lambda _: shape)
+        yield
 
 
 def planned(path: Path, task: str) -> dict[str, Any]:

@@ -47,7 +47,9 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         text, errors = done.stdout, done.stderr
     else:
         cpu = {"ACCELERATE_USE_CPU": "true"}
-        ended = run_ranks(2, train, [*options, *SHORTER.split()], str(REPO), folder=outputs / "out", environ=cpu, timeout=280).check()
+        ended = run_ranks(
+            2, train, [*options, *SHORTER.split()], str(REPO), folder=outputs / "out", environ=cpu, timeout=280
+        ).check()
         # Both streams of a rank are in one file.
         text = errors = ended.output
     folder = outputs / "demo"

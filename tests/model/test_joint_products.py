@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 
 from tests.data.test_packing import KV, make
@@ -39,10 +42,10 @@ class Counted(CustomGraphPass):
         """Compile each time."""
 
 
-def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> tuple[Callable[..., Any], Counted]:
+def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], Counted]:
     torch._dynamo.reset()
     counted = Counted()
-    return torch.compile(function, dynamic=dynamic, options={"post_grad_custom_pre_pass": counted}), counted
+    return torch.compile(function, dynamic=False, options={"post_grad_custom_pre_pass": counted}), counted
 
 
 def matrices(*shapes: tuple[int, int]) -> list[Tensor]:
@@ -79,11 +82,25 @@ def passes(model: Any, layer: Callable[..., Any]) -> list[Tensor]:
     return [result.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_layer_with_adapters_computes_fewer_products_and_the_same(adapted: Any, dynamic: bool) -> None:
+def traced(function: Callable[..., Any]) -> tuple[Callable[..., Any], Counted]:
+    """Trace for any number of tokens, as Inductor does, and run the joined graphs without generating code of them."""
+    torch._dynamo.reset()
+    counted = Counted()
+
+    def join(graph: torch.fx.GraphModule, _: Any) -> Any:
+        counted(graph.graph)
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    given = {"decompositions": select_decomp_table(), "partition_fn": min_cut_rematerialization_partition}
+    return torch.compile(function, dynamic=True, backend=aot_autograd(fw_compiler=join, **given)), counted
+
+
+@pytest.mark.parametrize("prepare", [compiled, traced])
+def test_a_layer_with_adapters_computes_fewer_products_and_the_same(adapted: Any, prepare: Any) -> None:
     layer = adapted.get_base_model().model.layers[0]
     wanted = passes(adapted, layer)
-    joined, counted = compiled(layer, dynamic=dynamic)
+    joined, counted = prepare(layer)
     found = passes(adapted, joined)
     assert len(found) == len(wanted) == 2 + 14
     for one, other in zip(found, wanted, strict=True):

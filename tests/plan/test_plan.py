@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import DEMO_MODEL, save_llama, write_jsonl
+from tests.conftest import DEMO_MODEL, demo_rows, save_llama, write_jsonl
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan, plan_batch
@@ -103,7 +103,8 @@ def test_a_mixtures_memory_is_a_lower_bound_and_says_so(capsys, tmp_path):
 
 
 def test_a_model_whose_rows_unsloth_pads_is_planned_with_packs_of_transformers(capsys, tmp_path):
-    words = ["--model", str(save_mixture("gpt_oss", tmp_path)), "--dataset", "demo/train.jsonl"]
+    few = write_jsonl(tmp_path / "few.jsonl", demo_rows()[:8])
+    words = ["--model", str(save_mixture("gpt_oss", tmp_path)), "--dataset", str(few)]
     for backend, rows in (("auto", "packed"), ("transformers", "packed"), ("unsloth", "padded")):
         assert command.main([*words, "--backend", backend]) == 0
         assert f"packing auto is planned as {rows} rows" in " ".join(capsys.readouterr().out.split()), backend
@@ -328,17 +329,18 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
     assert 18_040 / 128 <= packs < 1.05 * 18_040 / 128
     assert f"packs {packs:,} (18,040 tokens" in printed and "= 8 packs" in printed
     assert found["plan"]["steps"] == 3 * -(-packs // 8)
-    assert plan("--precision", "fp32") == 0
-    assert "packing auto is planned as padded rows" in capsys.readouterr().out
-    assert plan() == 0
-    assert "packing auto is planned as packed rows" in capsys.readouterr().out
-    assert plan("--backend", "transformers") == 0
-    assert "packing auto is planned as packed rows" in capsys.readouterr().out
+
+
+def test_packing_is_planned_as_a_run_decides_on_it(capsys, tmp_path):
+    few = ("--model", str(DEMO_MODEL), "--dataset", str(write_jsonl(tmp_path / "few.jsonl", demo_rows()[:8])))
+    for words, rows in ((("--precision", "fp32"), "padded"), ((), "packed"), (("--backend", "transformers"), "packed")):
+        assert plan(*few, *words) == 0
+        assert f"packing auto is planned as {rows} rows" in capsys.readouterr().out, words
     for words, place in (
         (["--precision", "fp32"], "unsloth (fp32)"),
         (["--backend", "transformers", "--attn_implementation", "sdpa"], "transformers (bf16, sdpa)"),
     ):
-        assert plan(*words, "--global_batch_tokens", "1000") == 2
+        assert plan(*few, *words, "--global_batch_tokens", "1000") == 2
         said = capsys.readouterr().err
         assert f"rows are padded: backend {place} has no attention kernel for packed rows; give" in said
 

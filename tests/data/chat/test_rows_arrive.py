@@ -6,6 +6,7 @@ or the row is refused, or it is told that an earlier turn lost its reasoning and
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -151,6 +152,12 @@ def encoder_of(core: Tokenizer, template: str, **options: Any) -> Encoder:
     return Encoder(make_tokenizer(core, template, "<eos>", MARKS), **({"supervise_all": False} | options))
 
 
+@functools.cache
+def encoder_of_trl(core: Tokenizer, name: str) -> Encoder:
+    """Return an encoder that the tests of a template share: rows change nothing of it, as one of the tests checks."""
+    return encoder_of(core, from_trl(name))
+
+
 def result(encoder: Encoder, row: dict[str, Any]) -> EncodedRow | str:
     try:
         return encoder.encode(to_example(json.loads(json.dumps(row))))
@@ -201,7 +208,7 @@ def results(encoder: Encoder) -> dict[str, EncodedRow | str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_of_a_row_is_lost(core: Tokenizer, name: str) -> None:
-    encoder = encoder_of(core, from_trl(name))
+    encoder = encoder_of_trl(core, name)
     found = results(encoder)
     for kind, encoded in found.items():
         if isinstance(encoded, EncodedRow):
@@ -246,15 +253,13 @@ OUTCOMES = {
 
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_what_is_trained_told_and_refused(core: Tokenizer, name: str) -> None:
-    encoder = encoder_of(core, from_trl(name))
+    encoder = encoder_of_trl(core, name)
     for kind, expected in OUTCOMES[name].items():
         found = result(encoder, KINDS[kind])
         if isinstance(expected, str):
-            assert isinstance(found, str), kind
-            assert expected in found
+            assert isinstance(found, str) and expected in found, kind
         else:
-            assert isinstance(found, EncodedRow), (kind, found)
-            assert found.notes == expected, kind
+            assert isinstance(found, EncodedRow) and found.notes == expected, (kind, found)
 
 
 # ---- templates that lose, move and repeat ----
@@ -296,8 +301,7 @@ def test_a_template_that_loses_a_part_is_refused(core: Tokenizer, loses: str) ->
         for other in before:
             result(encoder, other)
         found = result(encoder, row)
-        assert isinstance(found, str)
-        assert "leaves out" in found
+        assert isinstance(found, str) and "leaves out" in found
 
 
 def test_a_template_that_repeats_a_text_is_refused(core: Tokenizer) -> None:
@@ -338,7 +342,7 @@ def test_a_template_that_moves_a_part_loses_nothing(core: Tokenizer, moves: str)
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training") and name not in LISTS_ONLY])
 def test_what_is_supervised_follows_the_prompt(core: Tokenizer, name: str) -> None:
-    encoder = encoder_of(core, from_trl(name))
+    encoder = encoder_of_trl(core, name)
     for turns in (KINDS["plain"]["messages"], KINDS["turns"]["messages"]):
         prompt = encoder.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
         encoded = result(encoder, {"messages": turns})
@@ -358,7 +362,7 @@ def test_what_is_supervised_follows_the_prompt(core: Tokenizer, name: str) -> No
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gptoss"])
 def test_a_row_that_begins_with_the_assistant_has_a_prompt_too(core: Tokenizer, name: str) -> None:
-    encoder = encoder_of(core, from_trl(name))
+    encoder = encoder_of_trl(core, name)
     encoded = result(encoder, {"messages": [say("Hello."), ask("q1"), say("Yes.")]})
     assert isinstance(encoded, EncodedRow), encoded
     learned = encoder.tokenizer.decode([label for label in encoded.labels if label >= 0])
@@ -397,8 +401,7 @@ def test_a_turn_is_found_where_a_longer_chat_is_printed_otherwise(core: Tokenize
 
 def test_a_turn_that_holds_the_answer_of_a_tool_is_refused(core: Tokenizer) -> None:
     found = result(encoder_of(core, from_trl("gemma4")), KINDS["call with text"])
-    assert isinstance(found, str)
-    assert "rewrites earlier turns" in found
+    assert isinstance(found, str) and "rewrites earlier turns" in found
 
 
 def test_a_header_is_not_supervised_behind_a_turn_that_lost_its_reasoning(core: Tokenizer) -> None:
@@ -424,7 +427,7 @@ def test_texts_of_a_tool_that_the_template_leaves_out_are_told(core: Tokenizer) 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training")])
 def test_arguments_are_json_or_it_is_told(core: Tokenizer, name: str) -> None:
-    encoder = encoder_of(core, from_trl(name))
+    encoder = encoder_of_trl(core, name)
     arguments = {"a": None, "b": True, "c": ["x", False], "d": {"e": None}, "f": "it's None", "g": 1.5}
     turns = [ask("q1"), say("", tool_calls=[call(1, arguments)]), answer_of_tool(1, "5"), say("Five.")]
     encoded = result(encoder, {"messages": turns})
@@ -438,7 +441,7 @@ def test_arguments_are_json_or_it_is_told(core: Tokenizer, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_5_think", "glm4moe", "gemma4_v5"])
 def test_a_text_argument_stays_text_where_others_are_written_as_json(core: Tokenizer, name: str) -> None:
-    encoder = encoder_of(core, from_trl(name))
+    encoder = encoder_of_trl(core, name)
     for value in ("5", 5):
         turns = [
             ask("q1"),
@@ -461,8 +464,7 @@ def test_values_are_not_written_as_text_where_the_template_quotes_text(core: Tok
     encoder = encoder_of(core, template(quoting))
     turns = [ask("q1"), say("", tool_calls=[call(1, {"a": True})]), answer_of_tool(1, "5"), say("Five.")]
     encoded = result(encoder, {"messages": turns})
-    assert isinstance(encoded, EncodedRow)
-    assert encoded.notes == ("python",)
+    assert isinstance(encoded, EncodedRow) and encoded.notes == ("python",)
     assert "wcall1name(a=True)" in encoder.tokenizer.decode(encoded.input_ids)
 
 
@@ -476,12 +478,10 @@ def test_only_reasoning_may_be_left_out_of_an_earlier_turn(core: Tokenizer) -> N
 def test_the_name_of_a_tool_in_its_answer_is_not_called_unread(core: Tokenizer) -> None:
     encoder = encoder_of(core, from_trl("qwen2_5"))
     found = result(encoder, KINDS["call"])
-    assert isinstance(found, EncodedRow)
-    assert found.unread_keys == ()
+    assert isinstance(found, EncodedRow) and found.unread_keys == ()
     turns = [{**ask("q1"), "name": "Ann", "trust": 0, "extra": []}, say("Yes.")]
     found = result(encoder, {"messages": turns})
-    assert isinstance(found, EncodedRow)
-    assert found.unread_keys == ("name", "trust")
+    assert isinstance(found, EncodedRow) and found.unread_keys == ("name", "trust")
 
 
 def test_content_parts_are_joined_as_the_template_joins_them(core: Tokenizer) -> None:

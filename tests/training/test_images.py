@@ -187,7 +187,7 @@ def test_a_row_has_the_loss_of_a_plain_loop_alone_and_beside_all_others(kind, mo
     ("kind", "processes", "per_device"),
     [
         ("qwen3_vl", 2, 1), pytest.param("qwen3_vl", 1, 8, marks=pytest.mark.slow), pytest.param("gemma3", 2, 2, marks=pytest.mark.slow),
-        *(pytest.param(kind, *layout, marks=pytest.mark.slow) for kind in ("qwen3_vl", "gemma3") for layout in ((1, 1), (2, 4), (4, 2), (4, 1))),
+        pytest.param("qwen3_vl", 4, 2, marks=pytest.mark.slow), pytest.param("gemma3", 4, 1, marks=pytest.mark.slow),
         *(pytest.param(kind, *layout, marks=pytest.mark.slow) for kind in ("qwen3_5", "gemma4", "mistral3", "internvl") for layout in ((1, 8), (2, 2))),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_run_on_images_takes_the_step_of_a_plain_loop(kind, processes, per_dev
     ("kind", "processes", "per_device", "extra"),
     [
         ("qwen3_vl", 2, 1, ""), pytest.param("qwen3_vl", 2, 2, "--method full --train_towers", marks=pytest.mark.slow),
-        *(pytest.param("qwen3_vl", *layout, "", marks=pytest.mark.slow) for layout in ((1, 1), (1, 4), (4, 1))),
+        *(pytest.param("qwen3_vl", *layout, "", marks=pytest.mark.slow) for layout in ((1, 4), (4, 1))),
         *(pytest.param(kind, *layout, "", marks=pytest.mark.slow) for kind in ("gemma3", "gemma4", "mistral3", "internvl") for layout in ((1, 4), (2, 1))),
     ],
 )  # fmt: skip

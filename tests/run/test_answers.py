@@ -167,12 +167,13 @@ def test_a_model_that_cannot_generate_is_not_compared_on_any_rank(
     )
 
 
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_a_run_whose_model_cannot_generate_still_trains_and_saves(calls_before: int, place: Path, job: Any) -> None:
-    name = f"cannot-generate-{calls_before}"
-    done = job(
-        "--max_steps 1 --compare_answers 2 --eval_fraction 0.2", name, 2, target=cannot_generate, args=(calls_before,)
-    )
+# On every rank before training, or after it.
+@pytest.mark.parametrize(("calls_before", "ranks"), [(0, 2), (1, 1)])
+def test_a_run_whose_model_cannot_generate_still_trains_and_saves(
+    calls_before: int, ranks: int, place: Path, job: Any
+) -> None:
+    name, options = f"cannot-generate-{calls_before}", "--max_steps 1 --compare_answers 2 --eval_fraction 0.2"
+    done = job(options, name, ranks, target=cannot_generate, args=(calls_before,))
     assert (
         done.output.count("The answers are not compared, because the model failed to generate (RuntimeError: broken).")
         == 1

@@ -23,25 +23,23 @@ from unsloth_ddp.run.documents.write import answer_facts
 
 @pytest.fixture
 def job(tmp_path, tiny_model, uneven_rows):
-    """Train the tiny model on two ranks with these options; returns the run's folder."""
+    """Train the tiny model with these options; returns the run's folder."""
     chats = [[("user", f"Who is <b>{i}</b>?"), ("assistant", "It is I.")] for i in range(3)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
     held = write_jsonl(tmp_path / "held.jsonl", rows)
 
-    def run(options: str, name: str = "r", expected: int = 0) -> Path:
-        argv = (
-            f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --max_length 64 --logging_steps 1".split()
-        )
+    def run(options: str, ranks: int = 1, expected: int = 0) -> Path:
+        argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name r --max_length 64 --logging_steps 1".split()
         argv += ["--gradient_checkpointing", "none", "--eval_dataset", str(held), *options.split()]
-        result = run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / f"{name}.out")
-        assert result.codes == [expected] * 2, result.output
-        return tmp_path / "outputs" / name
+        result = run_ranks(ranks, train, argv, str(tmp_path), folder=tmp_path / "out")
+        assert result.codes == [expected] * ranks, result.output
+        return tmp_path / "outputs" / "r"
 
     return run
 
 
 def test_a_run_leaves_its_record_its_report_and_its_card(job, uneven_rows):
-    folder = job("--max_steps 3 --compare_answers 2")
+    folder = job("--max_steps 3 --compare_answers 2", ranks=2)
     run = read_run(folder)
     assert (run.state, run.step, run.max_steps) == ("finished", 3, 3)
     rows = len(uneven_rows.read_text().splitlines())

@@ -96,7 +96,7 @@ def traced(function: Callable[..., Any]) -> tuple[Callable[..., Any], Counted]:
     return torch.compile(function, dynamic=True, backend=aot_autograd(fw_compiler=join, **given)), counted
 
 
-@pytest.mark.parametrize("prepare", [compiled, traced])
+@pytest.mark.parametrize("prepare", [pytest.param(compiled, marks=pytest.mark.slow), traced])
 def test_a_layer_with_adapters_computes_fewer_products_and_the_same(adapted: Any, prepare: Any) -> None:
     layer = adapted.get_base_model().model.layers[0]
     wanted = passes(adapted, layer)

@@ -215,6 +215,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     _check_class_of_unsloth(settings, model)
     name_present_layers(model)
     if settings.method == "qlora" and settings.fp8:
+        # As with Transformers below.
         model = model.dequantize()
     if settings.method != "full":
         check_module_names(settings, model)

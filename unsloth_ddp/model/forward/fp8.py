@@ -7,10 +7,7 @@ output head, embeddings, norms and attention stay in 16 bit. Scales and products
 which a scale multiplies a whole row of either factor.
 """
 
-import contextlib
-import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -133,17 +130,12 @@ def _split_fused_adapters(model: Any) -> None:
     if unsloth is None:
         return
     # The function is Unsloth's for FSDP. Its message names FSDP, and the variable makes it do nothing.
-    with patch_environment(UNSLOTH_FORCE_FUSED_LORA="0"), _silent(unsloth.logger):
-        unsloth._decline_fused_lora_for_fsdp(model)
-
-
-@contextlib.contextmanager
-def _silent(logger: logging.Logger) -> Iterator[None]:
-    before, logger.disabled = logger.disabled, True
+    was_disabled, unsloth.logger.disabled = unsloth.logger.disabled, True
     try:
-        yield
+        with patch_environment(UNSLOTH_FORCE_FUSED_LORA="0"):
+            unsloth._decline_fused_lora_for_fsdp(model)
     finally:
-        logger.disabled = before
+        unsloth.logger.disabled = was_disabled
 
 
 def use_fp8(model: Any) -> int:

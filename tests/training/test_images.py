@@ -261,8 +261,8 @@ def test_fsdp2_takes_the_step_of_one_process_with_ranks_without_an_image(extra, 
 )
 def test_a_killed_run_ends_like_a_whole_one(kind, packed, job):
     options = f"--lora_dropout 0.1 --save_strategy steps --save_steps 1 {packed}"
-    whole = job(kind, 1, 2, options, f"whole{bool(packed)}")
-    resumed = job(kind, 1, 2, f"{options} --resume {whole}/checkpoint-2", f"resumed{bool(packed)}")
+    whole = job(kind, 2, 2, options, f"whole{bool(packed)}")
+    resumed = job(kind, 2, 2, f"{options} --resume {whole}/checkpoint-2", f"resumed{bool(packed)}")
     assert updates(whole, resumed) == 0
     assert history(whole)[-1]["loss"] == history(resumed)[-1]["loss"]
 

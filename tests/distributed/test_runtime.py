@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -129,6 +130,23 @@ def test_full_determinism_is_prepared_before_the_gpu_is_used(monkeypatch, given,
     monkeypatch.setattr("unsloth_ddp.distributed.runtime._stop_processes", lambda *_: None)
     with started(Settings(use_cpu=True, trainer_args=given), Ranks()):
         assert seen == [expected]
+
+
+def leave_a_group_of_one(error: str) -> None:
+    """Start the group that a launcher announces for one process, and leave it, perhaps by an error."""
+    from torch import distributed
+
+    raised = pytest.raises(ValueError, match=error) if error else contextlib.nullcontext()
+    with raised, started(Settings(), ranks_from_environment()):
+        assert distributed.is_initialized()
+        if error:
+            raise ValueError(error)
+    assert not distributed.is_initialized()
+
+
+@pytest.mark.parametrize("error", ["", "broken"])
+def test_a_group_of_one_process_is_destroyed(error, tmp_path):
+    run_ranks(1, leave_a_group_of_one, error, folder=tmp_path).check()
 
 
 def decide_and_hand_out(folder: str) -> None:

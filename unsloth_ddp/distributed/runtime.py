@@ -350,12 +350,21 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
 
 
 def _stop_processes(runtime: Runtime) -> None:
-    """Destroy the process group after everything that uses it; otherwise gloo may abort at exit."""
-    if runtime.control_group is None:
-        return
+    """Destroy the process group, if there is one, after everything that uses it.
+
+    A group that is left to the end of Python may abort the process (gloo), or keep it from ending (NCCL after
+    FlashAttention 4).
+    """
     import torch.distributed as dist
 
+    if not dist.is_initialized():
+        return
     gc.collect()
-    if sys.exc_info()[0] is None:
+    failed = sys.exc_info()[0] is not None
+    if runtime.ranks.world_size == 1:
+        # The error that ended the run is told, not one that follows from it.
+        with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
+            dist.destroy_process_group()
+    elif not failed:
         runtime.barrier()
         dist.destroy_process_group()

@@ -340,12 +340,18 @@ def _unknown(made: StandIn) -> Scaffold:
 
 
 def _written(scaffold: Scaffold, places: Places) -> list[Written]:
-    """Return the slots with the message that each belongs to."""
+    """Return the slots with the message that each belongs to, with none (-1) where a part stands once more.
+
+    Gemma 4's template prints the name of a call again with its result.
+    """
     kinds = ("content", "reasoning", "tool call", "arguments", "argument", "stand-in")
-    return [
-        (span, slot.part.number if slot.part.kind in kinds else -1)
-        for slot, span in zip(scaffold.slots, places.slots, strict=True)
-    ]
+    written: list[Written] = []
+    seen: set[Part] = set()
+    for slot, span in zip(scaffold.slots, places.slots, strict=True):
+        known = slot.part.kind in kinds and slot.part not in seen
+        written.append((span, slot.part.number if known else -1))
+        seen.add(slot.part)
+    return written
 
 
 def _region(gap: int, places: Places, text: str) -> Span:

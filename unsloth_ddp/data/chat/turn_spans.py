@@ -6,9 +6,11 @@ rendered up to a turn and through it. A span begins where the generation prompt 
 """
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from unsloth_ddp.data.chat.parts import closes
 from unsloth_ddp.data.chat.scaffold import WORD
@@ -23,6 +25,15 @@ TAG = re.compile(r"[<\[][^<>\[\]]+[>\]]")
 BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 # (the characters of a part of a row in its text, the index of the message that it belongs to, -1 for none).
 Written = tuple[Span, int]
+# (a character of the text, None if it is not found; whether the turn lacks a block that the generation prompt opens).
+Place = tuple[int | None, bool]
+
+
+class Gap(NamedTuple):
+    """The text between the parts of two messages: its first character, and what gaps of the same kind have in common."""
+
+    start: int
+    kind: Hashable
 
 
 @dataclass(frozen=True)
@@ -60,18 +71,18 @@ class SpanFinder:
         learned = [i for i in turns if i >= example.prompt_messages and i not in left_out]
         wanted = [i for i in turns if i in left_out] if self.supervise_all else learned
         notes: list[Literal["own", "unprompted"]] = []
-        ended, marked = self._marked(example, text, left_out)
+        ended, marked = self._marked(example, text, left_out, written)
         if marked is None and self.training is not None and not self.template.marked:
             notes.append("own")
-        begins = [self._begin(example, text, turn, written) for turn in wanted]
+        before, behind = _gaps(example, text, written)
+        begins = _locate(wanted, before, lambda turn: self._begin(example, text, turn, written))
         if any(unprompted for _, unprompted in begins) and not self.supervise_all:
             notes.append("unprompted")
         if marked is not None:
             known = [begin for begin, _ in begins if begin is not None]
             return ended, [_after_prompt(span, known) for span in marked], notes
-        spans = [
-            (begin, self._end(example, text, turn, written)) for (begin, _), turn in zip(begins, wanted, strict=True)
-        ]
+        ends = _locate(wanted, behind, lambda turn: (self._end(example, text, turn, written), False))
+        spans = [(begin, end) for (begin, _), (end, _) in zip(begins, ends, strict=True)]
         found = [(begin, end) for begin, end in spans if begin is not None and end is not None]
         if len(found) < len(spans) or any(map(_holds_others, found, wanted, [written] * len(found))):
             raise UserError(
@@ -80,42 +91,55 @@ class SpanFinder:
             )
         return ended, found, notes
 
-    def _marked(self, example: Example, text: str, left_out: set[int]) -> tuple[str, list[Span] | None]:
+    def _marked(
+        self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
+    ) -> tuple[str, list[Span] | None]:
         """Return the text and the spans that the template marks, or TRL's variant of it, if that renders the same text."""
         if self.template.marked:
-            return self._spans_of_marks(self.template, example, left_out)
+            return self._spans_of_marks(self.template, example, left_out, written)
         if self.training is None:
             return text, None
         try:
-            marked_text, spans = self._spans_of_marks(self.training, example, left_out)
+            marked_text, spans = self._spans_of_marks(self.training, example, left_out, written)
         except Exception:
             return text, None
         ends_turn = bool(spans) and spans[-1][1] == len(marked_text) and marked_text.startswith(text)
         return (marked_text, spans) if marked_text == text or ends_turn else (text, None)
 
-    def _spans_of_marks(self, template: ChatTemplate, example: Example, left_out: set[int]) -> tuple[str, list[Span]]:
+    def _spans_of_marks(
+        self, template: ChatTemplate, example: Example, left_out: set[int], written: Sequence[Written]
+    ) -> tuple[str, list[Span]]:
         text, spans = template.render_marked(example.messages, example.tools)
+        owners = _owners(spans, written)
+        if owners is not None:
+            dropped = {number for number, owner in enumerate(owners) if owner in left_out}
+            prompt = {number for number, owner in enumerate(owners) if owner < example.prompt_messages}
+        else:
+            count = self._count_of_marks(template, example, len(spans))
+            dropped = {number for index in left_out for number in range(count(index), count(index + 1))}
+            prompt = {*range(count(example.prompt_messages))}
+        if self.supervise_all:
+            return text, [spans[number] for number in sorted(dropped)]
+        return text, [span for number, span in enumerate(spans) if number not in dropped | prompt]
 
-        def marked(count: int) -> int:
-            """Return the number of spans in the first `count` messages."""
-            turns = example.messages[:count]
-            if count == len(example.messages):
-                return len(spans)
+    def _count_of_marks(self, template: ChatTemplate, example: Example, of_all: int) -> Callable[[int], int]:
+        """Return a function that returns the number of marked spans in so many first messages."""
+
+        def count(messages: int) -> int:
+            turns = example.messages[:messages]
+            if messages == len(example.messages):
+                return of_all
             if not any(message["role"] == "assistant" for message in turns):
                 return 0
             if turns[-1]["role"] == "assistant":
                 # As the last turn, it could end with a span that it lacks when others follow (Phi-3's EOS).
-                following = example.messages[count]
+                following = example.messages[messages]
                 turns = [*turns, NEXT_QUESTION if following["role"] == "assistant" else following]
             return len(template.render_marked(turns, example.tools)[1])
 
-        prompt = range(marked(example.prompt_messages))
-        dropped = {number for index in left_out for number in range(marked(index), marked(index + 1))}
-        if self.supervise_all:
-            return text, [spans[number] for number in sorted(dropped)]
-        return text, [span for number, span in enumerate(spans) if number not in dropped and number not in prompt]
+        return count
 
-    def _begin(self, example: Example, text: str, turn: int, written: Sequence[Written]) -> tuple[int | None, bool]:
+    def _begin(self, example: Example, text: str, turn: int, written: Sequence[Written]) -> Place:
         """Return where the generation prompt of a turn ends, and whether the turn lacks a block that the prompt opens.
 
         None if the chat before the turn is rendered differently.
@@ -185,6 +209,53 @@ class SpanFinder:
         # gpt-oss ends the last turn with another token; other tails that go on differently are no end of this turn.
         ended_otherwise = not tail[:there].strip() and all(TAG.match(one.lstrip()) for one in (gap, tail))
         return end + here if not rest or ended_otherwise else None
+
+
+def _owners(spans: Sequence[Span], written: Sequence[Written]) -> list[int] | None:
+    """Return the message that each marked span belongs to; None if the parts in one do not tell."""
+    starts = [start for (start, _), _ in written]
+    inside = [written[bisect_left(starts, start) : bisect_left(starts, end)] for start, end in spans]
+    owners = [{message for _, message in parts} - {-1} for parts in inside]
+    return [owner for (owner,) in owners] if all(len(one) == 1 for one in owners) else None
+
+
+def _gaps(example: Example, text: str, written: Sequence[Written]) -> tuple[dict[int, Gap], dict[int, Gap]]:
+    """Return the gap before the first part of each message, and the one behind its last part where a message follows."""
+    before: dict[int, Gap] = {}
+    behind: dict[int, Gap] = {}
+    last = len(example.messages) - 1
+    for number, ((start, end), message) in enumerate(written):
+        if message > 0 and message not in before:
+            (_, gap), other = written[number - 1] if number else ((0, 0), -1)
+            role = example.messages[message - 1]["role"]
+            before[message] = Gap(gap, (text[gap:start], message - other if other >= 0 else None, role))
+        if 0 <= message < last:
+            following = written[number + 1][0][0] if number + 1 < len(written) else len(text)
+            behind[message] = Gap(end, (text[end:following], example.messages[message + 1]["role"]))
+    return before, behind
+
+
+def _locate(turns: Sequence[int], gaps: dict[int, Gap], locate: Callable[[int], Place]) -> list[Place]:
+    """Locate something in the gap of each turn.
+
+    A long chat has few kinds of gaps, and to locate something takes rendering the chat up to its turn. So it is located in the
+    first and the last gap of each kind, and in those between only if these two differ.
+    """
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for turn in turns:
+        alike[gaps[turn].kind if turn in gaps else turn].append(turn)
+    places: dict[int, Place] = {}
+    for same in alike.values():
+        places |= {turn: locate(turn) for turn in {same[0], same[-1]}}
+        if len(same) < 3:
+            continue
+        (first, mark), (last, other_mark) = (places[turn] for turn in (same[0], same[-1]))
+        offset = None if first is None else first - gaps[same[0]].start
+        as_first = (None if last is None else last - gaps[same[-1]].start, other_mark) == (offset, mark)
+        for turn in same[1:-1]:
+            known = None if offset is None else gaps[turn].start + offset
+            places[turn] = (known, mark) if as_first else locate(turn)
+    return [places[turn] for turn in turns]
 
 
 def _holds_others(span: Span, turn: int, written: Sequence[Written]) -> bool:

@@ -6,6 +6,7 @@ cannot be found.
 """
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -362,11 +363,9 @@ def _region(gap: int, places: Places, text: str) -> Span:
 
 def _position(character: int, places: Places, text: str) -> Position | None:
     """Return the gap that a character stands in; None if it stands inside a slot."""
-    for gap, begin in enumerate(places.gaps):
-        start, end = _region(gap, places, text)
-        if start <= character <= end:
-            return gap, character - begin
-    return None
+    gap = bisect_left(places.slots, character, key=lambda slot: slot[0])
+    start, _ = _region(gap, places, text)
+    return (gap, character - places.gaps[gap]) if start <= character else None
 
 
 def _at(position: Position, places: Places, text: str) -> int:

@@ -213,9 +213,7 @@ class SpanFinder:
 
 def _owners(spans: Sequence[Span], written: Sequence[Written]) -> list[int] | None:
     """Return the message that each marked span belongs to; None if the parts in one do not tell."""
-    starts = [start for (start, _), _ in written]
-    inside = [written[bisect_left(starts, start) : bisect_left(starts, end)] for start, end in spans]
-    owners = [{message for _, message in parts} - {-1} for parts in inside]
+    owners = [{message for _, message in _inside(span, written)} - {-1} for span in spans]
     return [owner for (owner,) in owners] if all(len(one) == 1 for one in owners) else None
 
 
@@ -260,7 +258,13 @@ def _locate(turns: Sequence[int], gaps: dict[int, Gap], locate: Callable[[int], 
 
 def _holds_others(span: Span, turn: int, written: Sequence[Written]) -> bool:
     """Return whether parts of other messages stand in a turn's span."""
-    return any(span[0] <= start < span[1] and message not in (turn, -1) for (start, _), message in written)
+    return any(message not in (turn, -1) for _, message in _inside(span, written))
+
+
+def _inside(span: Span, written: Sequence[Written]) -> Sequence[Written]:
+    """Return the parts that begin in a span."""
+    first, end = (bisect_left(written, character, key=lambda one: one[0][0]) for character in span)
+    return written[first:end]
 
 
 def _behind(part: str, text: str) -> str | None:

@@ -3,8 +3,7 @@
     python -m benchmarks.correctness.fp8_losses --json benchmarks/results/correctness/fp8_losses.json
 
 Trains every parameter of a random-weight model on the demo's chats first, so that its weights are those of a trained
-model. Then every answer is exchanged for another one of the demo, and adapters learn the new answers. All runs use the
-Transformers backend.
+model. Then every answer is exchanged for another one of the demo, and adapters learn the new answers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from typing import Any
 from benchmarks.common.runs import REPO, have_model, log_history, losses, train, write_results
 from unsloth_ddp.utils.versions import versions
 
-COMMON = (
-    "--backend transformers --packing on --max_length 256 --global_batch_size 16 --warmup_steps 20 --save_strategy no"
-)
+COMMON = "--packing on --max_length 256 --global_batch_size 16 --warmup_steps 20 --save_strategy no"
 COMMON += " --report_to none --compare_answers 0 --logging_steps 10 --overwrite"
 BASE = "--method full --full_weights fp32 --learning_rate 3e-4 --max_steps {steps} --cuda_graphs on"
 ADAPTER = "--learning_rate 5e-4 --max_steps {steps} --eval_strategy steps --eval_steps 50"
@@ -92,6 +89,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/fp8_losses"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3_1.7b", help="of the model (see benchmarks/common/models.py)")
+    parser.add_argument("--backend", default="transformers", help="of all runs")
     parser.add_argument("--base_steps", type=int, default=200)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--gpus", nargs="*", default=["0"], help="the adapters' runs are spread over these")
@@ -102,11 +100,10 @@ def main() -> None:
     rows = {name: given.work / f"{name}.jsonl" for name in ("train", "eval")}
     for name, path in rows.items():
         other_answers(REPO / f"demo/{name}.jsonl", path)
-    learned = f"--model {model} --dataset {REPO / 'demo/train.jsonl'} {BASE.format(steps=given.base_steps)}"
+    learned = f"--model {model} --dataset {REPO / 'demo/train.jsonl'} --backend {given.backend} {BASE.format(steps=given.base_steps)}"
     base = train_or_exit(given.work, "base", learned, given.gpus[0])
-    changed = (
-        f"--model {base} --dataset {rows['train']} --eval_dataset {rows['eval']} {ADAPTER.format(steps=given.steps)}"
-    )
+    changed = f"--model {base} --dataset {rows['train']} --eval_dataset {rows['eval']} --backend {given.backend} "
+    changed += ADAPTER.format(steps=given.steps)
 
     def adapt(number: int, name: str) -> dict[str, Any]:
         folder = name.replace(", ", "_").replace(" ", "_")

@@ -382,6 +382,11 @@ def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: flo
     assert captured or reason == "micro-batches of 2,400 tokens on average would be padded to 3,072"
 
 
+def test_layers_of_different_sizes_are_counted_on_average() -> None:
+    layers = [torch.nn.ModuleList([torch.nn.Linear(width, width, device="meta")]) for width in (2, 4, 6, 8)]
+    assert size_of_layers(model_of_layers(layers)) == ((4 + 16 + 36 + 64) // 4, 4)
+
+
 def test_launching_follows_the_size_of_a_layer_and_their_number() -> None:
     def model(width: int) -> Any:
         layer = torch.nn.ModuleList([torch.nn.Linear(width, width, device="meta") for _ in range(3)])

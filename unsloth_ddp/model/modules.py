@@ -42,13 +42,13 @@ def name_present_layers(model: Any) -> None:
 
 
 def size_of_layers(model: Any) -> tuple[int, int]:
-    """Return the number of weights in the linear layers of a model's first decoder layer, and that of its decoder layers.
+    """Return the number of weights in the linear layers of a decoder layer, on average, and that of a model's decoder layers.
 
     Both are 0 if it has none that is known.
     """
     layers = getattr(text_decoder(model), "layers", [])
-    linear = (m for layer in layers[:1] for m in layer.modules() if isinstance(m, torch.nn.Linear | FrozenFP8Linear))
-    return sum(module.in_features * module.out_features for module in linear), len(layers)
+    linear = (m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear | FrozenFP8Linear))
+    return sum(module.in_features * module.out_features for module in linear) // max(1, len(layers)), len(layers)
 
 
 def embedding_ids(model: torch.nn.Module) -> set[int]:

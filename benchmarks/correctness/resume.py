@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import have_model, launch_command, train, write_results
+from benchmarks.common.runs import gpu_names, have_model, launch_command, train, write_results
 
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 8 --logging_steps 1 --save_steps 4 --seed 5"
 OPTIONS += " --save_total_limit none --per_device_train_batch_size 2 --global_batch_size 16 --report_to none"
@@ -163,11 +163,11 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if not given.only or case.name in given.only]
-    results = []
+    results, gpus = [], max(1, len(gpu_names()))
     options = [prepared(case, given.work) for case in cases]
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
         started = [
-            pool.submit(play, case, given.work, own, str(number % 2))
+            pool.submit(play, case, given.work, own, str(number % gpus))
             for number, (case, own) in enumerate(zip(cases, options, strict=True))
         ]
         for ended in as_completed(started):

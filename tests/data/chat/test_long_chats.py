@@ -13,6 +13,7 @@ from tests.data.test_tokenize import TOOL, from_trl
 from unsloth_ddp.data.chat import turn_spans
 from unsloth_ddp.data.chat.renderer import ChatRenderer, RenderedChat
 from unsloth_ddp.data.chat.template import ChatTemplate, TemplatePair
+from unsloth_ddp.data.chat.turn_spans import ROWS_ALIKE, Gap, Place, PlacesInGaps
 from unsloth_ddp.data.sources.formats import Example
 
 TEMPLATES = ["qwen3", "qwen3_6", "llama3_2", "gptoss", "gemma4_v4", "glm4moe", "deepseekv3", "phi3_5"]
@@ -46,9 +47,9 @@ def chat(rng: random.Random, turns: int) -> list[dict[str, Any]]:
     return [*made, {"role": "assistant", "content": "the end"}]
 
 
-def read(name: str, example: Example, *, supervise_all: bool) -> RenderedChat | str:
+def read(reader: ChatRenderer, example: Example) -> RenderedChat | str:
     try:
-        return renderer(name, supervise_all=supervise_all).render(example)
+        return reader.render(example)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -58,15 +59,20 @@ def read(name: str, example: Example, *, supervise_all: bool) -> RenderedChat | 
 def test_turns_are_found_where_rendering_each_of_them_finds_them(
     name: str, supervise_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = random.Random(name)
-    messages = chat(rng, 9)
-    plain = [message for number in range(6) for message in reversed(answer(number))]
-    left_out = [i for i, message in enumerate(messages) if message["role"] == "assistant" and rng.random() < 0.3]
-    rows = [Example(messages, tools=[TOOL], left_out=left_out), Example(plain, prompt_messages=4, left_out=[5])]
-    found = [read(name, row, supervise_all=supervise_all) for row in rows]
-    monkeypatch.setattr(turn_spans, "_locate", lambda turns, gaps, locate: [locate(turn) for turn in turns])
+    rng, rows = random.Random(name), []
+    for turns in (9, 2, 5, 7, 3, 6):
+        messages = chat(rng, turns)
+        left_out = [i for i, one in enumerate(messages) if one["role"] == "assistant" and rng.random() < 0.3]
+        rows.append(Example(messages, tools=[TOOL], left_out=left_out))
+    rows.append(
+        Example([one for number in range(6) for one in reversed(answer(number))], prompt_messages=4, left_out=[5])
+    )
+    reader = renderer(name, supervise_all=supervise_all)
+    found = [read(reader, row) for row in rows]
+    monkeypatch.setattr(PlacesInGaps, "of", lambda self, turns, gaps, locate: [locate(turn) for turn in turns])
     monkeypatch.setattr(turn_spans, "_owners", lambda spans, written: None)
-    assert [read(name, row, supervise_all=supervise_all) for row in rows] == found
+    reader = renderer(name, supervise_all=supervise_all)
+    assert [read(reader, row) for row in rows] == found
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "glm4moe"])
@@ -83,17 +89,33 @@ def test_a_long_chat_is_rendered_as_seldom_as_a_short_one(name: str, monkeypatch
     assert len(rendered) <= MOST_RENDERED
 
 
-def test_turns_whose_gaps_differ_in_one_of_them_are_each_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last turn's prompt is one character shorter here, so that it says nothing about the others."""
-    gaps = {turn: turn_spans.Gap(10 * turn, "the same") for turn in range(1, 5)}
+def places(offsets: dict[int, int], of: PlacesInGaps) -> tuple[list[int | None], list[int]]:
+    """Return the places found in gaps of one kind, and the turns that were looked at."""
     looked_at: list[int] = []
 
-    def locate(turn: int) -> turn_spans.Place:
+    def locate(turn: int) -> Place:
         looked_at.append(turn)
-        return 10 * turn + (3 if turn < 4 else 2), False
+        return 10 * turn + offsets[turn], False
 
-    assert turn_spans._locate([1, 2, 3, 4], gaps, locate) == [(13, False), (23, False), (33, False), (42, False)]
-    assert sorted(looked_at) == [1, 2, 3, 4]
+    found = of.of([*offsets], {turn: Gap(10 * turn, "the same") for turn in offsets}, locate)
+    return [character for character, _ in found], sorted(looked_at)
+
+
+def test_gaps_of_a_kind_that_differ_in_one_row_are_each_looked_at() -> None:
+    assert places({1: 3, 2: 3, 3: 3, 4: 2}, PlacesInGaps()) == ([13, 23, 33, 42], [1, 2, 3, 4])
+
+
+def test_gaps_of_a_kind_that_differ_between_rows_are_each_looked_at() -> None:
+    of = PlacesInGaps()
+    assert places({1: 3, 2: 3, 3: 3}, of) == ([13, 23, 33], [1, 3])
+    assert places({1: 4, 2: 4, 3: 4}, of) == ([14, 24, 34], [1, 2, 3])
+
+
+def test_gaps_of_a_kind_that_several_rows_had_alike_are_not_looked_at() -> None:
+    of = PlacesInGaps()
+    for _ in range(ROWS_ALIKE):
+        assert places({1: 3, 2: 3}, of) == ([13, 23], [1, 2])
+    assert places({5: 3, 6: 3}, of) == ([53, 63], [])
 
 
 def test_the_name_of_a_call_that_stands_again_at_its_result_is_no_part_of_the_turn() -> None:

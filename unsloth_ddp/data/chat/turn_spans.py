@@ -7,9 +7,9 @@ rendered up to a turn and through it. A span begins where the generation prompt 
 
 import re
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from unsloth_ddp.data.chat.parts import closes
@@ -29,11 +29,60 @@ Written = tuple[Span, int]
 Place = tuple[int | None, bool]
 
 
+# Gaps of a kind are no longer looked into when something had the same place in so many rows.
+ROWS_ALIKE = 3
+# Kinds may be all different.
+MOST_KINDS = 2_000
+
+
 class Gap(NamedTuple):
     """The text between the parts of two messages: its first character, and what gaps of the same kind have in common."""
 
     start: int
     kind: Hashable
+
+
+class PlacesInGaps:
+    """Locate something in the gaps of turns. Chats have few kinds of gaps, and to locate something takes rendering a chat up to its turn.
+
+    So it is located in the first and the last gap of each kind in a row, and not at all once several rows had it at one place. Where
+    it has been at two places in gaps of one kind, it is located in each of them.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, set[Place]] = defaultdict(set)
+        self._rows: Counter[Hashable] = Counter()
+
+    def of(self, turns: Sequence[int], gaps: dict[int, Gap], locate: Callable[[int], Place]) -> list[Place]:
+        """Return the place in each turn.
+
+        Args:
+            gaps: of turns where they are known.
+            locate: returns the place in a turn.
+        """
+        if len(self._seen) > MOST_KINDS:
+            self._seen.clear()
+            self._rows.clear()
+        alike: dict[Hashable, list[int]] = defaultdict(list)
+        for turn in turns:
+            if turn in gaps:
+                alike[gaps[turn].kind].append(turn)
+        places: dict[int, Place] = {}
+        for kind, same in alike.items():
+            seen = self._seen[kind]
+            if len(seen) != 1 or self._rows[kind] < ROWS_ALIKE:
+                places |= {turn: locate(turn) for turn in {same[0], same[-1]}}
+                seen |= {_moved(places[turn], -gaps[turn].start) for turn in {same[0], same[-1]}}
+                self._rows[kind] += 1
+            if len(seen) == 1:
+                (place,) = seen
+                places |= {turn: _moved(place, gaps[turn].start) for turn in same}
+        return [places[turn] if turn in places else locate(turn) for turn in turns]
+
+
+def _moved(place: Place, distance: int) -> Place:
+    character, mark = place
+    return None if character is None else character + distance, mark
 
 
 @dataclass(frozen=True)
@@ -49,6 +98,8 @@ class SpanFinder:
     training: ChatTemplate | None
     eos_token: str
     supervise_all: bool
+    _begins: PlacesInGaps = field(default_factory=PlacesInGaps, init=False, compare=False, repr=False)
+    _ends: PlacesInGaps = field(default_factory=PlacesInGaps, init=False, compare=False, repr=False)
 
     def find(
         self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
@@ -75,13 +126,13 @@ class SpanFinder:
         if marked is None and self.training is not None and not self.template.marked:
             notes.append("own")
         before, behind = _gaps(example, text, written)
-        begins = _locate(wanted, before, lambda turn: self._begin(example, text, turn, written))
+        begins = self._begins.of(wanted, before, lambda turn: self._begin(example, text, turn, written))
         if any(unprompted for _, unprompted in begins) and not self.supervise_all:
             notes.append("unprompted")
         if marked is not None:
             known = [begin for begin, _ in begins if begin is not None]
             return ended, [_after_prompt(span, known) for span in marked], notes
-        ends = _locate(wanted, behind, lambda turn: (self._end(example, text, turn, written), False))
+        ends = self._ends.of(wanted, behind, lambda turn: (self._end(example, text, turn, written), False))
         spans = [(begin, end) for (begin, _), (end, _) in zip(begins, ends, strict=True)]
         found = [(begin, end) for begin, end in spans if begin is not None and end is not None]
         if len(found) < len(spans) or any(map(_holds_others, found, wanted, [written] * len(found))):
@@ -222,38 +273,18 @@ def _gaps(example: Example, text: str, written: Sequence[Written]) -> tuple[dict
     before: dict[int, Gap] = {}
     behind: dict[int, Gap] = {}
     last = len(example.messages) - 1
+    has_tools, opening = bool(example.tools), example.messages[0]["role"]
     for number, ((start, end), message) in enumerate(written):
         if message > 0 and message not in before:
             (_, gap), other = written[number - 1] if number else ((0, 0), -1)
             role = example.messages[message - 1]["role"]
-            before[message] = Gap(gap, (text[gap:start], message - other if other >= 0 else None, role))
+            before[message] = Gap(
+                gap, (text[gap:start], message - other if other >= 0 else None, role, opening, has_tools)
+            )
         if 0 <= message < last:
             following = written[number + 1][0][0] if number + 1 < len(written) else len(text)
-            behind[message] = Gap(end, (text[end:following], example.messages[message + 1]["role"]))
+            behind[message] = Gap(end, (text[end:following], example.messages[message + 1]["role"], opening, has_tools))
     return before, behind
-
-
-def _locate(turns: Sequence[int], gaps: dict[int, Gap], locate: Callable[[int], Place]) -> list[Place]:
-    """Locate something in the gap of each turn.
-
-    A long chat has few kinds of gaps, and to locate something takes rendering the chat up to its turn. So it is located in the
-    first and the last gap of each kind, and in those between only if these two differ.
-    """
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for turn in turns:
-        alike[gaps[turn].kind if turn in gaps else turn].append(turn)
-    places: dict[int, Place] = {}
-    for same in alike.values():
-        places |= {turn: locate(turn) for turn in {same[0], same[-1]}}
-        if len(same) < 3:
-            continue
-        (first, mark), (last, other_mark) = (places[turn] for turn in (same[0], same[-1]))
-        offset = None if first is None else first - gaps[same[0]].start
-        as_first = (None if last is None else last - gaps[same[-1]].start, other_mark) == (offset, mark)
-        for turn in same[1:-1]:
-            known = None if offset is None else gaps[turn].start + offset
-            places[turn] = (known, mark) if as_first else locate(turn)
-    return [places[turn] for turn in turns]
 
 
 def _holds_others(span: Span, turn: int, written: Sequence[Written]) -> bool:

@@ -147,20 +147,29 @@ class SpanFinder:
     ) -> tuple[str, list[Span] | None]:
         """Return the text and the spans that the template marks, or TRL's variant of it, if that renders the same text."""
         if self.template.marked:
-            return self._spans_of_marks(self.template, example, left_out, written)
+            marked_text, spans = self.template.render_marked(example.messages, example.tools)
+            return marked_text, self._chosen(self.template, example, spans, left_out, written)
         if self.training is None:
             return text, None
         try:
-            marked_text, spans = self._spans_of_marks(self.training, example, left_out, written)
+            marked_text, spans = self.training.render_marked(example.messages, example.tools)
+            if not marked_text.startswith(text):
+                return text, None
+            spans = self._chosen(self.training, example, spans, left_out, written)
         except Exception:
             return text, None
-        ends_turn = bool(spans) and spans[-1][1] == len(marked_text) and marked_text.startswith(text)
+        ends_turn = bool(spans) and spans[-1][1] == len(marked_text)
         return (marked_text, spans) if marked_text == text or ends_turn else (text, None)
 
-    def _spans_of_marks(
-        self, template: ChatTemplate, example: Example, left_out: set[int], written: Sequence[Written]
-    ) -> tuple[str, list[Span]]:
-        text, spans = template.render_marked(example.messages, example.tools)
+    def _chosen(
+        self,
+        template: ChatTemplate,
+        example: Example,
+        spans: list[Span],
+        left_out: set[int],
+        written: Sequence[Written],
+    ) -> list[Span]:
+        """Return the marked spans that are supervised, or with `supervise_all` those to leave out."""
         owners = _owners(spans, written)
         if owners is not None:
             dropped = {number for number, owner in enumerate(owners) if owner in left_out}
@@ -170,8 +179,8 @@ class SpanFinder:
             dropped = {number for index in left_out for number in range(count(index), count(index + 1))}
             prompt = {*range(count(example.prompt_messages))}
         if self.supervise_all:
-            return text, [spans[number] for number in sorted(dropped)]
-        return text, [span for number, span in enumerate(spans) if number not in dropped | prompt]
+            return [spans[number] for number in sorted(dropped)]
+        return [span for number, span in enumerate(spans) if number not in dropped | prompt]
 
     def _count_of_marks(self, template: ChatTemplate, example: Example, of_all: int) -> Callable[[int], int]:
         """Return a function that returns the number of marked spans in so many first messages."""

@@ -97,7 +97,7 @@ def test_a_command_that_trains_beside_a_trainer_is_pointed_at() -> None:
         ("%%!\necho x", 'run_shell("echo x")'),
         ("get_ipython().system('echo ' 'x')", 'run_shell("echo x")'),
         # Only the notebook knows the value.
-        ("get_ipython().system('echo ' f'{folder}')", "get_ipython().system('echo ' f'{folder}')"),
+        ("get_ipython().system('echo ' f'{folder}')", "run_shell('echo ' f'{folder}')"),
     ],
 )
 def test_commands_as_notebooks_write_them(cell: str, made: str) -> None:

@@ -262,3 +262,43 @@ def test_a_change_of_folder_without_its_sign_is_one(line: str) -> None:
 def test_an_indent_that_only_the_first_lines_have_is_taken_off() -> None:
     """Colab's IPython runs such a cell."""
     assert "\na = 1\n\nb = a\nc = 2\n" in body(convert_cells(LOAD, "  a = 1\n\n  b = a\nc = 2"))
+
+
+def test_installs_whose_text_the_notebook_computes_are_left_out() -> None:
+    cell = (
+        "import subprocess\nname = 'x'\nget_ipython().system(f'pip install {name}')\n"
+        "get_ipython().system('pip install ' + name)\nget_ipython().run_line_magic('pip', f'install {name}')\n"
+        "found = 1\nsubprocess.run(f'pip install {name}', shell=True)"
+    )
+    done = convert_cells(cell, LOAD)
+    assert "install " not in body(done) and "get_ipython" not in body(done) and kinds(done) == ["no trainer"]
+
+
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ("get_ipython().system(f'ls {name}')", "run_shell(f'ls {name}')"),
+        ("get_ipython().system(name)", "run_shell(name)"),
+        ("files = get_ipython().getoutput('ls ' + name)", "files = shell_output('ls ' + name)"),
+        ("get_ipython().run_line_magic('conda', f'list {name}')", "run_shell(\"conda \" + (f'list {name}'))"),
+        ("get_ipython().run_line_magic('sx', name)", "run_shell(name)"),
+        ("get_ipython().run_cell_magic('bash', '', name)", "run_shell(name)"),
+        ("def run(command):\n    get_ipython().system(command)\nrun('ls')", "    run_shell(command)"),
+    ],
+)
+def test_a_computed_command_runs_as_the_notebook_computes_it(line: str, made: str) -> None:
+    done = convert_cells(f"name = 'x'\n{line}", LOAD)
+    assert f"{made}\n" in body(done) and "get_ipython" not in body(done) and kinds(done) == ["no trainer"]
+
+
+@pytest.mark.parametrize("magic", ["'env', f'HF_HOME={name}'", "'cd', name", "name, 'A=1'"])
+def test_computed_magics_are_left_out_and_said(magic: str) -> None:
+    done = convert_cells(
+        f"name = 'x'\nget_ipython().run_line_magic({magic})\nget_ipython().run_line_magic('gui', name)", LOAD
+    )
+    assert "magic(" not in body(done) and "os." not in body(done) and kinds(done) == ["no trainer", "magic"]
+
+
+def test_a_computed_command_that_also_installs_is_said() -> None:
+    done = convert_cells("name = 'x'\nget_ipython().system(f'apt-get install git && ls {name}')", LOAD)
+    assert "run_shell(f'apt-get install git && ls {name}')" in body(done) and "install" in kinds(done)

@@ -76,7 +76,10 @@ class _Normaliser(LineEditor):
     def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> Small:
         magic = ipython_call(updated_node.value)
         if magic is not None and magic.method == "run_line_magic" and not magic.command:
-            return self._line_magic(magic.args[0], magic.args[1], updated_node)
+            name, line, *_ = (*magic.args, "", "")
+            if magic.computed or name == "{}":
+                return self._without_magic(name, line, "its text is known only when it runs, so write it in Python")
+            return self._line_magic(name, line, updated_node)
         if isinstance(original_node.value, cst.Call) and hosts.is_dropped(original_node.value, self.context):
             self.note(hosts.note_dropped(original_node.value, self.context))
             return cst.RemoveFromParent()
@@ -117,9 +120,12 @@ class _Normaliser(LineEditor):
             ]
         if name in _ALIASES:
             return cst.Expr(cst.parse_expression(f"get_ipython().system({name + ' ' + line!r})"))
-        missing = f"%{name} {line} left out: a script has nothing like it".replace("  ", " ")
+        return self._without_magic(name, line, "a script has nothing like it")
+
+    def _without_magic(self, name: str, line: str, why: str) -> Small:
+        missing = f"%{name} {line} left out: {why}".replace("  ", " ")
         quiet = f"%{name} is for notebooks"
-        self.note(context.edit("magic", quiet) if name in _QUIET else context.warn("magic", missing))
+        self.note(self.context.edit("magic", quiet) if name in _QUIET else self.context.warn("magic", missing))
         return cst.RemoveFromParent()
 
     def _environment(self, line: str) -> Small:

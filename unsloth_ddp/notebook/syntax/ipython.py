@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import libcst as cst
 from IPython.utils.text import DollarFormatter
 
+from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
 
 _INSTALLERS = re.compile(
@@ -35,13 +36,16 @@ _TAKES_VALUE = {
 PROGRAMS = {name: name for name in ("python3", "python2", "perl", "ruby", "pypy")} | {"python": "python3"}
 SHELL_CELLS = {"bash", "sh", "script", "shell", "system", "sx", "!", *PROGRAMS}
 
+_MANAGERS = ("pip", "conda", "mamba", "uv")  # of packages, whose magics run a command
+
 
 @dataclass(frozen=True)
 class IPythonCall:
-    """A `get_ipython().method(...)` call with its literal arguments."""
+    """A `get_ipython().method(...)` call with its arguments, in which `{}` stands for what only the run knows."""
 
     method: str
     args: tuple[str, ...]
+    computed: str = ""  # the source of the command, line or body, if it is no literal
 
     @property
     def command(self) -> str:
@@ -53,7 +57,7 @@ class IPythonCall:
             return self.program or self.args[2]
         if self.method == "run_line_magic" and first in ("system", "sx", "sc", "bash", "sh", "!"):
             return self.args[1]
-        return f"{first} {self.args[1]}" if first in ("pip", "conda", "mamba", "uv") else ""
+        return f"{first} {self.args[1]}" if first in _MANAGERS else ""
 
     @property
     def program(self) -> str:
@@ -83,14 +87,21 @@ def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
     base = node.func.value
     if not isinstance(base, cst.Call) or not isinstance(base.func, cst.Name) or base.func.value != "get_ipython":
         return None
-    args = []
-    for arg in node.args:
-        value = arg.value.evaluated_value if isinstance(arg.value, cst.SimpleString | cst.ConcatenatedString) else None
-        # One with an f-string in it has no value.
-        if not isinstance(value, str):
-            return None
-        args.append(value)
-    return IPythonCall(node.func.attr.value, tuple(args))
+    method = node.func.attr.value
+    words = tuple(_word(arg.value) for arg in node.args)
+    computed = [index for index, arg in enumerate(node.args) if not _is_literal(arg.value)]
+    at = {"run_line_magic": 1, "run_cell_magic": 2}.get(method, 0)
+    if at == 2 and computed not in ([], [2]):
+        return None
+    source = code(node.args[at].value) if at in computed else ""
+    if source and words[0] in _MANAGERS:
+        source = f'"{words[0]} " + ({source})'
+    return IPythonCall(method, words, source)
+
+
+def _is_literal(node: cst.BaseExpression) -> bool:
+    # One with an f-string in it has no value.
+    return isinstance(node, cst.SimpleString | cst.ConcatenatedString) and isinstance(node.evaluated_value, str)
 
 
 _RUNNERS = {"run", "call", "check_call", "check_output", "system", "Popen"}
@@ -114,11 +125,19 @@ def command_of(node: cst.BaseExpression) -> str:
 
 
 def _word(node: cst.BaseExpression) -> str:
-    if isinstance(node, cst.SimpleString | cst.ConcatenatedString):
-        value = node.evaluated_value
-        return value if isinstance(value, str) else "{}"
-    if isinstance(node, cst.Attribute) and node.attr.value == "executable":
-        return "python"
+    """Return the text of a string, with `{}` for its parts that only the run knows."""
+    match node:
+        case cst.SimpleString() | cst.ConcatenatedString() if isinstance(node.evaluated_value, str):
+            return node.evaluated_value
+        case cst.FormattedString(parts=parts):
+            return "".join(part.value if isinstance(part, cst.FormattedStringText) else "{}" for part in parts)
+        case (
+            cst.BinaryOperation(left=left, operator=cst.Add(), right=right)
+            | cst.ConcatenatedString(left=left, right=right)
+        ):
+            return _word(left) + _word(right)
+        case cst.Attribute(attr=cst.Name("executable")):
+            return "python"
     return "{}"
 
 

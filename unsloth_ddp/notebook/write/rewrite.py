@@ -151,7 +151,7 @@ class _Rewriter(LineEditor):
             path = magic.args[1].replace("-a ", "").strip()
             mode = "a" if magic.args[1].startswith("-a") else "w"
             self.note(context.edit("shell", f"%%writefile {path}"))
-            text = as_python_string(magic.args[2], set())
+            text = magic.computed or as_python_string(magic.args[2], set())
             return cst.parse_expression(f'open({as_python_string(path, context.bound)}, "{mode}").write({text})')
         command, requirements = without_installs(magic.command)
         context.requirements += requirements
@@ -160,10 +160,14 @@ class _Rewriter(LineEditor):
         if magic.program:
             self.note(context.edit("shell", f"a cell for {magic.program.split()[0]}"))
             program = as_python_string(magic.program, context.bound)
-            body = as_python_string(magic.args[2], set())
+            body = magic.computed or as_python_string(magic.args[2], set())
             return cst.parse_expression(f"{context.names['run_shell']}({body}, program={program})")
         is_body = magic.method == "run_cell_magic"  # IPython leaves the braces and dollars of a body to the shell
-        text = as_python_string(command, set() if is_body else context.bound)
+        text = magic.computed or as_python_string(command, set() if is_body else context.bound)
+        if magic.computed and command != magic.command:
+            self.note(
+                context.warn("install", "this command installs something too: install it before, and leave it out")
+            )
         given = (
             re.sub(r"^(-s|--no-raise-error)\b\s*", "", magic.args[1]) if is_body and magic.args[0] != "script" else ""
         )

@@ -138,7 +138,8 @@ def _know_configs(graph: Graph, context: ConversionContext) -> None:
         if found is None or not is_trainer_call(site, graph.trainer_classes):
             continue
         path = dotted(found.value.func) if isinstance(found.value, cst.Call) else made.get(code(found.value), "")
-        if path.split(".")[-1][:1].isupper():
+        names = {path, *(of for name, of in graph.aliases if name == path)}
+        if any(name.split(".")[-1][:1].isupper() for name in names):
             context.config_classes.add(path)
             context.trainers_of_config.setdefault(path, set()).add(site.tail)
 

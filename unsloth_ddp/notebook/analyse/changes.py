@@ -1,14 +1,12 @@
 """Find what a call changes, and connect the statements: which of them define what each one uses."""
 
-from collections.abc import Iterator
-
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.analyse.main_values import timed_names
 from unsloth_ddp.notebook.syntax.effects import Effect, call_effects, downloads_data
-from unsloth_ddp.notebook.syntax.tree import HARMLESS, moves, root_name, root_names, sets_argument
-from unsloth_ddp.notebook.syntax.usage import RETURNED, CallSite, DeferredBody, follow_aliases, gives_parts
+from unsloth_ddp.notebook.syntax.tree import HARMLESS, moves, root_name, sets_argument
+from unsloth_ddp.notebook.syntax.usage import RETURNED, CallSite, DeferredBody, follow_aliases, given_names
 
 # A call with no other effect than these, whose value nobody takes, is made for what it does to its arguments.
 _MAY_CHANGE_ARGUMENTS = {Effect.LOAD, Effect.RANDOM, Effect.STATE, Effect.DATA}
@@ -41,7 +39,7 @@ class Changes:
             return set(site.names) if made_for_it else self._set_by_library(site)
         body, bound = found
         changed = self.parameters(body)
-        names = {name for param, name in _arguments(site, body, bound) if param in changed}
+        names = {name for param, name in given_names(site, body, bound) if param in changed}
         if bound and body.params[:1] and body.params[0] in changed and isinstance(site.node.func, cst.Attribute):
             names.add(root_name(site.node.func) or "")
         return names - {""}
@@ -66,7 +64,7 @@ class Changes:
         inner = [(n, w) for n, other in body.assigned for w in self._parts_of_arguments(other, depth + 1)]
         given = {RETURNED}
         follow_aliases(given, body.aliases + inner)
-        return {name for param, name in _arguments(site, body, bound) if param in given}
+        return {name for param, name in given_names(site, body, bound) if param in given}
 
     def parameters(self, body: DeferredBody) -> set[str]:
         """Return the parameters of a function that it may change, itself or through what it calls."""
@@ -94,15 +92,6 @@ class Changes:
                 changed |= body.writes | (body.mutates - set(body.params) - self.graph.imports.keys())
                 queue += body.calls
         return changed - self.timed
-
-
-def _arguments(site: CallSite, body: DeferredBody, bound: bool) -> Iterator[tuple[str, str]]:
-    """Yield the parameters of a function with the names at the roots of what a call gives them."""
-    params = body.params[1:] if bound else body.params
-    for index, arg in enumerate(site.node.args):
-        param = arg.keyword.value if arg.keyword else (params[index] if index < len(params) else "")
-        if gives_parts(arg.value) and not arg.star:
-            yield from ((param, name) for name in root_names(arg.value))
 
 
 def _only_known(statement: Statement) -> set[str]:

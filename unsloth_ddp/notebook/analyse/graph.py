@@ -9,7 +9,7 @@ from functools import cached_property
 import libcst as cst
 
 from unsloth_ddp.notebook.read.displayed import is_bare_value
-from unsloth_ddp.notebook.syntax.arguments import code
+from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.effects import (
     REMOTE_STARTS,
     Effect,
@@ -25,7 +25,15 @@ from unsloth_ddp.notebook.syntax.effects import (
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import full_path, is_false, root_name
-from unsloth_ddp.notebook.syntax.usage import NAMESPACE, RETURNED, CallSite, DeferredBody, NameUsage, follow_aliases
+from unsloth_ddp.notebook.syntax.usage import (
+    NAMESPACE,
+    RETURNED,
+    CallSite,
+    DeferredBody,
+    NameUsage,
+    follow_aliases,
+    given_names,
+)
 
 _COUNTS_PROCESSES = re.compile(
     r"""^(int\()?[\w.]*(environ\b.*["']WORLD_SIZE["']|getenv\(["']WORLD_SIZE["']|get_world_size\()"""
@@ -99,6 +107,7 @@ class Graph:
     imports: dict[str, str]
     functions: dict[str, DeferredBody]
     trainer_classes: TrainerClasses
+    aliases: list[tuple[str, str]]
     _effects: dict[str, set[Effect]] = field(default_factory=dict)  # of functions, as far as they were asked for
 
     # What names hold --------------------------------------------------------------------------------------------------
@@ -262,6 +271,13 @@ class Graph:
             found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
         return found
 
+    def hands_arguments_on(self, site: CallSite) -> bool:
+        """Return whether the notebook's own function that is called gives its `**options` to a trainer that it makes."""
+        body = self.functions.get(site.path)
+        if body is None or keyword(site.node, "args") is None or "args" in body.params:
+            return False
+        return Effect.TRAINER in self.effects_inside(site.path)
+
     # What statements use and calls run --------------------------------------------------------------------------------
 
     def with_used(self, statements: Iterable[int]) -> set[int]:
@@ -354,7 +370,9 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
             statement.effects.add(Effect.STATE)
         # A module's function changes its arguments or the world, not the name it was imported under.
         statement.usage.mutates -= imports.keys()
-    graph = Graph(statements, imports, functions, _trainer_classes(functions, imports, aliases))
+    sites = [(site, functions.get(site.path)) for statement in statements for site in statement.sites]
+    aliases += [pair for site, body in sites if body is not None for pair in given_names(site, body, bound=False)]
+    graph = Graph(statements, imports, functions, _trainer_classes(functions, imports, aliases), aliases)
     for statement in statements:
         statement.effects |= graph.effects_of(statement.usage)
         if statement.usage.iterates & graph.shared:
@@ -367,7 +385,7 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
 def _trainer_classes(
     functions: dict[str, DeferredBody], imports: dict[str, str], aliases: list[tuple[str, str]]
 ) -> TrainerClasses:
-    """Return what the notebook calls trainers' classes: those it imports, its own that inherit from one, other names."""
+    """Return what the notebook calls trainers' classes: imported, its own that inherit from one, other names."""
     found = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
     found |= {name for name, path in imports.items() if names_trainer(path.split(".")[-1])}
     other = [*aliases, *((name, base) for name, body in functions.items() for base in body.bases)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
 
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import dotted, root_names
 
 
 @dataclass
@@ -111,6 +112,15 @@ def gives_parts(value: cst.BaseExpression) -> bool:
         case cst.Call(func=cst.Attribute(value=whole, attr=cst.Name(value=name))):
             return bool(_GIVE_PARTS.match(name)) or (name in _GIVE_THEMSELVES and gives_parts(whole))
     return False
+
+
+def given_names(site: CallSite, body: DeferredBody, bound: bool) -> Iterator[tuple[str, str]]:
+    """Yield the parameters of a function with the names at the roots of what a call gives them."""
+    params = body.params[1:] if bound else body.params
+    for index, arg in enumerate(site.node.args):
+        param = arg.keyword.value if arg.keyword else (params[index] if index < len(params) else "")
+        if gives_parts(arg.value) and not arg.star:
+            yield from ((param, name) for name in root_names(arg.value))
 
 
 def of_namespace(node: cst.BaseExpression) -> bool:

@@ -82,7 +82,8 @@ class _Rewriter(LineEditor):
         full = full_path(dotted(call.func), self.graph.imports)
         edits = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, load.edit_device_number]
         edits += [edit_seed, edit_generator]
-        if is_trainer_call(CallSite(dotted(call.func), call, frozenset()), self.graph.trainer_classes):
+        site = CallSite(dotted(call.func), call, frozenset())
+        if is_trainer_call(site, self.graph.trainer_classes) or self.graph.hands_arguments_on(site):
             edits += [] if is_remote(full) else [edit_trainer]
         else:
             edits += [edit_accelerated] if self.context.accelerated else []

@@ -302,3 +302,10 @@ def test_computed_magics_are_left_out_and_said(magic: str) -> None:
 def test_a_computed_command_that_also_installs_is_said() -> None:
     done = convert_cells("name = 'x'\nget_ipython().system(f'apt-get install git && ls {name}')", LOAD)
     assert "run_shell(f'apt-get install git && ls {name}')" in body(done) and "install" in kinds(done)
+
+
+def test_the_older_form_of_a_magic_is_the_same_magic() -> None:
+    done = convert_cells("get_ipython().magic('%pip install einops')", LOAD)
+    assert "einops" in done.script.split("import")[0] and "None(" not in body(done)
+    done = convert_cells("get_ipython().magic('env A=1')\nget_ipython().magic(f'cd {a}')", LOAD)
+    assert "os.environ['A'] = '1'" in body(done).replace('"', "'") and kinds(done) == ["no trainer", "magic"]

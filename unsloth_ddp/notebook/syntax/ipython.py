@@ -77,7 +77,7 @@ class IPythonCall:
 
 
 # Methods of IPython's shell that a magic or a shell line becomes.
-SHELL_METHODS = {"system", "getoutput", "getoutput_list", "sx", "run_line_magic", "run_cell_magic"}
+SHELL_METHODS = {"system", "getoutput", "getoutput_list", "sx", "magic", "run_line_magic", "run_cell_magic"}
 
 
 def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
@@ -94,6 +94,10 @@ def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
     if at == 2 and computed not in ([], [2]):
         return None
     source = code(node.args[at].value) if at in computed else ""
+    if method == "magic" and words:
+        # Its older form has name and line in one text.
+        name, _, line = words[0].removeprefix("%").partition(" ")
+        return IPythonCall("run_line_magic", (name, line), source)
     if source and words[0] in _MANAGERS:
         source = f'"{words[0]} " + ({source})'
     return IPythonCall(method, words, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -84,9 +85,19 @@ def test_nonsense_is_sent_away(listener, said):
     assert_both_ranks_get_in(main, listener)
 
 
-def test_a_rank_connects_once(listener):
+def test_a_rank_connects_once(listener, monkeypatch):
+    proved = threading.Event()
+
+    class Proved(queue.SimpleQueue):
+        def put(self, item):
+            super().put(item)
+            proved.set()
+
+    monkeypatch.setattr(admission, "queue", SimpleNamespace(SimpleQueue=Proved))
     main = Main(listener)
     first = admission.call_main("127.0.0.1", port_of(listener), KEY, 1, 30)
+    # The caller reads the proof before the main process takes note of it.
+    assert proved.wait(timeout=30)
     again = admission.call_main("127.0.0.1", port_of(listener), KEY, 1, 30)
     assert again.recv(1) == b"", "the second connection is closed"
     second = admission.call_main("127.0.0.1", port_of(listener), KEY, 2, 30)

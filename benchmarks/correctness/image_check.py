@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[str, int, int, str, str]] = {
     "two_zero2": ("transformers", 2, 1, "zero2.yaml", ""),
     "two_zero3": ("transformers", 2, 1, "zero3.yaml", ""),
     "qlora_one": ("transformers", 1, 8, "single_gpu.yaml", "--method qlora"),
+    "qlora_unsloth_one": ("unsloth", 1, 8, "single_gpu.yaml", "--method qlora"),
     "qlora_two": ("transformers", 2, 1, "ddp.yaml", "--method qlora"),
     "qlora_two_fsdp2": ("transformers", 2, 2, "fsdp2.yaml", "--method qlora"),
     "unsloth_one": ("unsloth", 1, 8, "single_gpu.yaml", ""),

@@ -70,6 +70,15 @@ CASES = [
         resumed_with=1,
         shape="qwen3_0.6b",
     ),
+    # A pack is three rows or so, which the kernel keeps apart.
+    Case(
+        "lora_several_rows_full",
+        "single_gpu",
+        '--max_length 4096 --packing on --cuda_graphs on --lora_dropout 0.1 --trainer_args {"full_determinism":true}',
+        processes=1,
+        resumed_with=1,
+        shape="qwen3_0.6b",
+    ),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
     Case("full", "ddp", "--method full --learning_rate 1e-3"),
     Case(
@@ -92,7 +101,7 @@ CASES = [
 def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: str) -> dict[str, Any]:
     """Run one training to its end and return its result."""
     command = [*launch_command(f"{case.sharding}.yaml", processes), "--main_process_port", "0", "train_ddp.py"]
-    command += [*OPTIONS.split(), *case.options.split(), *extra.split()]
+    command += [*OPTIONS.split(), *extra.split(), *case.options.split()]
     environ = {"CUDA_VISIBLE_DEVICES": gpu if processes == 1 else "0,1"}
     result = train(command, name, work, 240, environ)
     words = ("Resuming", "Changed", "resume", "The first")

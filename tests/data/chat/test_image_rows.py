@@ -151,3 +151,22 @@ def test_what_belongs_to_tokens_is_found(kind: str, tmp_path: Path) -> None:
     expected = {"qwen3_vl": ["mm_token_type_ids"], "qwen3_5": ["mm_token_type_ids"], "gemma3": ["token_type_ids"]}
     expected["gemma4"] = ["mm_token_type_ids"]
     assert list(load_processing(Settings(model=str(tmp_path))).of_tokens) == expected.get(kind, [])
+
+
+def test_a_processor_whose_call_unsloth_replaced_is_the_one_of_transformers(tmp_path: Path, monkeypatch) -> None:
+    import dill
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    save_vision("gemma3", tmp_path)
+    example = row(tmp_path)
+    expected = encoder_of(tmp_path).encode(example)
+
+    def without_places(self: Any, images: Any = None, text: Any = None, **options: Any) -> Any:
+        raise AssertionError("called")
+
+    monkeypatch.setattr(Gemma3Processor, "__call__", without_places)
+    encoder = encoder_of(tmp_path)
+    assert encoder.encode(example) == expected
+    # As a process that tokenizes receives it.
+    assert dill.loads(dill.dumps(encoder)).encode(example) == expected
+    assert Gemma3Processor.__call__ is without_places

@@ -7,7 +7,10 @@ again for each micro-batch.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,8 +132,8 @@ class ImageProcessing:
             raise _refused(error) from None
         if images and "text_replacement_offsets" not in found:
             raise UserError(
-                "the model's processor, as Unsloth replaces it, does not say where images stand in the text; use "
-                "--backend transformers."
+                f"{type(self.processor).__name__} does not say where images stand in the text, so their tokens cannot be told "
+                "from the text's; use a model whose processor is part of Transformers."
             )
         replaced = found["text_replacement_offsets"][0] if images else []
         expanded, end = "", 0
@@ -248,4 +251,24 @@ def load_processing(settings: Settings) -> ImageProcessing:
             f"there are images, and model {settings.model} takes text only ({type(processor).__name__}); use an image-text model, or "
             "remove the images."
         )
-    return ImageProcessing(processor, settings.image_max_pixels)
+    return ImageProcessing(_as_published(processor), settings.image_max_pixels)
+
+
+def _as_published(processor: Any) -> Any:
+    """Return the processor with the functions of its own module, which is read once more if its call was replaced.
+
+    Unsloth replaces the call of Gemma 3's processor by one that does not say where images stand in the text.
+    """
+    kind = type(processor)
+    if kind.__call__.__module__ in {one.__module__ for one in kind.__mro__}:
+        return processor
+    package, _, own = kind.__module__.rpartition(".")
+    name = f"{own}_as_published"
+    if not hasattr(sys.modules[package], name):
+        spec: Any = importlib.util.spec_from_file_location(f"{package}.{name}", inspect.getfile(kind))
+        # Where an import would put it, so that processes that tokenize rows find the class.
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+        setattr(sys.modules[package], name, sys.modules[spec.name])
+    processor.__class__ = getattr(getattr(sys.modules[package], name), kind.__name__)
+    return processor

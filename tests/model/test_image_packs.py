@@ -175,6 +175,20 @@ def test_a_row_in_a_pack_is_the_row_alone_with_a_kernel(kind: str, tiny: Any, mo
     assert rows_mix(one.model, flatten, IDS, "fp32", one.processing) is None
 
 
+def test_the_question_for_a_look_ahead_compiles_nothing(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compiled = tiny("gemma3").model, []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    # As Unsloth compiles the masks of Gemma 3.
+    made = torch.compile(type(model).create_masks_for_generate, backend=backend)
+    monkeypatch.setattr(type(model), "create_masks_for_generate", staticmethod(made))
+    assert lookahead_reason(model) is not None
+    assert not compiled
+
+
 def test_image_tokens_that_look_ahead_take_no_kernel(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "tokens of an image attend to later ones, which kernels for packed rows do not take"
     assert {kind for kind in KINDS if lookahead_reason(tiny(kind).model)} == {"gemma3"}

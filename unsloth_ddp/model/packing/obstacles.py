@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from unsloth_ddp.model.forward.compile_options import uncompiled
 from unsloth_ddp.model.modules import base_model, text_decoder
 from unsloth_ddp.model.packing.short_convolution import convolving_layers
 
@@ -80,9 +81,11 @@ def lookahead_reason(model: Any) -> str | None:
     config._attn_implementation = "sdpa"
     # Which of the two marks an image depends on the class.
     kinds = dict.fromkeys(names, torch.tensor([[0, 0, 1, 1]]))
-    made = make(
-        config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None, position_ids=None, **kinds
-    )  # fmt: skip
+    # Unsloth would compile the masks for the CPU.
+    with uncompiled():
+        made = make(
+            config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None, position_ids=None, **kinds
+        )  # fmt: skip
     masks = made.values() if isinstance(made, dict) else [made]
     if not any(mask is not None and mask.triu(1).any() for mask in masks):
         return None

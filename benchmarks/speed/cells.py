@@ -66,6 +66,7 @@ class Contestant:
     setup: dict[str, float] = dataclasses.field(default_factory=dict)
     # Part of the kit's expected speed, by shape.
     share: dict[str, float] = dataclasses.field(default_factory=dict)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 UNSLOTH_SETUP = {"qwen3_1.7b": 65, "qwen3_8b": 85, TINY: 30}
@@ -117,6 +118,16 @@ CONTESTANTS = {
             "unsloth_sft.py",
             (*TUNED_BY_HAND, "--checkpointing", "none"),
             UNSLOTH_SETUP,
+        ),
+        # Off in Unsloth 2026.10.9, whose other new kernels are on.
+        Contestant(
+            "unsloth_tuned_graphs",
+            8,
+            None,
+            "unsloth_sft.py",
+            (*TUNED_BY_HAND, "--checkpointing", "none"),
+            UNSLOTH_SETUP,
+            environment={"UNSLOTH_BLOCK_CUDAGRAPHS": "1"},
         ),
     )
 }

@@ -106,7 +106,8 @@ def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> 
         "TORCHINDUCTOR_CACHE_DIR": kept / "inductor",
         "HF_DATASETS_CACHE": own / "datasets",
     }
-    environ = {**os.environ, **{name: str(path) for name, path in caches.items()}}
+    chosen = CONTESTANTS[cell.contestant].environment
+    environ = {**os.environ, **{name: str(path) for name, path in caches.items()}, **chosen}
     if bench.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(bench.gpus[lane] for lane in lanes)
     elif CONTESTANTS[cell.contestant].batch is not None:

@@ -5,6 +5,7 @@ the boundaries on the host, so that attention is computed by varlen.py's kernel 
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ from unsloth_ddp.model.packing.short_convolution import convolving_layers
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
+# The function by which Unsloth's decoders and attention layers read the boundaries of rows on the host. Since 2026.10.9 the decoder
+# calls it for every batch of one sequence.
+UNSLOTH_BOUNDARIES = "get_packed_info_from_kwargs"
 # Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3, and is off by default in
 # Unsloth: the module, the switch in it, and the variable that sets it.
 FUSED_NORM = ("unsloth.kernels.qk_norm_rope", "QK_NORM_ROPE_ENABLED", "UNSLOTH_FUSED_QKNORM_ROPE")
@@ -135,11 +139,19 @@ class PackedForward:
         for module in self.unsloth_modules:
             yield module, UNSLOTH_ATTENTION, self._attend
         if self.unsloth_modules:
+            for module in self._unsloth_readers():
+                yield module, UNSLOTH_BOUNDARIES, _no_boundaries
             # Unsloth would cut a micro-batch of several packs at the longest row.
             yield self.decoder, "_unsloth_allow_packed_overlength", True
             name, switch, variable = FUSED_NORM
             if name in sys.modules and variable not in os.environ:
                 yield sys.modules[name], switch, True
+
+    def _unsloth_readers(self) -> list[Any]:
+        """Return Unsloth's modules whose functions read the boundaries of rows on the host, which cannot be captured."""
+        decoder = sys.modules[inspect.unwrap(type(self.decoder).forward).__module__]
+        modules = {id(module): module for module in (decoder, *self.unsloth_modules)}
+        return [module for module in modules.values() if hasattr(module, UNSLOTH_BOUNDARIES)]
 
     def _own_checkpointing(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what to replace to turn the library's gradient checkpointing off, and to recompute layers if `recompute` says so.
@@ -188,6 +200,10 @@ def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
     if embedded.requires_grad or not torch.is_grad_enabled():
         return embedded
     return embedded.requires_grad_().clone()
+
+
+def _no_boundaries(*_: Any, **__: Any) -> None:
+    """Stand for UNSLOTH_BOUNDARIES: the kit's attention has the boundaries on the device."""
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

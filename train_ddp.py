@@ -65,8 +65,8 @@ def main() -> None:
         ):
             train(run)
     except RunEnd as end:
-        if ranks.is_main:
-            print(end, flush=True)
+        if ranks.is_main or end.alone:
+            print(end, file=sys.stderr if end.alone else sys.stdout, flush=True)
         note_exit_code(end.exit_code, sentence=str(end))
         sys.exit(end.exit_code)
     except UserError as error:

@@ -22,7 +22,7 @@ from unsloth_ddp.sizing.estimate import (
     is_supported,
     judge_fit,
 )
-from unsloth_ddp.sizing.graphs import StepChoice
+from unsloth_ddp.sizing.ladder import Rung
 from unsloth_ddp.sizing.rows import RowLengths, in_order
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.memory_limits import NUMBER_BYTES
@@ -106,7 +106,8 @@ class Plan:
     tokens_a_step: float
     tokens: float
     micro_batch: int
-    graphs: StepChoice
+    rung: Rung
+    graphs: str
     memory: list[MemoryRow]
     even: float | None
     durations: list[Duration]
@@ -207,5 +208,5 @@ def make_plan(
         hours = tokens_a_step * steps / (speed * hardware.processes * efficiency) / 3600
         durations.append(Duration(rate, all_reduce, efficiency, hours))
     return Plan(
-        settings, shape, rows, hardware, batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, even, durations
+        settings, shape, rows, hardware, batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.rung, step.graphs, memory, even, durations
     )  # fmt: skip

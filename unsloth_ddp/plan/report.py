@@ -6,7 +6,6 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.sizing.choose import backend_of, planned_packing, precision_of
-from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.utils.memory_limits import FILLED
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bytes, shown_seconds
@@ -52,18 +51,18 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
                          f"{counted(batch.processes, 'process')} = {counted(batch.global_batch, unit)}"),
         ("tokens per step", f"{plan.tokens_a_step:,.0f} on average; the largest micro-batch has {plan.micro_batch:,}"
                             f"{' with padding' if rows.packing is None else ''}"),
-        ("CUDA graphs", describe_graphs(settings, plan.graphs)),
+        ("CUDA graphs", describe_graphs(plan)),
         ("steps", f"{plan.steps:,}{per_epoch}"),
         ("model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP per token"),
     ]  # fmt: skip
 
 
-def describe_graphs(settings: Settings, graphs: StepChoice) -> str:
+def describe_graphs(plan: Plan) -> str:
     """Return whether a run with DDP is planned with CUDA graphs, and the reason."""
-    if graphs.uses_graphs:
-        return f"on: {graphs.reason}"
-    refused = "; a run refuses --cuda_graphs on" if settings.cuda_graphs == "on" else ""
-    return f"off: {graphs.reason}{refused}"
+    if plan.rung.captured:
+        return f"on: {plan.graphs}"
+    refused = "; a run refuses --cuda_graphs on" if plan.settings.cuda_graphs == "on" else ""
+    return f"off: {plan.graphs}{refused}"
 
 
 def _memory_table(settings: Settings, plan: Plan, unit: int, width: int, colour: bool) -> str:
@@ -193,7 +192,7 @@ def notes(plan: Plan) -> list[str]:
         said.append(
             f"Rows are streamed: the plan is made from the first {counted(plan.rows.units, unit)}, and memory is that of "
             f"micro-batches with {plan.settings.longest_example:,} tokens per {unit}."
-            + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
+            + (" As in a run, CUDA graphs are assumed however much is padded." if plan.rung.captured else "")
         )
     if plan.settings.packing == "auto":
         decision = planned_packing(plan.settings, plan.shape, plan.hardware.capability, images=plan.rows.images)

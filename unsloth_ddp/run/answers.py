@@ -1,5 +1,6 @@
 """Answer held-out questions before and after training, greedily, and compare them letter by letter."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.known_errors import is_out_of_memory
 from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.units import counted
 
@@ -95,7 +97,7 @@ def answer(
     failed = None
     try:
         for batch in batches(tokenizer, mine, length, processing):
-            answers += _generate(model, tokenizer, batch, length, processing)
+            answers += _generate_in_halves(model, tokenizer, batch, length, processing)
     except Exception as error:
         logger.warning("generation failed", exc_info=True)
         failed = f"{type(error).__name__}: {one_line(error, 200)}"
@@ -138,6 +140,25 @@ def say_too_long(tokenizer: Any, asked: list[Question]) -> None:
 
 def _lengths(tokenizer: Any, asked: list[Question]) -> list[int]:
     return [len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) + AROUND for question in asked]
+
+
+def _generate_in_halves(
+    model: Any, tokenizer: Any, asked: list[Question], length: int, processing: ImageProcessing | None = None
+) -> list[str]:
+    """Return the answers; where memory runs out, those of each half of the questions by themselves."""
+    try:
+        return _generate(model, tokenizer, asked, length, processing)
+    except RuntimeError as error:
+        if len(asked) == 1 or not is_out_of_memory(error):
+            raise
+        logger.warning("fewer questions are answered at once: %s", error)
+    # Outside the except block, because the exception keeps the cache of keys and values alive.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    middle = len(asked) // 2
+    halves = (asked[:middle], asked[middle:])
+    return [text for half in halves for text in _generate_in_halves(model, tokenizer, half, length, processing)]
 
 
 def _generate(

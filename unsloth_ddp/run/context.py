@@ -86,6 +86,8 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         try:
             yield Run(settings, runtime, folder, shared, stop, began, named=named)
         except RunEnd as end:
+            if end.alone:
+                raise
             # Every rank is here. Its frames hold the model, which has to go before the process group does.
             ended = end.with_traceback(None)
     if ended is not None:

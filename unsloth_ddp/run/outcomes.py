@@ -4,17 +4,20 @@ from pathlib import Path
 
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, describe_exit_code
 from unsloth_ddp.distributed.signals import LAUNCHER_ENDED
+from unsloth_ddp.sizing.ladder import OutOfMemory
 
 
 class RunEnd(Exception):
     """The run ended in order before it was finished; the message says what is on the disk and how to continue.
 
-    Every rank raises it at the same point, so the processes are taken down as after a finished run.
+    Every rank raises it at the same point, so the processes are taken down as after a finished run, unless one rank is `alone`: the
+    others wait for it, and the watchdog ends them.
     """
 
-    def __init__(self, message: str, exit_code: int = EXIT_FAILURE) -> None:
+    def __init__(self, message: str, exit_code: int = EXIT_FAILURE, *, alone: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.alone = alone
 
 
 def stopped(cause: str, checkpoint: Path, *, named: bool = True) -> RunEnd:
@@ -43,4 +46,28 @@ def not_finished(folder: Path, what: str, problem: str, last: Path | None) -> Ru
     return RunEnd(
         f"The trained model is in {folder}, but {what} could not be written: {problem}. Make room, and run the same "
         f"command again: {again}."
+    )
+
+
+def without_memory(error: OutOfMemory, step: int, last: Path | None, *, location: str) -> RunEnd:
+    """Return the end of a run that ran out of memory in a step that could not be repeated with less.
+
+    Args:
+        last: the newest complete checkpoint.
+        location: of the rank, where there are several; else empty.
+    """
+    ran_out = f"Memory ran out{f' on {location}' if location else ''} in step {step} with {error.rung}"
+    alone = bool(location)
+    if not error.lowest:
+        resumes = f"resumes from {last} and" if last else "begins anew and"
+        return RunEnd(
+            f"{ran_out}. The other ranks wait for this pass, so it cannot be repeated; run the same command again: it {resumes} uses "
+            "less memory.",
+            alone=alone,
+        )
+    held = f"{last} is the newest checkpoint" if last else "there is no checkpoint yet"
+    return RunEnd(
+        f"{ran_out}, which is the way that needs least; {held}. Use a smaller --max_length, --method qlora, or "
+        "accelerate_configs/fsdp2.yaml, which shards the model.",
+        alone=alone,
     )

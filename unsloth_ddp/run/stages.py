@@ -45,7 +45,8 @@ from unsloth_ddp.run.documents import write as documents
 from unsloth_ddp.run.documents.files import SETTINGS_FILE
 from unsloth_ddp.run.folder import continues, open_run_folder, write_settings
 from unsloth_ddp.run.logs import start_logging, stop_library_output
-from unsloth_ddp.run.outcomes import RunEnd, not_finished, not_saved, stopped
+from unsloth_ddp.run.outcomes import RunEnd, not_finished, not_saved, stopped, without_memory
+from unsloth_ddp.sizing.ladder import OutOfMemory
 from unsloth_ddp.sizing.refuse import check_memory
 from unsloth_ddp.utils.versions import versions
 
@@ -197,7 +198,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     """Choose the micro-batch, open the run's folder, and print how the run trains."""
     settings, runtime = run.settings, run.runtime
     print("Preparing the first step ...", flush=True)
-    decision = trainer.choose_micro_batch(resume)
+    decision = trainer.choose_rung(resume)
     changes = resume_point.check_resume(resume, run.identity, settings, runtime) if resume else []
     open_run_folder(settings, runtime, run.folder)
     start_logging(run.folder, runtime)
@@ -234,7 +235,13 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
     Raises:
         RunEnd: the ranks stopped together.
     """
-    seconds = trainer.train_from(resume)
+    try:
+        seconds = trainer.train_from(resume)
+    except OutOfMemory as error:
+        ranks = run.runtime.ranks
+        location = str(run.runtime.locations[ranks.rank]) if ranks.world_size > 1 else ""
+        step, last = trainer.state.global_step + 1, trainer.checkpoints.last
+        raise without_memory(error, step, last, location=location) from error
     if trainer.stopped:
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
         documents.stopped(run.runtime, trainer, run.folder, cause, seconds)

@@ -18,7 +18,8 @@ from unsloth_ddp.run.documents.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.documents.record import read_run
 from unsloth_ddp.run.next_steps import chat_command
 from unsloth_ddp.run.upload import upload
-from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
+from unsloth_ddp.sizing.ladder import StepDecision
+from unsloth_ddp.sizing.micro_batch import with_micro_batch
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_json
 from unsloth_ddp.utils.tables import render_pairs
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def describe_run(
-    settings: Settings, runtime: Runtime, trainer: DDPTrainer, decision: MicroBatchDecision, run_folder: Path
+    settings: Settings, runtime: Runtime, trainer: DDPTrainer, decision: StepDecision, run_folder: Path
 ) -> str:
     """Return the table that the main process prints before step 1."""
-    data, model, task, step = trainer.data, trainer.model, trainer.step.task, trainer.step.graphs.choice
+    data, model, task, rung = trainer.data, trainer.model, trainer.step.task, decision.rung
     total, trainable = parameter_counts(model)
     experts, beside_text = describe_experts(model), describe_beside_text(model)
     beside = "" if settings.method == "full" else ", adapter included"
@@ -55,8 +56,8 @@ def describe_run(
             **({"loss": task.described} if task.described else {}),
             **describe_rows(settings, data, head_chooses=task.head_chooses),
             "optimizer": describe_optimizer(settings, runtime),
-            "activations": f"gradient checkpointing {decision.kind}: {decision.reason}",
-            **({"CUDA graphs": f"{'on' if step.uses_graphs else 'off'}: {step.reason}"} if cuda else {}),
+            "activations": f"gradient checkpointing {rung.kind}: {decision.reason}",
+            **({"CUDA graphs": f"{'on' if rung.captured else 'off'}: {decision.graphs}"} if cuda else {}),
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
         }
@@ -78,9 +79,9 @@ def describe_schedule(settings: Settings) -> str:
     return f"{settings.lr_scheduler_type} schedule, {length}"
 
 
-def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDecision) -> list[str]:
+def questionable(settings: Settings, data: TrainingData, decision: StepDecision) -> list[str]:
     """Return a sentence for each setting that leaves little to learn from this run."""
-    rows, plan = data.train, with_micro_batch(data.plan, decision.per_device)
+    rows, plan = data.train, with_micro_batch(data.plan, decision.rung.rows)
     rows_per_unit = rows.counts.rows / rows.units
     return questionable_settings(
         settings,
@@ -125,9 +126,9 @@ def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool)
     }
 
 
-def describe_steps(settings: Settings, data: TrainingData, decision: MicroBatchDecision) -> dict[str, str]:
+def describe_steps(settings: Settings, data: TrainingData, decision: StepDecision) -> dict[str, str]:
     """Return the table's lines on the global batch and the steps."""
-    rows, counts, plan = data.train, data.train.counts, with_micro_batch(data.plan, decision.per_device)
+    rows, counts, plan = data.train, data.train.counts, with_micro_batch(data.plan, decision.rung.rows)
     steps = plan.steps(rows.units, settings.num_train_epochs, settings.max_steps)
     steps_per_epoch = plan.steps_per_epoch(rows.units)
     # The first rows of a stream need not fill a step.
@@ -159,8 +160,9 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         **runtime.layout(),
         "packing": packing is not None,
         "packs": len(packing) if packing is not None and not trainer.data.train.streamed else None,
-        "gradient_checkpointing": trainer.step.checkpointing.kind,
-        "cuda_graphs": trainer.step.graphs.choice.uses_graphs,
+        "gradient_checkpointing": trainer.step.rung.kind,
+        "cuda_graphs": trainer.step.ladder[0].captured,
+        "passes_a_micro_batch": trainer.step.rung.passes,
         **batch_identity(trainer.plan),
         "steps": trainer.state.global_step,
         "tokens": totals.tokens,

@@ -12,24 +12,9 @@ from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import Offload, Sharding, reason_for_transformers
 from unsloth_ddp.model.files.check import is_padded_by_unsloth
 from unsloth_ddp.sizing.estimate import CHECKPOINTING_KINDS, Checkpointing, MemoryEstimate, Workload, estimate_memory
-from unsloth_ddp.sizing.graphs import (
-    StepChoice,
-    launching,
-    obstacle_on_gpus,
-    reason_after,
-    reason_before,
-    shape_for,
-    shape_of_run,
-)
-from unsloth_ddp.sizing.micro_batch import (
-    ENOUGH_TOKENS,
-    ENOUGH_WITH_GRAPHS,
-    largest_tokens,
-    search,
-    sizes_of,
-    sizes_to_replay,
-    with_micro_batch,
-)
+from unsloth_ddp.sizing.graphs import obstacle_on_gpus, shape_for, why_not_captured
+from unsloth_ddp.sizing.ladder import Rung, choose, facts_of, ladder
+from unsloth_ddp.sizing.micro_batch import with_micro_batch
 from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.memory_limits import FILLED, NUMBER_BYTES, SHARDED_HEADROOM
@@ -40,14 +25,20 @@ class PlannedStep:
     """Describe how a GPU computes a step, as a run chooses it.
 
     Args:
-        graphs: whether micro-batches are replayed as CUDA graphs; the trial of a run is taken to succeed.
+        rung: the trial of a run is taken to succeed.
+        graphs: why micro-batches are captured, or why not, in a few words.
         tokens: of the largest micro-batch, with padding.
     """
 
     batch: BatchPlan
-    checkpointing: Checkpointing
-    graphs: StepChoice
+    rung: Rung
+    graphs: str
     tokens: int
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """Return the kind of gradient checkpointing."""
+        return cast(Checkpointing, self.rung.kind)
 
 
 def precision_of(settings: Settings) -> str:
@@ -103,7 +94,6 @@ def choose_step(
         batch: with any micro-batch.
         gpu_memory: bytes; everything is taken to fit if it is None.
     """
-    launched = launching(shape.layer_weights, shape.layers)
     against = obstacle_on_gpus(
         settings,
         packed=rows.packing is not None,
@@ -113,46 +103,32 @@ def choose_step(
         images=rows.images,
     )
     kinds = checkpointing_kinds(settings, sharding)
+    why_not = why_not_captured(settings, against, rows, batch)
+    facts = facts_of(settings, rows, batch, kinds, captured=why_not is None)
 
-    def tokens(size: int) -> int:
-        return largest_tokens(rows, size, settings.longest_example)
-
-    def fits_with(kind: str, size: int) -> bool:
+    def fits(rung: Rung) -> bool:
         assert gpu_memory is not None
-        work = make_workload(settings, rows, tokens(size), with_micro_batch(batch, size))
-        work = dataclasses.replace(work, checkpointing=cast(Checkpointing, kind), offload=offload, copies=copies)
+        work = make_workload(settings, rows, facts.tokens(rung.rows), with_micro_batch(batch, rung.rows))
+        work = dataclasses.replace(work, checkpointing=cast(Checkpointing, rung.kind), offload=offload, copies=copies)
         work = as_loaded(settings, shape, sharding, work, gpu_memory)
         # Also where it is a lower bound, which has no verdict.
         return is_chosen(estimate_memory(shape, settings.method, sharding, work), sharding, gpu_memory)
 
-    def find(*, graphs: bool) -> tuple[tuple[str, int] | None, list[int]]:
-        sizes = sizes_to_replay(settings, rows, batch) if graphs else sizes_of(settings, batch)
-        if gpu_memory is None or len(kinds) * len(sizes) == 1:
-            return (kinds[0], sizes[-1]), sizes
-        return search(kinds, sizes, tokens, fits_with, ENOUGH_WITH_GRAPHS if graphs else ENOUGH_TOKENS), sizes
-
-    reason = reason_before(settings, against, rows, batch, launched)
-    found, sizes = find(graphs=reason is None)
-    after_all = False
-    if reason is not None and found is not None and found[0] != kinds[0]:
-        reason = reason_before(settings, against, rows, batch, launched, recomputes=True)
-        after_all = reason is None
-        if after_all:
-            found, sizes = find(graphs=True)
-    kind, size = found or (kinds[-1], sizes[0])
-    batch = with_micro_batch(batch, size)
-    if reason is None:
-        shape_of_steps = shape_of_run(settings, rows, batch)
-        reason = reason_after(settings, rows, batch, shape_of_steps, kind, launched, after_all=after_all)
-    if found is None:
+    rungs = ladder(facts)
+    fitting = rungs[0] if gpu_memory is None or len(rungs) == 1 else choose(rungs, fits, facts.tokens)
+    rung = fitting or Rung(False, kinds[-1], facts.sizes[0])
+    batch = with_micro_batch(batch, rung.rows)
+    if fitting is None:
         # A run does not get beyond its trial.
-        largest = tokens(size)
-    elif reason is None:
-        largest = shape_for(rows, size, settings.max_length).tokens
+        largest = facts.tokens(rung.rows)
+    elif rung.captured:
+        largest = shape_for(rows, rung.rows, settings.max_length).tokens
     else:
         largest = largest_micro_batch(rows, batch, settings)
-    graphs = StepChoice(reason is None, reason or "if a trial before step 1 gives the same loss and gradients")
-    return PlannedStep(batch, cast(Checkpointing, kind), graphs, largest)
+    graphs = "if a trial before step 1 gives the same loss and gradients, and is faster"
+    if not rung.captured:
+        graphs = why_not or "no captured micro-batch is estimated to fit"
+    return PlannedStep(batch, rung, graphs, largest)
 
 
 def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:

@@ -1,8 +1,7 @@
-"""Choose whether micro-batches are replayed as CUDA graphs or computed by the backend: pure arithmetic."""
+"""Say what keeps micro-batches from being captured as CUDA graphs, and the shape that they are padded to: pure arithmetic."""
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,15 +9,13 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BalancedOrder, BatchPlan
 from unsloth_ddp.data.order.fixed_shape import FixedShape, smaller_sizes
 from unsloth_ddp.data.order.packing import Units
-from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, largest_tokens, sizes_of, sizes_to_replay, with_micro_batch
 from unsloth_ddp.utils.errors import UserError
 
-# Compiling and capturing took 15 s with empty caches, for a model of 1.7B on an H200 (benchmarks/results/speed/whole_jobs_2.json).
-COMPILE_SECONDS = 15
-# A host launches the kernels of a layer, forward and backward, in about this time: the model of 1.7B computes ENOUGH_TOKENS in
-# 0.16 s, and has 28 layers.
-LAUNCH_SECONDS = 0.16 / 28
+# A shorter run ends sooner without compiling: jobs of 100 and 300 steps on an H200 (benchmarks/results/speed/whole_jobs_4.json).
+SHORTEST_SECONDS = 120
+# A replayed pass that takes this much longer than the backend's is slower for sure: two timings of a pass differ by a few percent.
+SLOWER = 1.02
 # Micro-batches that pay for compiling the layers of the backend.
 FEWEST_MICRO_BATCHES = 100
 # Micro-batches that pay for compiling a kind of layer that is not captured: two kinds of Qwen3-VL-2B took 60 s and five of Gemma 4
@@ -27,61 +24,13 @@ FEWEST_TO_COMPILE_A_KIND = 100
 # The rows of a stream are not known in advance, so the captured shape has room for one row per this many tokens.
 # Micro-batches with more rows are not replayed.
 TOKENS_A_ROW = 16
-# A replayed micro-batch may compute as much padding as replaying saves. Of a micro-batch that keeps the GPU busy that is 11 % for
-# the model of 1.7B and 5 % for one of 8B (benchmarks/results/speed/whole_jobs_2.json, speed.json): of what is computed beside the
-# products of a layer, which grows with its width, and not with its square.
-SAVED, MOST_SAVED = 0.11, 0.3
-# With --fp8 the backend's passes took twice the time of those in bf16, and replayed ones three quarters (whole_jobs_2.json).
-FP8_COMPUTED, FP8_REPLAYED = 2.0, 0.75
-# The same for the choice between two ways of padding.
+# A captured shape of single rows may have so much more padding than joined rows.
 LEAST_FULL = 0.9
-# A backward pass that recomputes the layers computes their forward pass, a third of a micro-batch's work, again.
-RECOMPUTED = 4 / 3
-# Of a layer's matrices in the model of 1.7B for which ENOUGH_TOKENS were measured.
-WEIGHTS_A_LAYER = 50_331_648
-# Products of 16-bit numbers that add in fp32, as floating-point operations of a multiprocessor a clock, by compute capability:
-# NVIDIA's white papers of these architectures.
-OPERATIONS_A_CLOCK = {
-    (8, 0): 2048,
-    (8, 6): 512,
-    (8, 9): 512,
-    (9, 0): 4096,
-    (10, 0): 8192,
-    (10, 3): 8192,
-    (12, 0): 512,
-    (12, 1): 512,
-}
-# Multiprocessors of the H100 and H200 that the constants above were measured on.
-MULTIPROCESSORS = 132
 # Packs that the sizes of micro-batches are estimated from.
 SAMPLED_PACKS = 4096
 
 
-@dataclass(frozen=True)
-class Launching:
-    """Describe what happens while the host launches the kernels of a micro-batch without CUDA graphs, roughly: see `launching`.
-
-    Args:
-        tokens: that the GPU computes meanwhile.
-        seconds: that this takes.
-        saved: share of the time of a token that replaying saves when the GPU is busy.
-    """
-
-    tokens: float = ENOUGH_TOKENS
-    seconds: float = 28 * LAUNCH_SECONDS
-    saved: float = SAVED
-
-
 IMAGES_DIFFER = "images differ in number and size, and so micro-batches in shape"
-
-
-@sendable
-@dataclass(frozen=True)
-class StepChoice:
-    """Say whether a run replays micro-batches as CUDA graphs, and the reason in a few words."""
-
-    uses_graphs: bool
-    reason: str
 
 
 def obstacle_on_gpus(
@@ -123,57 +72,39 @@ def kind_obstacle(kind: str, *, random: bool) -> str | None:
     return None
 
 
-def reason_before(
-    settings: Settings,
-    against: str | None,
-    train: Units,
-    plan: BatchPlan,
-    launched: Launching,
-    *,
-    recomputes: bool = False,
-) -> str | None:
-    """Return why the micro-batch is not chosen for CUDA graphs, in a few words; None if it is.
+def why_not_captured(settings: Settings, obstacle: str | None, train: Units, plan: BatchPlan) -> str | None:
+    """Return why a run tries no captured pass, in a few words; None if a trial decides.
 
     Args:
-        against: of `obstacle`.
+        obstacle: of `obstacle_on_gpus`.
         plan: with any micro-batch.
-        recomputes: whether micro-batches fit without CUDA graphs only if layers are recomputed.
     """
     if settings.cuda_graphs == "off":
         return "as set"
-    if against is not None or settings.cuda_graphs == "on" or settings.method == "full":
-        return against
-    plan = with_micro_batch(plan, sizes_to_replay(settings, train, plan)[-1])
-    shape = shape_of_run(settings, train, plan)
-    saved = saved_tokens(settings, train, plan, shape, launched, recomputes=recomputes)
-    return busy_without(settings, train, plan, shape, saved) or too_short(settings, train, plan, saved, launched)
+    if obstacle is not None or settings.cuda_graphs == "on":
+        return obstacle
+    if settings.method == "full" and not train.streamed:
+        # Unsloth compiles whole layers for --method full (benchmarks/speed.md).
+        tokens = largest_tokens(train, sizes_of(settings, plan)[-1], settings.longest_example)
+        if tokens >= ENOUGH_TOKENS:
+            return f"micro-batches of {tokens:,} tokens keep the GPU busy without CUDA graphs"
+    smallest = with_micro_batch(plan, sizes_to_replay(settings, train, plan)[-1])
+    passes = micro_batches_of_run(settings, train, smallest)
+    if passes < FEWEST_MICRO_BATCHES:
+        return f"a run of {passes:,.0f} micro-batches is too short for compiling to pay"
+    return None
 
 
-def reason_after(
-    settings: Settings,
-    train: Units,
-    plan: BatchPlan,
-    shape: FixedShape,
-    kind: str,
-    launched: Launching,
-    *,
-    after_all: bool = False,
-) -> str | None:
-    """Return why a micro-batch that is chosen for CUDA graphs is not replayed, in a few words; None if a trial decides.
+def why_too_short(seconds: float, passes: float) -> str | None:
+    """Return why a run is too short for compiling to pay, in a few words; None if it is not.
 
     Args:
-        plan: with the chosen micro-batch.
-        shape: of its micro-batches (see `shape_of_run`).
-        kind: the chosen kind of gradient checkpointing.
-        after_all: whether CUDA graphs were chosen because micro-batches did not fit without them.
+        seconds: that the backend takes for a micro-batch.
+        passes: micro-batches of the run (see `micro_batches_of_run`).
     """
-    reason = kind_obstacle(kind, random=has_lora_dropout(settings))
-    if reason is not None or settings.cuda_graphs == "on" or after_all:
-        return reason
-    saved = saved_tokens(settings, train, plan, shape, launched)
-    # Otherwise it was judged before, and what is compiled since then pays.
-    short = too_short(settings, train, plan, saved, launched) if settings.method == "full" else None
-    return short or busy_without(settings, train, plan, shape, saved)
+    if seconds * passes >= SHORTEST_SECONDS:
+        return None
+    return f"the run takes about {seconds * passes:.0f} s without them, too short for compiling to pay"
 
 
 def micro_batches_of_run(settings: Settings, train: Units, plan: BatchPlan) -> float:
@@ -183,18 +114,6 @@ def micro_batches_of_run(settings: Settings, train: Units, plan: BatchPlan) -> f
     if train.streamed:
         return math.inf
     return math.ceil(plan.steps_per_epoch(train.units) * settings.num_train_epochs) * plan.accumulation
-
-
-def too_short(settings: Settings, train: Units, plan: BatchPlan, saved: float, launched: Launching) -> str | None:
-    """Return why a run is too short for compiling to save time, in a few words; None if it is not.
-
-    Args:
-        saved: by compiling, for each micro-batch (see `saved_tokens`).
-    """
-    seconds = micro_batches_of_run(settings, train, plan) * max(0, saved) / launched.tokens * launched.seconds
-    if seconds >= COMPILE_SECONDS:
-        return None
-    return f"replaying would save about {int(seconds)} s of this run, and compiling takes about {COMPILE_SECONDS} s"
 
 
 def too_short_to_compile(settings: Settings, train: Units, plan: BatchPlan) -> bool:
@@ -214,81 +133,6 @@ def may_compile_layers(
         return False
     enough = micro_batches_of_run(settings, train, plan) >= kinds * FEWEST_TO_COMPILE_A_KIND
     return enough and precision == "bf16" and sharding == "none"
-
-
-def busy_without(settings: Settings, train: Units, plan: BatchPlan, shape: FixedShape, saved: float) -> str | None:
-    """Return why CUDA graphs would save no time: micro-batches already keep the GPU busy; None if they may save time.
-
-    Unsloth compiles whole layers for --method full; measured on an H200 (benchmarks/speed.md).
-
-    Args:
-        plan: with the micro-batch that would be replayed.
-        saved: see `saved_tokens`.
-    """
-    if train.streamed:
-        return None
-    if settings.method == "full":
-        tokens = largest_tokens(train, plan.per_device, settings.longest_example)
-        busy = tokens >= ENOUGH_TOKENS
-        return f"micro-batches of {tokens:,} tokens keep the GPU busy without CUDA graphs" if busy else None
-    if saved >= 0:
-        return None
-    mean, padded = _mean_and_padded(train, plan, shape)
-    return f"micro-batches of {mean:,.0f} tokens on average would be padded to {padded:,.0f}"
-
-
-def saved_tokens(
-    settings: Settings,
-    train: Units,
-    plan: BatchPlan,
-    shape: FixedShape,
-    launched: Launching,
-    *,
-    recomputes: bool = False,
-) -> float:
-    """Return how many tokens the GPU computes in the time that replaying saves for a micro-batch; negative if it takes longer.
-
-    A replayed micro-batch also computes its padding. The backend computes a step's rows, or waits for the host.
-
-    Args:
-        recomputes: see `reason_before`.
-    """
-    mean, padded = _mean_and_padded(train, plan, shape)
-    # Without CUDA graphs as many packs as fit are one micro-batch, usually all of a step.
-    together = plan.accumulation if len(sizes_of(settings, plan)) > 1 else 1
-    computed = mean * together * (RECOMPUTED if recomputes else 1) * (FP8_COMPUTED if settings.fp8 else 1)
-    replayed = (1 - launched.saved) * padded * (FP8_REPLAYED if settings.fp8 else 1)
-    return float(max(computed, launched.tokens) / together - replayed)
-
-
-def _mean_and_padded(train: Units, plan: BatchPlan, shape: FixedShape) -> tuple[float, float]:
-    """Return the mean tokens of micro-batches, and those that they are padded to; full ones if rows are streamed."""
-    if train.streamed:
-        return shape.tokens, shape.tokens
-    packs = dealt(train, plan)
-    return float(packs.sum(axis=1).mean()), float(shape.padded(packs).mean())
-
-
-def launching(weights: int, layers: int, speed: float = 1) -> Launching:
-    """Return what happens while the host launches the kernels of a micro-batch.
-
-    ENOUGH_TOKENS were measured for a model of 1.7B; layers take as many kernels whatever their size. Larger products take less
-    time for each weight: a layer of 8B has 3.8 times the weights and took 2.5 times as long (benchmarks/results/speed/speed.json).
-
-    Args:
-        weights: of the matrices of a layer; 0 if they are not known.
-        speed: of the GPU (see `speed_of_gpu`).
-    """
-    if not weights or not layers:
-        return Launching(speed * ENOUGH_TOKENS)
-    size = weights / WEIGHTS_A_LAYER
-    return Launching(speed * ENOUGH_TOKENS / size**0.7, layers * LAUNCH_SECONDS, min(MOST_SAVED, SAVED / size**0.5))
-
-
-def speed_of_gpu(capability: tuple[int, int], multiprocessors: int) -> float:
-    """Return the speed of a GPU's 16-bit matrix products as a multiple of an H100's, roughly; 1 if it is not known."""
-    operations = OPERATIONS_A_CLOCK.get(capability)
-    return operations / OPERATIONS_A_CLOCK[9, 0] * multiprocessors / MULTIPROCESSORS if operations else 1
 
 
 def dealt(train: Units, plan: BatchPlan) -> np.ndarray:

@@ -31,16 +31,10 @@ from unsloth_ddp.model.loading.stand_in import (
     unused,
 )
 from unsloth_ddp.model.modules import DTYPES, base_model, embedding_ids, kept_random_numbers, training_mode
-from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, search
+from unsloth_ddp.sizing.ladder import Rung
 from unsloth_ddp.sizing.sharded_bytes import ShardedLayout, ShardedModel, Weight, _whole, held_bytes
-from unsloth_ddp.sizing.trial import (
-    MemorySearch,
-    Trial,
-    forget_free_memory,
-    ignore_dropped_compilation,
-    release,
-    room_on,
-)
+from unsloth_ddp.sizing.trial import MemoryTrials, Trial, forget_free_memory, release, room_on, shown_gib
+from unsloth_ddp.sizing.worst_rows import worst_micro_batch
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
@@ -134,54 +128,48 @@ def extrapolate(first: int, second: int, layers: int, period: int) -> int:
     return first + (periods - 1) * max(0, second - first)
 
 
-class ShardedMemorySearch(MemorySearch):
-    """Choose as MemorySearch does, by estimates in place of trials.
+class ShardedEstimates(MemoryTrials):
+    """Choose as MemoryTrials does, by estimates in place of trials.
 
-    An estimate never ends a run: if nothing fits by the estimates, the run begins with gradient checkpointing torch and
-    the smallest micro-batch. Evaluation rows are not tried.
+    An estimate never ends a run: if nothing fits by the estimates, the run begins with the last rung.
     """
 
     def __init__(self, *args: Any, memory: DeviceMemory | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.memory = memory or DeviceMemory(self.runner.device)
 
-    def _choose(self, kinds: Sequence[str], sizes: Sequence[int], before: dict[str, Any]) -> MicroBatchDecision:
-        if self.runtime.broadcast_from_main(lambda: self._was(before, kinds, sizes)):
-            return MicroBatchDecision(kinds[0], sizes[-1], "as before the run was resumed")
-        ignore_dropped_compilation()
-        found: dict[tuple[str, int], list[Estimate]] = {}
-
-        def fits(kind: str, size: int) -> bool:
-            self.checkpointing.use(kind)
-            found[kind, size] = self.runtime.gather(self.estimate(size))
-            for one in found[kind, size]:
-                if one.obstacle:
-                    raise NoStandInError(one.obstacle)
-            return all(one.fits for one in found[kind, size])
-
+    def choose(self, rungs: Sequence[Rung]) -> tuple[Rung, str]:
+        """Return the first rung that fits by the estimates, else the last one, and the reason in words."""
         try:
-            chosen = search(kinds, sizes, self._tokens, fits)
+            return super().choose(rungs)
         except NoStandInError as obstacle:
-            return MicroBatchDecision(
-                kinds[-1], sizes[0], f"not estimated with sharding {self.runtime.sharding}: {obstacle}"
-            )
+            return rungs[-1], f"not estimated with sharding {self.runtime.sharding}: {obstacle}"
         finally:
             forget_free_memory()
-        kind, size = chosen or (kinds[-1], sizes[0])
-        return MicroBatchDecision(kind, size, self._reason(size, found[kind, size], fits=chosen is not None))
 
-    def _was(self, before: dict[str, Any], kinds: Sequence[str], sizes: Sequence[int]) -> bool:
-        """Return whether the resumed run trained with the first kind and the last size, sharded over the same GPUs."""
-        layout = {name: value for name, value in self.runtime.layout().items() if name not in ("nodes", "precision")}
-        same = {**layout, "gradient_checkpointing": kinds[0], "per_device_train_batch_size": sizes[-1]}
-        return all(before.get(name) == value for name, value in same.items())
+    def try_rung(self, rung: Rung) -> Trial:
+        """Return the estimate of a rung on this rank, without collectives."""
+        return self.estimate(rung.rows)
 
-    def _reason(self, size: int, estimates: Sequence[Estimate], *, fits: bool) -> str:
-        worst = max(estimates, key=lambda one: one.share)
-        tokens = f"{size} x {self._tokens(1):,} tokens"
+    def fits(self, rung: Rung) -> bool:
+        """Return whether a rung leaves the headroom free on every rank by the estimates.
+
+        Raises:
+            NoStandInError: there is no estimate.
+        """
+        fits = super().fits(rung)
+        for estimate in self.trials[rung]:
+            if isinstance(estimate, Estimate) and estimate.obstacle:
+                raise NoStandInError(estimate.obstacle)
+        return fits
+
+    def _describe(self, rung: Rung, *, fits: bool) -> str:
+        worst = max(self.trials[rung], key=lambda trial: trial.share)
+        assert isinstance(worst, Estimate)
+        tokens = f"{rung.rows} x {self._tokens(1):,} tokens"
         if worst.needed is None:
-            return f"estimated from its first layers, {tokens} may not fit into {worst.room / 2**30:.1f} GiB"
-        used = f"{tokens} need about {worst.needed / 2**30:.1f} of {worst.room / 2**30:.1f} GiB"
+            return f"estimated from its first layers, {tokens} may not fit into {shown_gib(worst.room)} GiB"
+        used = f"{tokens} need about {shown_gib(worst.needed)} of {shown_gib(worst.room)} GiB"
         return f"estimated from {worst.layers} layers, {used}{'' if fits else ', with little room to spare'}"
 
     def estimate(self, size: int) -> Estimate:
@@ -226,7 +214,7 @@ class ShardedMemorySearch(MemorySearch):
     def _activations(self, size: int, period: int) -> int:
         """Return the bytes that a pass over the longest `size` rows takes in addition to weights and gradients."""
         model, device = self.runner.model, self.runner.device
-        batch = self.runner.batch_of(self._largest(size))
+        batch = self.runner.batch_of(worst_micro_batch(self.data.train, size, self.settings.max_length))
         with kept_random_numbers(device):
             stand_in = make_stand_in(model, 2 * period, DTYPES[self.runtime.precision], device)
             runner = dataclasses.replace(self.runner, model=stand_in)

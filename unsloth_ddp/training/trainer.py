@@ -21,27 +21,28 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
 
 from unsloth_ddp.checkpoints.identity import batch_identity
+from unsloth_ddp.checkpoints.memory_note import note_rung, noted_rung
 from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoints_readable
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan, rows_at_once
 from unsloth_ddp.data.order.collate import Collate, PadRight
+from unsloth_ddp.data.order.split import ROWS, KeepRows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.files.stored_weights import complete_result
-from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers
 from unsloth_ddp.model.packing.attention import flatten_for, prepare_for_packs
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
-from unsloth_ddp.sizing.graphs import too_short_to_compile
-from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
-from unsloth_ddp.sizing.trial import forget_free_memory, release
+from unsloth_ddp.sizing.ladder import OutOfMemory, StepDecision
+from unsloth_ddp.sizing.micro_batch import with_micro_batch
+from unsloth_ddp.sizing.trial import release
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
     CountCompilations,
@@ -57,16 +58,13 @@ from unsloth_ddp.training.sft_config import check_precision
 from unsloth_ddp.training.shown.display import ShowTraining, choose_display, shown_callbacks
 from unsloth_ddp.training.shown.log_metrics import LogMetrics
 from unsloth_ddp.training.shown.meter import peak_memory_bytes, real_tokens
-from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.step.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.step.divisor import step_divisor
+from unsloth_ddp.training.step.first_rung import FirstRung
 from unsloth_ddp.training.step.gradient_exchange import make_exchange
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.step.zero3_release import release_after_each_block
 from unsloth_ddp.training.tasks.choose import make_task
-from unsloth_ddp.training.tasks.task import Task
-from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -109,7 +107,6 @@ class DDPTrainer(ResumableTrainer):
         flatten = dataclasses.replace(flatten_for(runtime, model, padded), prompts_once=data.packing.prompts_once)
         self.collate = Collate(padded, flatten, by_row=settings.trains_preferences)
         checkpointing = GradientCheckpointing(model, runtime, settings)
-        graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
         self._use_plan(config, data.plan)
         seed = config.seed if config.data_seed is None else config.data_seed
         # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
@@ -123,7 +120,7 @@ class DDPTrainer(ResumableTrainer):
             train_dataset=data.train.dataset,
             eval_dataset=data.evaluation.dataset if data.evaluation else None,
             processing_class=tokenizer,
-            data_collator=self.collate,
+            data_collator=KeepRows(self.collate, rows_an_example=2 if settings.trains_preferences else 1),
             callbacks=[
                 ReportProgress(runtime.progress),
                 LogSteps(settings.logging_steps),
@@ -142,7 +139,12 @@ class DDPTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True
         exchange = make_exchange(self.model, settings, runtime, self.args, self.accelerator.ddp_handler)
         self.step = OptimizerStep(
-            task, checkpointing, graphs, exchange, self.meter, self.args.device, self.args.world_size
+            task, checkpointing, self.collate, exchange, self.meter, self.args.device, self.args.world_size,
+            sharded=runtime.sharding != "none",
+        )  # fmt: skip
+        # Computes the losses of rows outside of the training loop.
+        self.runner = MicroBatchRunner(
+            self.model, self.args.device, self.step.loss, self.collate, self.accelerator.autocast
         )
         self.logged = LogMetrics(model, runtime, self.meter, self.step)
 
@@ -189,73 +191,23 @@ class DDPTrainer(ResumableTrainer):
 
     # ---- before the first step ----
 
-    def choose_micro_batch(self, resume: ResumePoint | None) -> MicroBatchDecision:
-        """Choose gradient checkpointing and micro-batch by what fits, and configure them; every rank calls this."""
+    def choose_rung(self, resume: ResumePoint | None) -> StepDecision:
+        """Choose how micro-batches are computed by what fits, and configure it; every rank calls this."""
         # The peak of loading, which the trials reset.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
-        graphs, task = self.step.graphs, self.step.task
-        graphs.resume(resume.manifest.run if resume else {})
-        decision = self._try_micro_batches(resume)
-        if graphs.rejected:
-            # Memory was tried with passes that are not captured after all. Unsloth has dropped compiled code once, and does not
-            # drop that of these trials.
-            self._use_task(task)
-            decision = self._try_micro_batches(resume)
-            torch.compiler.reset()
-        replays = "on" if graphs.choice.uses_graphs else "off"
-        self.checkpoints.identity |= {**batch_identity(self.plan), "cuda_graphs": replays, **self.step.identity}
-        forget_free_memory()
-        if self.runtime.device_type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        return decision
-
-    def _try_micro_batches(self, resume: ResumePoint | None) -> MicroBatchDecision:
-        with self.runtime.progress.timing("search"):
-            decision = self._search(resume.manifest.run if resume else {})
-        plan = with_micro_batch(self.data.plan, decision.per_device)
-        self._use_plan(self.args, plan)
-        self._train_batch_size = self.args.train_batch_size
-        if self.runtime.backend == "unsloth" and too_short_to_compile(self.settings, self.data.train, plan):
-            leave_layers_uncompiled()
-        self._use_task(self._tuned_task(plan))
-        with self.runtime.progress.timing("capture"):
-            self.step.prepare(decision, plan, self._runner())
-        return decision
-
-    def _search(self, before: dict[str, Any]) -> MicroBatchDecision:
-        def search() -> MicroBatchDecision:
-            return self.step.search(self.settings, self.runtime, self.data, self._runner()).choose(before)
-
-        try:
-            decision = search()
-        except UserError:
-            if not self.step.graphs.chosen_after_all(None):
-                raise
-            return search()
-        return search() if self.step.graphs.chosen_after_all(decision.kind) else decision
-
-    def _runner(self) -> MicroBatchRunner:
-        """Return what computes the losses of rows with the current task outside of the training loop."""
-        return MicroBatchRunner(
-            self.model, self.args.device, self.step.task.loss, self.data_collator, self.accelerator.autocast
+        first = FirstRung(self.settings, self.runtime, self.data, self.step, self.runner)
+        decision = first.choose(
+            resume.manifest.run if resume else {}, noted_rung(self.runtime, self.checkpoints.folder)
         )
+        self._use_plan(self.args, with_micro_batch(self.data.plan, decision.rung.rows))
+        self._train_batch_size = self.args.train_batch_size
+        self.checkpoints.identity |= {**batch_identity(self.plan), **self.step.identity}
+        return decision
 
     def _trained_runner(self) -> MicroBatchRunner:
         """Return the runner with the model as it is trained: sharded where it is."""
         model = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
-        return dataclasses.replace(self._runner(), model=model)
-
-    def _tuned_task(self, plan: BatchPlan) -> Task:
-        # The search has to allow for rows with all tokens supervised, so it uses the task as it was.
-        # Sharded weights cannot be used before training begins.
-        if self.runtime.backend != "unsloth" or shards_weights(self.runtime.sharding):
-            return self.step.task
-        return self.step.task.tuned(self._runner(), self.data.train.examples, plan.per_device)
-
-    def _use_task(self, task: Task) -> None:
-        self.step.task = self.meter.task = task
-        self.collate.head_chooses = task.head_chooses
+        return dataclasses.replace(self.runner, model=model)
 
     # ---- rows: upstream shuffles with the global random state and repeats rows to give every rank the same number ----
 
@@ -342,7 +294,6 @@ class DDPTrainer(ResumableTrainer):
                 if task.units_need_model:
                     divisor = step_divisor(list(self._units(dataloader, runner)), 1, self._sum_over_ranks)
                 for inputs in dataloader:
-                    inputs = self._prepare_inputs(inputs)
                     sums += self._evaluate_batch(model, inputs, divisor)
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             of_all = self._gather_sums(sums).sum(dim=0).tolist()
@@ -353,20 +304,19 @@ class DDPTrainer(ResumableTrainer):
     def _units(self, dataloader: DataLoader, runner: MicroBatchRunner) -> Iterator[Tensor]:
         """Yield the units of each evaluation batch; a request to stop ends this pass too."""
         for inputs in dataloader:
-            yield self.step.task.units(inputs, runner)
+            rows = inputs.pop(ROWS)
+            yield self.step.within_memory(inputs, rows, lambda batch: self.step.task.units(batch, runner))
             self.runtime.progress.advance()
             self.stop.interrupt_evaluation()
 
-    def _evaluate_batch(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
+    def _evaluate_batch(self, model: Any, inputs: dict[str, Any], divisor: Tensor) -> Tensor:
         """Return the sums of a batch."""
-        try:
+
+        def sums_of(batch: dict[str, Any]) -> Tensor:
             with self.compute_loss_context_manager():
-                return self.step.task.measure(model, inputs, divisor)[1]
-        except RuntimeError as error:
-            # Captured graphs hold the memory of a step. A batch has no collectives, so each rank can free it alone.
-            if not is_out_of_memory(error) or not self.step.graphs.release():
-                raise
-        return self._evaluate_batch(model, inputs, divisor)
+                return self.step.task.measure(model, self._prepare_inputs(batch), divisor)[1]
+
+        return self.step.within_memory(inputs, inputs.pop(ROWS), sums_of)
 
     # ---- reports: upstream logs the mean of step means ----
 
@@ -426,12 +376,27 @@ class DDPTrainer(ResumableTrainer):
             self.evaluation_interrupted = True
             self.save_interrupted()
             self.settle()
+        except OutOfMemory as error:
+            self._save_without_memory(error)
+            raise
         else:
             self.check_weights()
         finally:
             self.shown.end()
         self.runtime.progress.enter("finishing")
         return time.perf_counter() - began
+
+    def _save_without_memory(self, error: OutOfMemory) -> None:
+        """Write a checkpoint of the last complete step if this process can do so alone, else note what ran out of memory."""
+        if not error.lowest:
+            # The other ranks wait in a collective of this pass, so that nothing can be repeated or saved any more.
+            note_rung(self.checkpoints.folder, error.rung)
+        elif self.runtime.ranks.world_size == 1:
+            self.model.zero_grad()
+            release()
+            self.step.restore_random_numbers()
+            self.save_interrupted()
+            self.settle()
 
     @property
     def stopped(self) -> bool:

@@ -23,7 +23,6 @@ class GradientCheckpointing:
     def __init__(self, model: Any, runtime: Runtime, settings: Settings) -> None:
         self.model = model
         self.backend = runtime.backend
-        self.sharded = runtime.sharding != "none"
         self.reentrant = reentrant(runtime, settings)
         self.max_length = settings.max_length
         self.kinds = kinds_here(runtime, settings)
@@ -33,21 +32,6 @@ class GradientCheckpointing:
     def recomputes_reentrantly(self) -> bool:
         """Return whether layers are currently recomputed by reentrant checkpointing."""
         return self.kind != "none" and (self.reentrant or self.backend == "unsloth")
-
-    @property
-    def level(self) -> int:
-        """The index of the current kind among the kinds that this run may use."""
-        return self.kinds.index(self.kind)
-
-    @property
-    def next(self) -> str | None:
-        """The next kind, which needs less memory than the current one; None if this run cannot switch any further.
-
-        With sharding a step cannot be repeated, because the other ranks wait for a rank that runs out of memory.
-        """
-        if self.sharded:
-            return None
-        return self.kinds[self.level + 1] if self.level + 1 < len(self.kinds) else None
 
     def use(self, kind: str) -> None:
         """Switch the model to `kind`."""

@@ -166,7 +166,7 @@ def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[s
         "command": [hide(word) for word in sys.argv[1:]],
         **runtime.layout(),
         "device_type": runtime.device_type,
-        "gradient_checkpointing": trainer.step.checkpointing.kind,
+        "gradient_checkpointing": trainer.step.rung.kind,
         **batch_identity(trainer.plan),
         "versions": versions(),
         "hardware": hardware,

@@ -38,12 +38,11 @@ class LogMetrics:
         return {"train_loss": self.meter.train_loss or 0.0}
 
     def _collect(self, step: int) -> dict[str, float]:
-        checkpointing = self.step.checkpointing
-        metrics = self.meter.collect(checkpointing.level)
+        metrics = self.meter.collect(self.step.level)
         short = self.step.follow(self.meter.levels)
         if short and self.runtime.ranks.is_main:
             named = [self.runtime.locations[rank] for rank in short]
-            print(describe_repeat(named, step, checkpointing.kind), flush=True)
+            print(describe_repeat(named, step, self.step.rung), flush=True)
         return metrics
 
     def _name_stragglers(self) -> None:

@@ -123,7 +123,7 @@ class Meter:
     task: Task
     # Own seconds per step and tokens per step of each rank, and seconds per step, in the last collected interval.
     pace: tuple[list[float], list[float], float] | None = None
-    # Level of gradient checkpointing of each rank in the last collected interval (see oom_retry).
+    # Rung of the ladder of each rank in the last collected interval, by its place.
     levels: list[int] = field(default_factory=list)
     # Peak memory of the CUDA graphs of this rank: it is allocated at the capture, and a replay does not count it again.
     replayed_bytes: int = 0
@@ -192,7 +192,7 @@ class Meter:
         """Return the interval's metrics over all ranks; every rank has to call this at the same step.
 
         Args:
-            level: this rank's level of gradient checkpointing; `levels` gets those of all ranks.
+            level: place of this rank's rung in the ladder; `levels` gets those of all ranks.
         """
         seconds = time.perf_counter() - self.began
         own_values = (*self.own_work.take(), level, self.peak_bytes())

@@ -14,6 +14,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.compile_options import drop_compiled_code, uncompiled
 from unsloth_ddp.model.modules import kept_gradients, kept_random_numbers
 from unsloth_ddp.model.packing import varlen
+from unsloth_ddp.model.packing.obstacles import stateful_layer
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus
 from unsloth_ddp.training.step.captured_step import CapturedStep
 from unsloth_ddp.utils.errors import one_line
@@ -38,13 +39,13 @@ FP8_TOLERANCES = Tolerances(2e-2, 0.25)
 OUT_OF_MEMORY = "trying it took more memory than there is"
 
 
-def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | None:
+def obstacle_to_capture(settings: Settings, runtime: Runtime, data: TrainingData, model: Any) -> str | None:
     """Return why a run cannot replay micro-batches as CUDA graphs, in a few words; None if it can."""
     if runtime.device_type != "cuda":
         return "a CPU has no CUDA graphs"
     if data.train.packing is None:
         return f"rows are padded ({data.packing.reason}), so micro-batches differ in shape"
-    reason = obstacle_on_gpus(
+    obstacle = obstacle_on_gpus(
         settings,
         packed=data.train.packing is not None,
         precision=runtime.precision,
@@ -52,9 +53,12 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
         processes=runtime.ranks.world_size,
         images=data.train.processing is not None,
     )
-    if reason is None and not varlen.is_available():
+    if obstacle is None and not varlen.is_available():
         return "this torch has no varlen_attn for grouped heads and windows"
-    return reason
+    if obstacle is None and (stateful := stateful_layer(model)):
+        # Their kernels read the boundaries on the host.
+        return f"the kernels of {stateful} layers cannot be captured with rows of other lengths"
+    return obstacle
 
 
 def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple[bool, str | None]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import TokenizedRows, longest_row
 from unsloth_ddp.data.order.collate import Collate
+from unsloth_ddp.data.order.split import split_examples
 from unsloth_ddp.data.sources.identity import checksum_of_rows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
@@ -30,6 +31,7 @@ from unsloth_ddp.model.modules import evaluation_mode, replaced
 from unsloth_ddp.model.packing.attention import flatten_for
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 FILE_NAME = "reference_log_probabilities.safetensors"
 COLUMN = "reference"
@@ -208,16 +210,29 @@ class Precomputed(Reference):
         with torch.no_grad(), evaluation_mode(runner.model), runner.autocast():
             for start in range(ranks.rank * own, len(order), at_once):
                 taken = order[start : start + own].tolist()
-                batch = runner.batch_of([examples[index] for index in taken])
+                computed = self._values(of_rows, runner, [examples[index] for index in taken], runtime)
                 members = torch.tensor(
                     [row for index in taken for row in examples.members(index)], device=runner.device
                 )
-                values[members] = self.of_examples(of_rows, runner.model, batch).float()
+                values[members] = computed.float()
         values[filler] = 0
         if ranks.world_size > 1:
             # Every row is one rank's, and 0 elsewhere.
             torch.distributed.all_reduce(values)
         rows.added[COLUMN][:] = values.cpu().numpy()
+
+    def _values(
+        self, of_rows: LogProbabilities, runner: MicroBatchRunner, examples: list[Any], runtime: Runtime
+    ) -> Tensor:
+        """Return the log-probabilities of the answers of these examples, (examples, 2), half of them at a time if memory runs out."""
+        try:
+            return self.of_examples(of_rows, runner.model, runner.batch_of(examples))
+        except RuntimeError as error:
+            halves = split_examples(examples, 2, rows_an_example=2)
+            # With sharded weights every rank computes as many batches.
+            if len(halves) == 1 or runtime.sharding != "none" or not is_out_of_memory(error):
+                raise
+        return torch.cat([self._values(of_rows, runner, half, runtime) for half in halves])
 
     def of(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Return the log-probability of each row's answer, (rows,), without gradient."""

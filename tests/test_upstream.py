@@ -26,9 +26,9 @@ READ_FROM = {
     "transformers": "5.17.0",
     "trl": "1.15.0",
     "accelerate": "1.15.0",
-    "torch": "2.14.0",
-    "unsloth": "2026.10.7",
-    "unsloth_zoo": "2026.10.7",
+    "torch": "2.14.1",
+    "unsloth": "2026.10.9",
+    "unsloth_zoo": "2026.10.9",
 }
 TRAINER = "transformers/trainer.py:Trainer"
 # Arguments of each function, * before keyword-only ones.

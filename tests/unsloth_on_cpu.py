@@ -15,6 +15,8 @@ os.environ |= {
     "TRITON_INTERPRET": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "UNSLOTH_COMPILE_DISABLE": "1",
+    # Flex attention has no backward pass on a CPU.
+    "UNSLOTH_ENABLE_FLEX_ATTENTION": "0",
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -31,7 +33,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch.overrides import TorchFunctionMode
+from triton.language.extra import libdevice
 
 GIB = 2**30
 PROPERTIES = SimpleNamespace(
@@ -68,6 +72,8 @@ def stand_in() -> None:
     for name, value in ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     torch._C._cuda_getCurrentRawStream = lambda *_: 0
+    # Functions of CUDA's library return nothing there.
+    libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
     CudaIsCpu().__enter__()
 
 

@@ -26,9 +26,9 @@ READ_FROM = {
     "transformers": "5.17.0",
     "trl": "1.15.0",
     "accelerate": "1.15.0",
-    "torch": "2.14.0",
-    "unsloth": "2026.10.7",
-    "unsloth_zoo": "2026.10.7",
+    "torch": "2.14.1",
+    "unsloth": "2026.10.9",
+    "unsloth_zoo": "2026.10.9",
 }
 TRAINER = "transformers/trainer.py:Trainer"
 # Arguments of each function, * before keyword-only ones.
@@ -101,6 +101,13 @@ CALLED = {
     "unsloth/utils/attention_dispatch.py:select_attention_backend": "use_varlen dropout_p",
     "unsloth/utils/packing.py:patch_hybrid_linear_attention_varlen": "model",
     "unsloth_zoo/fused_losses/cross_entropy_loss.py:_get_chunk_multiplier": "vocab_size target_gb fixed_gb device",
+}
+# Arguments in releases that Unsloth does not allow yet (torch 2.15, Transformers 5.24), with which the transformers backend runs.
+NEWER = {
+    "torch/nn/attention/varlen.py:_varlen_attn_backward": f"{CALLED['torch/nn/attention/varlen.py:_varlen_attn_backward']} backend",
+    "transformers/masking_utils.py:sdpa_mask": CALLED["transformers/masking_utils.py:sdpa_mask"].replace(
+        "allow_torch_fix ", ""
+    ),
 }
 # Attributes and module variables that are read or set, by the file that has to name them.
 NAMES = {
@@ -185,7 +192,9 @@ def arguments(name: str) -> str | None:
 def test_an_upstream_function_takes_the_arguments_that_the_kit_relies_on(name: str, expected: str) -> None:
     package = name.partition("/")[0]
     found, version = arguments(name), metadata.version(package)
-    assert found == expected, f"{package} {version} changed {name}; the kit was written for {READ_FROM[package]}"
+    assert found in (expected, NEWER.get(name)), (
+        f"{package} {version} changed {name}; the kit was written for {READ_FROM[package]}"
+    )
 
 
 @pytest.mark.parametrize(("file", "names"), NAMES.items())

@@ -14,9 +14,9 @@ FIRST = "The first training row"
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         assert not skip_special_tokens
-        return "".join(map(chr, ids))
+        return "".join(map(chr, token_ids))
 
 
 def preview(text: str, cut_at: int | None = None) -> list[str]:
@@ -34,8 +34,8 @@ def test_supervised_parts_stand_in_brackets() -> None:
 class Trimming(Letters):
     """As tokenizers of SentencePiece's kind, it drops the space that a text begins with."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return super().decode(ids, skip_special_tokens).removeprefix(" ")
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return super().decode(token_ids, skip_special_tokens).removeprefix(" ")
 
 
 def test_a_part_keeps_the_space_that_it_begins_with() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -170,6 +173,38 @@ def test_a_deepspeed_config_file_is_read(tmp_path):
 def test_fsdp1_is_refused():
     with pytest.raises(UserError, match=r"FSDP version 1 is.*fsdp2\.yaml"):
         sharding_from_environment({"ACCELERATE_USE_FSDP": "true"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("UNSLOTH_TP_SIZE", "2"),
+        ("UNSLOTH_PP_SIZE", "2"),
+        ("UNSLOTH_FSDP2", "native"),
+        ("UNSLOTH_FSDP2_BACKEND", "Native"),
+    ],
+)
+def test_unsloth_does_not_split_the_model_itself(name, value):
+    with pytest.raises(UserError, match=rf"{name}={value} lets Unsloth split the model.*unset it"):
+        sharding_from_environment({name: value})
+
+
+def test_every_variable_that_splits_a_model_in_unsloth_is_refused():
+    root = Path(importlib.util.find_spec("unsloth").origin).parent
+    texts = (path.read_text(encoding="utf-8") for path in root.rglob("*.py"))
+    read = {name for text in texts for name in re.findall(r"UNSLOTH_[A-Z]+_SIZE\b|UNSLOTH_FSDP2(?:_BACKEND)?\b", text)}
+    assert "UNSLOTH_FSDP2" in read and read <= module.SPLITS_OF_UNSLOTH.keys()
+
+
+@pytest.mark.parametrize(
+    ("environ", "sharding"),
+    [
+        ({"UNSLOTH_TP_SIZE": "1", "UNSLOTH_PP_SIZE": ""}, "none"),
+        ({"UNSLOTH_FSDP2": "1", "UNSLOTH_FSDP2_BACKEND": "accelerate"}, "fsdp2"),
+    ],
+)
+def test_values_that_split_nothing_stay(environ, sharding):
+    assert sharding_from_environment(environ) == sharding
 
 
 PARALLELISM = "PARALLELISM_CONFIG_"

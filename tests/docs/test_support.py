@@ -151,6 +151,8 @@ def test_cuda_graphs_are_used_where_the_table_says(
     assert (obstacle(parse("--ddp_find_unused_parameters"), where, packed) is None) == (cell == "yes")
     padded: Any = SimpleNamespace(train=SimpleNamespace(packing=None), packing=PackingDecision(False, "no kernel"))
     assert obstacle(parse(""), where, padded) is not None
+    monkeypatch.setenv("UNSLOTH_BLOCK_CUDAGRAPHS", "1")
+    assert (obstacle(parse(""), where, packed) is None) == (cell == "yes" and where.backend == "transformers")
     where.precision = "fp16"
     assert obstacle(parse(""), where, packed) is not None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from tests.conftest import DEMO_MODEL
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.files import check
+from unsloth_ddp.model.files.architecture import check_architecture
 from unsloth_ddp.model.files.check import check_local_model, check_no_adapter, check_quantization, check_source
 from unsloth_ddp.model.loading.load import check_model
 from unsloth_ddp.utils.errors import UserError
@@ -113,3 +116,43 @@ def test_a_hub_adapter_is_refused_by_its_config(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(UserError, match="model me/tuned is an adapter for the base model owner/base; give --model"):
         check_source(Settings(model="me/tuned", model_revision="v1"), "transformers")
     assert asked == [("me/tuned", "adapter_config.json", "v1")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "package"),
+    [
+        ({"transformers_version": "99.1.0"}, " (its config.json asks for 99.1.0)", "transformers>=99.1.0'"),
+        (
+            {"transformers_version": "4.50.0.dev0"},
+            " (its config.json asks for 4.50.0.dev0)",
+            "transformers>{installed}'",
+        ),
+        ({"transformers_version": None}, "", "transformers>{installed}'"),
+    ],
+)
+def test_a_model_newer_than_transformers_is_refused_with_a_way_to_train_it(
+    changed: dict[str, Any], asked: str, package: str, tmp_path: Path
+) -> None:
+    folder, installed = tmp_path / "model", metadata.version("transformers")
+    shutil.copytree(DEMO_MODEL, folder)
+    content = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen99"} | changed
+    (folder / "config.json").write_text(json.dumps(content))
+    assert f"is of type qwen99, which Transformers {installed} does not have{asked}; Unsloth" in refusal(folder)
+    assert f"uv run --with '{package.format(installed=installed)} python -m accelerate" in refusal(folder)
+    # Code of the model may define it.
+    (folder / "config.json").write_text(json.dumps(content | {"auto_map": {"AutoConfig": "code.Config"}}))
+    check_local_model(str(folder), safetensors_only=True)
+
+
+def test_a_newer_model_on_the_hub_is_refused_before_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": {"model_type": "qwen99"}}
+    monkeypatch.setattr(check, "read_model_file", lambda model, name, revision: files.get(name))
+    with pytest.raises(UserError, match="model owner/new is of type qwen99"):
+        check_source(Settings(model="owner/new"), "unsloth")
+
+
+def test_every_type_of_the_installed_transformers_is_taken() -> None:
+    from transformers import CONFIG_MAPPING
+
+    for kind in CONFIG_MAPPING:
+        check_architecture("m", {"model_type": kind})

@@ -146,7 +146,7 @@ def test_a_model_that_cannot_generate_is_not_compared_on_any_rank(
     tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     modes: list[Any] = []
-    monkeypatch.setattr(model, "train", modes.append)
+    monkeypatch.setattr(model, "train", lambda mode: modes.append(mode))
     others: dict[bool, Any] = {True: ["of another rank"], False: None}
     runtime: Any = SimpleNamespace(
         backend="transformers",

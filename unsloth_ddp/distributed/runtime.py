@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 
 def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the CPU was chosen, by the option or by the accelerate config."""
-    return settings.use_cpu or is_on(environ, "ACCELERATE_USE_CPU")
+    """Return whether the CPU was chosen, by the option, the accelerate config, or Unsloth's variable for its CPU backend."""
+    return settings.use_cpu or is_on(environ, "ACCELERATE_USE_CPU") or environ.get("UNSLOTH_FORCE_CPU") == "1"
 
 
 def choose_backend(

@@ -47,6 +47,14 @@ PARALLELISM_SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 COPIES, PARTS = "DP_REPLICATE_SIZE", "DP_SHARD_SIZE"
 # accelerate replaces any optimizer by DeepSpeed's Adam for the CPU where it offloads, silently; these take the same steps.
 CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
+# Variables with which Unsloth splits the model over the ranks itself, whatever the launcher says, and the values that do not. It
+# would give the ranks of a group the same rows, and the kit gives them different ones.
+SPLITS_OF_UNSLOTH = {
+    "UNSLOTH_TP_SIZE": ("", "1"),
+    "UNSLOTH_PP_SIZE": ("", "1"),
+    "UNSLOTH_FSDP2": ("", "0", "1", "false", "true", "no", "yes", "off", "on"),
+    "UNSLOTH_FSDP2_BACKEND": ("", "accelerate", "hf", "transformers"),
+}
 
 
 def is_on(environ: Mapping[str, str], name: str) -> bool:
@@ -70,6 +78,12 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     Raises:
         UserError: the kit does not support it.
     """
+    for name, harmless in SPLITS_OF_UNSLOTH.items():
+        if (value := environ.get(name, "").strip()).lower() not in harmless:
+            raise UserError(
+                f"{name}={value} lets Unsloth split the model over the ranks itself, which the kit cannot train; unset it, and "
+                "shard with accelerate_configs/fsdp2.yaml (or UNSLOTH_FSDP2=1 under torchrun)."
+            )
     sharding, sizes = _sharding(environ), _parallelism(environ)
     given = ", ".join(f"{name.lower()} {size}" for name, size in sizes.items())
     if sizes.keys() - {COPIES, PARTS} or (sizes and sharding != "fsdp2"):

@@ -61,10 +61,10 @@ def write_for_conversion(result: RunResult, folder: Path) -> Any:
     ends = stop_tokens(result.settings, tokenizer)
     template = str(tokenizer.chat_template or "")
     if tokenizer.eos_token_id not in ends and "eos_token" not in template:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids=ends[0])
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
             (folder / name).unlink(missing_ok=True)
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(save_directory=folder)
     return tokenizer
 
 
@@ -76,7 +76,7 @@ def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain
     """Return the Modelfile for the GGUF file of that name beside it, and a sentence if it lacks the chat template."""
 
     def render(messages: list[Message], prompt: bool) -> str:
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False))
+        text = str(tokenizer.apply_chat_template(conversation=messages, add_generation_prompt=prompt, tokenize=False))
         # llama.cpp puts BOS in front by itself.
         return text.removeprefix(tokenizer.bos_token or "")
 
@@ -90,7 +90,9 @@ def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain
         )
     else:
         lines.append(f'TEMPLATE """{template}"""')
-    stops = dict.fromkeys(tokenizer.convert_ids_to_tokens(token) for token in [*stop_tokens, tokenizer.eos_token_id])
+    stops = dict.fromkeys(
+        tokenizer.convert_ids_to_tokens(ids=token) for token in [*stop_tokens, tokenizer.eos_token_id]
+    )
     lines += [f'PARAMETER stop "{text}"' for text in stops if '"' not in text]
     return "\n".join(lines) + "\n", missing
 

@@ -42,8 +42,10 @@ def write_merged(result: RunResult, target: Path) -> None:
         save_merged(result.settings, result.folder, target, stop_tokens(result.settings, tokenizer))
         texts = [QUESTION]
         if tokenizer.chat_template is not None:
-            texts.append(tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tokenize=False))
-        rows = [tokenizer(text)["input_ids"] for text in texts]
+            texts.append(
+                tokenizer.apply_chat_template(conversation=[{"role": "user", "content": QUESTION}], tokenize=False)
+            )
+        rows = [tokenizer(text=text)["input_ids"] for text in texts]
         check_merged(result.settings, result.folder, target, rows)
     except Exception as error:
         # What the system refuses, as a disk that is full, is told by the folder's own handler; errors of a missing file

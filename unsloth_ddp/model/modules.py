@@ -65,11 +65,11 @@ def evaluation_mode(model: Any) -> AbstractContextManager[None]:
 def training_mode(model: Any, dropout: bool = True) -> Iterator[None]:
     """Turn dropout on inside the block, or off, and restore the mode the model was in."""
     was_training = model.training
-    model.train(dropout)
+    model.train(mode=dropout)
     try:
         yield
     finally:
-        model.train(was_training)
+        model.train(mode=was_training)
 
 
 def kept_random_numbers(device: torch.device) -> AbstractContextManager[None]:

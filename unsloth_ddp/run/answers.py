@@ -91,7 +91,7 @@ def answer(
     if runtime.backend == "unsloth":
         from unsloth import FastLanguageModel
 
-        FastLanguageModel.for_inference(model)
+        FastLanguageModel.for_inference(model=model)
     model.eval()
     length, answers = min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS), []
     failed = None
@@ -102,8 +102,8 @@ def answer(
         logger.warning("generation failed", exc_info=True)
         failed = f"{type(error).__name__}: {one_line(error, 200)}"
     if runtime.backend == "unsloth":
-        FastLanguageModel.for_training(model)
-    model.train(was_training)
+        FastLanguageModel.for_training(model=model)
+    model.train(mode=was_training)
     shares, failures = runtime.gather(answers), runtime.gather(failed)
     if reason := next(filter(None, failures), None):
         print(f"The answers are not compared, because the model failed to generate ({reason}).", flush=True)
@@ -139,7 +139,7 @@ def say_too_long(tokenizer: Any, asked: list[Question]) -> None:
 
 
 def _lengths(tokenizer: Any, asked: list[Question]) -> list[int]:
-    return [len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) + AROUND for question in asked]
+    return [len(tokenizer(text=question.answer, add_special_tokens=False)["input_ids"]) + AROUND for question in asked]
 
 
 def _generate_in_halves(
@@ -172,7 +172,7 @@ def _generate(
         )
     new = generated[:, inputs["input_ids"].shape[1] :]
     end = end_of_turn(tokenizer, asked[0])
-    return [_until(text, end) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    return [_until(text, end) for text in tokenizer.batch_decode(sequences=new, skip_special_tokens=True)]
 
 
 def end_of_turn(tokenizer: Any, question: Question) -> str:

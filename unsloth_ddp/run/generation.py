@@ -143,7 +143,7 @@ def generate(
         asked = {"input_ids": processing.expand(prompt, images).ids, "rendered": prompt, "images": images}
         inputs: Any = padded_left([asked], tokenizer.pad_token_id, processing, model)
     else:
-        inputs = tokenizer(prompt, add_special_tokens=options.plain, return_tensors="pt").to(model.device)
+        inputs = tokenizer(text=prompt, add_special_tokens=options.plain, return_tensors="pt").to(model.device)
     arguments = options.arguments(model, inputs["input_ids"].shape[1])
     streamer = PieceStreamer(tokenizer, write, end)
     with torch.no_grad():

@@ -149,7 +149,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
         train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
     added = load.stop_at(model, train.stop_tokens)
     if added and settings.method != "full":
-        names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in added)
+        names = ", ".join(f"{tokenizer.convert_ids_to_tokens(ids=token)} ({token})" for token in added)
         print(
             f"The answers end with {names}, at which the base model does not stop. The merged model stops there; with the "
             "adapter alone, add it to eos_token_id when you generate."

@@ -223,13 +223,13 @@ class ResumableTrainer(SFTTrainer):
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self._aside or super()._get_output_dir(trial)
+        return self._aside or super()._get_output_dir(trial=trial)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # If the best checkpoint so far could not be written, this one is compared with the one before.
         self.settle()
         self._best_until_now = self.state.best_metric, self.state.best_global_step
-        return super()._determine_best_metric(metrics, trial)
+        return super()._determine_best_metric(metrics=metrics, trial=trial)
 
     def _name_best_checkpoint(self, written: int | None = None) -> None:
         """Set best_model_checkpoint to the best step's folder, existing or being written (`written`); else keep it.
@@ -281,10 +281,12 @@ class ResumableTrainer(SFTTrainer):
             )
         elif self._aside is None:
             self._fp32_weights = self._gather_fp32_weights()
-            super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir=output_dir, _internal_call=_internal_call)
             self._fp32_weights = {}
         elif self.is_deepspeed_enabled:
-            self.checkpoints.attempt(lambda: super(ResumableTrainer, self).save_model(output_dir, _internal_call))
+            self.checkpoints.attempt(
+                lambda: super(ResumableTrainer, self).save_model(output_dir=output_dir, _internal_call=_internal_call)
+            )
         elif self.args.should_save:
             self.checkpoints.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
             model = self._bare_model
@@ -309,7 +311,7 @@ class ResumableTrainer(SFTTrainer):
             parameters = dict(model.named_parameters(remove_duplicate=False))
             tie_again(state_dict, parameters)
             replace_weights(state_dict, parameters, self._fp32_weights)
-        super()._save(output_dir, state_dict)
+        super()._save(output_dir=output_dir, state_dict=state_dict)
         if self._fp32_weights:
             name_fp32_in_config(Path(output_dir or str(self.args.output_dir)))
 
@@ -317,7 +319,7 @@ class ResumableTrainer(SFTTrainer):
         if self.is_deepspeed_enabled:
             with self.checkpoints.every_write_attempted():
                 self.checkpoints.attempt(
-                    lambda: super(ResumableTrainer, self)._save_optimizer_and_scheduler(output_dir)
+                    lambda: super(ResumableTrainer, self)._save_optimizer_and_scheduler(output_dir=output_dir)
                 )
             return
         assert self.optimizer is not None and self.lr_scheduler is not None
@@ -336,11 +338,11 @@ class ResumableTrainer(SFTTrainer):
         return getattr(self.optimizer, "optimizer", None) or self.optimizer  # type: ignore[return-value]
 
     def _save_scaler(self, output_dir: str) -> None:
-        self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_scaler(output_dir))
+        self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_scaler(output_dir=output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.runtime.sharding != "none":
-            self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_rng_state(output_dir))
+            self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_rng_state(output_dir=output_dir))
             return
         # Upstream's other ranks write their files themselves, which other nodes may do to a disk of their own.
         states = self.runtime.gather(self._random_states())
@@ -375,11 +377,11 @@ class ResumableTrainer(SFTTrainer):
         elif isinstance(self.model, PeftModel) and not self.is_deepspeed_enabled:
             load_weights(self.model, folder, str(self.model.config.name_or_path))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint=resume_from_checkpoint, model=model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_shards(Path(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint=checkpoint)
             return
         self.sharded.load_optimizer(Path(checkpoint), self.model, self._bare_optimizer)
         assert self.lr_scheduler is not None
@@ -408,7 +410,7 @@ class ResumableTrainer(SFTTrainer):
             # numbers of the first steps.
             set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
         else:
-            super()._load_rng_state(checkpoint)
+            super()._load_rng_state(checkpoint=checkpoint)
         if checkpoint is not None:
             if self._evaluation_is_due():
                 self._determine_best_metric(self._evaluate(None, None), None)

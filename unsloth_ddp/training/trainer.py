@@ -407,11 +407,11 @@ class DDPTrainer(ResumableTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Ranks that ran out of memory have changed it.
         self.checkpoints.identity |= self.step.identity
-        super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model=model, trial=trial)
 
     def write_final(self, folder: Path) -> None:
         """Write the adapter or model, the tokenizer and the log of losses into `folder`; every rank calls this."""
-        self.save_model(str(folder))
+        self.save_model(output_dir=str(folder))
         if self.args.should_save:
             self.state.save_to_json(str(folder / "trainer_state.json"))
             complete_result(self.settings, self.accelerator.unwrap_model(self.model), folder)

@@ -305,6 +305,6 @@ KNOWN_ERRORS = (
         "unknown architecture",
         r"does not recognize this architecture|KeyError: .{0,3}(qwen|llama|gemma|mistral|phi)",
         "This release of Transformers does not know the model.",
-        "update Transformers (and Unsloth with it), or choose another model.",
+        "run without Unsloth and with a newer Transformers: uv run --with 'transformers>5.17' python -m accelerate.commands.launch ... train_ddp.py ... --backend transformers.",
     ),
 )

@@ -46,9 +46,13 @@ def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at:
     for supervised, run in groupby(labels, key=lambda label: label != IGNORED):
         start, end = end, end + len(list(run))
         # Many tokenizers drop leading space, so a part is decoded as what it adds to the text before it.
-        so_far = tokenizer.decode(input_ids[:end], skip_special_tokens=False)
+        so_far = tokenizer.decode(token_ids=input_ids[:end], skip_special_tokens=False)
         goes_on = so_far.startswith(before)
-        text = so_far[len(before) :] if goes_on else tokenizer.decode(input_ids[start:end], skip_special_tokens=False)
+        text = (
+            so_far[len(before) :]
+            if goes_on
+            else tokenizer.decode(token_ids=input_ids[start:end], skip_special_tokens=False)
+        )
         before = so_far
         text = "\n".join(printable(line) for line in text.split("\n"))
         parts.append(f"{SUPERVISED_START}{text}{SUPERVISED_END}" if supervised else text)

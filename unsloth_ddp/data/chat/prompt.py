@@ -33,7 +33,10 @@ def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, p
     for form in variants(chat, lambda: False, image_token):
         try:
             text = tokenizer.apply_chat_template(
-                form.messages, tools=form.tools, tokenize=False, **({"add_generation_prompt": True} if prompt else {})
+                conversation=form.messages,
+                tools=form.tools,
+                tokenize=False,
+                **({"add_generation_prompt": True} if prompt else {}),
             )
         except Exception as error:
             errors.append(error)
@@ -55,6 +58,6 @@ def inputs_of(tokenizer: Any, chats: Sequence[Example], processing: ImageProcess
         if processing and chat.images:
             ids = processing.expand(text, chat.images).ids
         else:
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
         prompts.append({"input_ids": ids, "rendered": text, "images": chat.images})
     return prompts

@@ -153,7 +153,9 @@ class Encoder:
         # No warning of the tokenizer about long rows: they are cut, or refused, later.
         try:
             with panics_raised():
-                encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+                encoded = self.tokenizer(
+                    text=text, add_special_tokens=special, return_offsets_mapping=True, verbose=False
+                )
         except Panic as panic:
             raise UserError(
                 f"the model's tokenizer cannot tokenize the row: {panic}; its tokenizer.json is damaged, so download the model again."

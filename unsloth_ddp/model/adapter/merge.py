@@ -57,7 +57,7 @@ def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Se
         model = merge.model
         _save_merged_by_weight(merge, target, stop_tokens)
     keep_what_is_not_modelled(settings, model, target)
-    transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(save_directory=target)
     del model, merge
     gc.collect()
 
@@ -177,7 +177,9 @@ def _changes(
 def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int]) -> None:
     merge.model.config.use_cache = True
     stop_at(merge.model, stop_tokens)
-    describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)
+    describe_without_weights(
+        lambda state_dict: merge.model.save_pretrained(save_directory=target, state_dict=state_dict), target
+    )
     with ModelFiles(target, [name for names in merge.files.values() for name in names]) as out:
         for path, names in merge.files.items():
             # Opened again for each file, so that the pages read for the last one are released.
@@ -229,7 +231,7 @@ def _save_merged_by_peft(settings: Settings, adapter: Path, target: Path, stop_t
     merged = adapted.merge_and_unload()
     merged.config.use_cache = True
     stop_at(merged, stop_tokens)
-    merged.save_pretrained(target)
+    merged.save_pretrained(save_directory=target)
     return merged
 
 

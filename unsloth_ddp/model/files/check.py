@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import HUB_ID
 from unsloth_ddp.distributed.sharding import Sharding
+from unsloth_ddp.model.files.architecture import check_architecture
 from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.safe import stays_inside
@@ -55,6 +56,7 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
         inner = next(iter(sorted(path.glob("*/config.json"))), None)
         fix = f"did you mean {inner.parent}?" if inner else "give a Hub id or a saved model."
         raise UserError(f"model {model} is not a model folder: it has no config.json; {fix}")
+    check_architecture(model, _read_json(path, "config.json"))
     check_folder(path, safetensors_only=safetensors_only)
 
 
@@ -293,7 +295,9 @@ def check_source(settings: Settings, backend: str, sharding: Sharding = "none") 
     """Refuse an adapter or a model quantized in a way that cannot be trained, in a folder or on the Hub."""
     model, revision = str(settings.model), settings.model_revision
     check_no_adapter(model, read_model_file(model, ADAPTER_FILE, revision))
-    check_quantization(settings, backend, read_model_file(model, "config.json", revision), sharding)
+    config = read_model_file(model, "config.json", revision)
+    check_architecture(model, config)
+    check_quantization(settings, backend, config, sharding)
 
 
 def read_model_file(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ class GradientCheckpointing:
         else:
             # Enabling registers a hook on the embedding (with PEFT too) and overwrites the handle of an existing one.
             self.model.disable_input_require_grads()
-            self.model.gradient_checkpointing_enable({"use_reentrant": self.reentrant})
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.reentrant})
         self.kind = kind
 
     def _use_in_unsloth(self, name: Any) -> None:
@@ -53,7 +53,7 @@ class GradientCheckpointing:
         # Unsloth replaces torch's checkpoint function; enabling it again passes the new one to the layers.
         name = apply_unsloth_gradient_checkpointing(name, self.max_length, dtype)
         if name:
-            self.model.gradient_checkpointing_enable({"use_reentrant": True})
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         # Unsloth's trainer restores this value after every evaluation.
         self.model._unsloth_gradient_checkpointing = name
         self.model.for_training(use_gradient_checkpointing=name)

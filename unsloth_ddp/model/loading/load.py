@@ -292,13 +292,17 @@ def _load_transformers(
         model, quantization = model.dequantize(), None
     checkpointing = kinds_here(runtime, settings)[0] != "none"
     if quantization is not None and mesh is None:
-        model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
+        model = prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
     elif quantization is not None:
         # PEFT's function would take packed shards for 16-bit weights, and convert embedding and output head to fp32, though
         # FSDP2 gathers them in the precision of the run.
-        model.requires_grad_(False)
+        model.requires_grad_(requires_grad=False)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.method != "full" or trained:
         check_module_names(settings, model)
         torch.manual_seed(settings.seed)

@@ -75,7 +75,7 @@ def load_reference(
             ) from None
         if prompts_once:
             prompts_once = prove_prompts_shared(on, runtime, model, packed, choice).prompts_once
-    return model.requires_grad_(False).eval(), dataclasses.replace(
+    return model.requires_grad_(requires_grad=False).eval(), dataclasses.replace(
         flatten_for(runtime, model), prompts_once=prompts_once
     )
 

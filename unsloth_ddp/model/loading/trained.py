@@ -89,7 +89,7 @@ def _ready(model: Any, runtime: Runtime) -> Any:
     if runtime.backend == "unsloth":
         from unsloth import FastLanguageModel
 
-        FastLanguageModel.for_inference(model)
+        FastLanguageModel.for_inference(model=model)
     return model.eval()
 
 

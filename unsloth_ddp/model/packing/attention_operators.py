@@ -29,12 +29,15 @@ def attention_with_sinks(
     Returns:
         (tokens, heads, head size), and the log-sum-exp values with sinks for the backward pass, float32 (heads, tokens).
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    attended, sums = varlen_attn(
-        query, key, value, of_queries, of_keys, longest, longest_keys, return_aux=AuxRequest(lse=True), scale=scale,
-        window_size=(before, 0), enable_gqa=key.shape[1] != query.shape[1],
-    )  # fmt: skip
+    # From torch 2.15 on cuDNN's kernel may be taken otherwise, whose values the backward pass below does not take.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        attended, sums = varlen_attn(
+            query, key, value, of_queries, of_keys, longest, longest_keys, return_aux=AuxRequest(lse=True), scale=scale,
+            window_size=(before, 0), enable_gqa=key.shape[1] != query.shape[1],
+        )  # fmt: skip
     with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
     left = (sums - with_sinks).exp().T[..., None]
     return (attended * left).to(query.dtype), with_sinks

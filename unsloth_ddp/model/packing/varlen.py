@@ -197,7 +197,7 @@ def _set_attention(model: Any, name: str) -> None:
     """Set the attention of the text decoder, and not of towers, whose patches attend to all others."""
     text = model.config.get_text_config()
     part = next((key for key in model.config.sub_configs if getattr(model.config, key) is text), "")
-    model.set_attn_implementation({part: name})
+    model.set_attn_implementation(attn_implementation={part: name})
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

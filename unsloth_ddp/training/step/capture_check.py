@@ -1,6 +1,7 @@
 """Check on the GPU that micro-batches replayed as CUDA graphs give the same loss and gradients."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ def obstacle_to_capture(settings: Settings, runtime: Runtime, data: TrainingData
         return "a CPU has no CUDA graphs"
     if data.train.packing is None:
         return f"rows are padded ({data.packing.reason}), so micro-batches differ in shape"
+    if runtime.backend == "unsloth" and os.environ.get("UNSLOTH_BLOCK_CUDAGRAPHS") == "1":
+        return "UNSLOTH_BLOCK_CUDAGRAPHS=1 lets Unsloth capture the layers itself"
     obstacle = obstacle_on_gpus(
         settings,
         packed=data.train.packing is not None,

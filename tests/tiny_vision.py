@@ -117,7 +117,7 @@ def save_processor(kind: str, folder: Path, tokenizer: Any, sizes: dict[str, Any
     }
     parts |= {"video_processor": getattr(transformers, spec["videos"])()} if "videos" in spec else {}
     parts |= {"feature_extractor": getattr(transformers, spec["audio"])()} if "audio" in spec else {}
-    given = spec.get("arguments", {}) if sizes is None else {}
+    given = spec.get("arguments", {})
     getattr(transformers, spec["processor"])(**parts, chat_template=spec["template"], **given).save_pretrained(folder)
 
 

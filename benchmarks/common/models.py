@@ -166,6 +166,7 @@ def scale_query_norms(model: Any) -> None:
 def write_model(config: Any, folder: Path, *, sparse: bool = False) -> None:
     """Write a model with random weights (or sparse files of zeros) in its config's precision, and the demo's tokenizer."""
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(REPO / "demo/model")
@@ -177,8 +178,12 @@ def write_model(config: Any, folder: Path, *, sparse: bool = False) -> None:
         write_sparse(config, folder)
     else:
         torch.manual_seed(0)
+        named = (config.architectures or [""])[0]
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+            # Of a model with towers, the class that its config names has them.
+            model_class = getattr(transformers, named) if named else AutoModelForCausalLM
+            make = model_class._from_config if named else model_class.from_config
+            model = make(config, dtype=config.dtype)
         scale_query_norms(model)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

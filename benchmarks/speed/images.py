@@ -41,6 +41,29 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
         },
     }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "qwen3_vl_4b": ({
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
+        },
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "gemma3_4b": ({
+        "tie_word_embeddings": True, "mm_tokens_per_image": 256,
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 256, "sliding_window": 1024, "vocab_size": 262208,
+        },
+        "vision_config": {
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896,
+            "patch_size": 14,
+        },
+    }, {"size": {"height": 896, "width": 896}}),
     # Most of its 5 billion weights are embeddings that each layer adds.
     "gemma4": ({
         "tie_word_embeddings": True,
@@ -81,8 +104,11 @@ def write_model(kind: str, folder: Path, *, tiny: bool) -> None:
     if tiny:
         save_vision(kind, folder)
         return
-    tokenizer, ids = vision_tokenizer(kind)
     values, sizes = MODELS[kind]
+    kind = kind.removesuffix("_4b")
+    if kind == "gemma3":
+        KINDS[kind]["arguments"] = {"image_seq_length": values["mm_tokens_per_image"]}
+    tokenizer, ids = vision_tokenizer(kind)
     model_class = getattr(transformers, KINDS[kind]["model"])
     config = model_class.config_class(**values, **ids)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rows import chat_rows, preference_rows
+from benchmarks.common.rows import chat_rows, labelled_rows, preference_rows
 from benchmarks.common.runs import REPO, gpu_names, log_history, reload, run_logged, train_here, write_results
 from unsloth_ddp.utils.versions import versions
 
@@ -41,6 +41,7 @@ RECIPES = {
     "qwen3_32b_qlora_48gb": ("qwen3_32b", "chats"),
     "qwen3_4b_qlora_12gb": ("qwen3_4b", "chats"),
     "qwen3_4b_dpo_qlora": ("qwen3_4b", "pairs"),
+    "qwen3_4b_kto_qlora": ("qwen3_4b", "labelled"),
     "qwen3_vl_4b_images_lora": ("qwen3_vl_4b", "images"),
     "gemma3_4b_images_qlora": ("gemma3_4b", "images"),
 }
@@ -145,11 +146,13 @@ def make_rows(work: Path) -> dict[str, Path]:
     chat_rows(work / "chats.jsonl", 2048, seed=5, longest=2048)
     chat_rows(work / "held_out.jsonl", 64, seed=6, longest=2048)
     preference_rows(work / "pairs.jsonl", 1024, seed=3)
+    labelled_rows(work / "pairs.jsonl", work / "labelled.jsonl")
     (work / "images").mkdir(exist_ok=True)
     from benchmarks.speed.images import write_rows
 
     write_rows(work / "images/rows.jsonl", 256, tiny=False)
-    return {"chats": work / "chats.jsonl", "pairs": work / "pairs.jsonl", "images": work / "images/rows.jsonl"}
+    rows = {kind: work / f"{kind}.jsonl" for kind in ("chats", "pairs", "labelled")}
+    return rows | {"images": work / "images/rows.jsonl"}
 
 
 def command_of(cell: Cell, given: argparse.Namespace, rows: dict[str, Path], own: Path) -> list[str]:
@@ -285,8 +288,9 @@ def main() -> None:
     cells = [Cell.parse(text) for text in given.cells]
     given.work.mkdir(parents=True, exist_ok=True)
     rows = make_rows(given.work)
-    for shape in dict.fromkeys(RECIPES[cell.recipe][0] for cell in cells):
-        make_shape(shape, given.work / shape)
+    shapes = dict.fromkeys(RECIPES[cell.recipe][0] for cell in cells)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda shape: make_shape(shape, given.work / shape), shapes))
     results = run_all(cells, given, rows)
     sys.exit(1 if any(result["exit_code"] != 0 for result in results) else 0)
 

@@ -21,7 +21,7 @@ STEPS = 3
 def rows(tmp_path_factory) -> dict[str, Path]:
     """Rows of each task."""
     folder = tmp_path_factory.mktemp("rows")
-    chats = [row["messages"] for row in demo_rows() if len(row["messages"]) == 2][:24]
+    chats = [row["messages"] for row in demo_rows() if len(row["messages"]) == 2][:48]
     pairs = [
         {"prompt": chat[:1], "chosen": chat[1:], "rejected": [{"role": "assistant", "content": other[1]["content"]}]}
         for chat, other in zip(chats, [*chats[1:], chats[0]], strict=True)
@@ -87,7 +87,8 @@ def test_the_last_rung_ends_the_run_in_one_sentence_with_a_checkpoint(job, place
         ]
         for name in ("ends", "ends-whole")
     ]
-    assert losses[0] == losses[1]
+    # The resumed run keeps its many passes, whose sums are rounded otherwise.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -267,6 +267,9 @@ def exit_notice_for(error: BaseException | None, now: float) -> ExitNotice:
         return ExitNotice("user_error", str(error), now, code=error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return ExitNotice("signalled", "SIGINT", now)
+    if getattr(error, "alone", False):
+        # A RunEnd of one rank says all there is to say.
+        return ExitNotice("failed", one_line(hide(str(error)), LONGEST_TEXT), now)
     text = hide(f"{type(error).__name__}: {error}".strip())
     # Hidden before it is cut: half a secret would not be recognised.
     written = hide("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]

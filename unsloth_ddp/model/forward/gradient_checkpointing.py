@@ -8,8 +8,11 @@ from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
 
 KINDS = ("none", "torch", "unsloth")
+# The name of Transformers for an attention that takes the keys and values of an earlier layer.
+TAKES_KEYS = "is_kv_shared_layer"
 UNSLOTH_NAMES: dict[str, Any] = {"none": False, "torch": True, "unsloth": "unsloth"}
 
 
@@ -26,6 +29,8 @@ class GradientCheckpointing:
         self.reentrant = reentrant(runtime, settings)
         self.max_length = settings.max_length
         self.kinds = kinds_here(runtime, settings)
+        if (self.backend == "unsloth" or self.reentrant) and takes_keys_of_earlier_layers(model):
+            self.kinds = kinds_that_keep_gradients(self.kinds, settings, runtime)
         self.kind = self.kinds[0]
 
     @property
@@ -70,6 +75,30 @@ def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
     if runtime.sharding != "none":
         return ("torch",) if runtime.device_type == "cpu" else KINDS[:2]
     return KINDS if runtime.backend == "unsloth" else KINDS[:2]
+
+
+def takes_keys_of_earlier_layers(model: Any) -> bool:
+    """Return whether layers of the model take the keys and values of earlier layers (Gemma 4, Gemma 3n)."""
+    return any(getattr(module, TAKES_KEYS, False) is True for module in getattr(model, "modules", list)())
+
+
+def kinds_that_keep_gradients(kinds: tuple[str, ...], settings: Settings, runtime: Runtime) -> tuple[str, ...]:
+    """Return the kinds that do not recompute layers.
+
+    Reentrant checkpointing computes the forward pass without gradients, so what a layer takes of an earlier layer beside its input
+    has none: on a small Gemma 4 the gradient of a weight was up to 73 % off (benchmarks/results/correctness/shared_keys.json).
+
+    Raises:
+        UserError: the user asks for a kind that recomputes.
+    """
+    kept = tuple(kind for kind in kinds if kind == "none")
+    if kept:
+        return kept
+    way = f"backend {runtime.backend}" if runtime.sharding == "none" else f"sharding {runtime.sharding}"
+    raise UserError(
+        f"gradient_checkpointing {settings.gradient_checkpointing} with {way} would lose gradients of model {settings.model}, whose "
+        "layers take the keys and values of earlier layers; give --backend transformers without ZeRO-3, or --gradient_checkpointing none."
+    )
 
 
 def reentrant(runtime: Runtime, settings: Settings) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unsloth_ddp.data.order.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model.forward.compile_options import layer_options, own_call
+from unsloth_ddp.model.forward.gradient_checkpointing import TAKES_KEYS
 from unsloth_ddp.model.forward.head_loss import Logits, head_loss
 from unsloth_ddp.model.modules import base_model, kept_random_numbers, replaced, text_decoder
 from unsloth_ddp.model.packing import varlen
@@ -31,8 +32,8 @@ UNSLOTH_BOUNDARIES = "get_packed_info_from_kwargs"
 # Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3, and is off by default in
 # Unsloth: the module, the switch in it, and the variable that sets it.
 FUSED_NORM = ("unsloth.kernels.qk_norm_rope", "QK_NORM_ROPE_ENABLED", "UNSLOTH_FUSED_QKNORM_ROPE")
-# The names of Transformers for an attention that keeps its keys and values, and for one that takes those of an earlier layer (Gemma 4).
-KEEPS_KEYS, TAKES_KEYS = "store_full_length_kv", "is_kv_shared_layer"
+# The name of Transformers for an attention that keeps its keys and values for later layers (Gemma 4).
+KEEPS_KEYS = "store_full_length_kv"
 # varlen.py passes the module on where a mask is given, which is not so here.
 NO_MODULE = torch.nn.Identity()
 

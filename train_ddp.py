@@ -19,7 +19,7 @@ import sys
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, exit_with, note_exit_code, quiet
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
-from unsloth_ddp.distributed.runtime import keep_tuned_kernels, let_idle_threads_sleep
+from unsloth_ddp.distributed.runtime import keep_tuned_kernels, let_idle_threads_sleep, let_memory_segments_grow
 from unsloth_ddp.run.context import Run, open_run
 from unsloth_ddp.run.outcomes import RunEnd
 from unsloth_ddp.utils.errors import UserError, panics_raised
@@ -54,6 +54,7 @@ def main() -> None:
     protect_streams()
     let_idle_threads_sleep()
     keep_tuned_kernels()
+    let_memory_segments_grow()
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()

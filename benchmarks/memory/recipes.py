@@ -5,7 +5,7 @@
 
 A cell is RECIPE:GB with further words: `unsloth` or `transformers` (backend), `peer` (Unsloth's own trainer at its notebook's
 settings), `tuned` (the same with packing and the checkpointing of --gradient_checkpointing), `cut=STEP,SHARE` (from that step on, the
-memory is limited to a share of what the process held), `--option=value`. Cells run side by side while their cards fit on the GPU, so
+memory of passes is limited to a share of what they took), `--option=value`. Cells run side by side while their cards fit on the GPU, so
 times are upper bounds. Rows are chats (or pairs, or chats with images) of log-normal length, the longest of the recipe's max_length.
 """
 
@@ -110,9 +110,9 @@ def limited(given: argparse.Namespace) -> None:
 
         def begin_and_shrink(*args: Any) -> Any:
             if trainer.state.global_step + 1 == given.from_step:
-                most = torch.cuda.max_memory_reserved()
+                most, least = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated()
                 torch.cuda.empty_cache()
-                torch.cuda.set_per_process_memory_fraction(given.share * most / total, 0)
+                torch.cuda.set_per_process_memory_fraction((least + given.share * (most - least)) / total, 0)
             return begin(*args)
 
         trainer.step.begin = begin_and_shrink

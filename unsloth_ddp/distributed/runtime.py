@@ -280,6 +280,16 @@ def keep_tuned_kernels() -> None:
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
 
 
+def let_memory_segments_grow() -> None:
+    """Have torch's allocator grow its segments; call this before torch is imported.
+
+    Rows of other lengths would leave pieces of memory that no later tensor fits into: a step ran out of memory with 2 GiB unused.
+    Unsloth sets this too.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def quiet_imports() -> None:
     """Silence messages of libraries at import on which no user can act: deprecations in torchao, missing CPU kernels."""
     for library in ("torch.utils._pytree", "bitsandbytes"):

@@ -42,7 +42,15 @@ class Logits:
 PLAIN = Logits()
 
 
-def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, changed: Logits = PLAIN) -> Tensor:
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    changed: Logits = PLAIN,
+    *,
+    chunk: int | None = None,
+) -> Tensor:
     """Return the summed cross entropy of next-token predictions, 0-dim float32.
 
     Args:
@@ -51,23 +59,30 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype
         labels: (n,) int64; negative labels are ignored.
         dtype: of the matrix products; logits are converted to float32 before the softmax.
         changed: what the model does to the products.
+        chunk: tokens whose logits exist at once, which are not compiled for then; CHUNK tokens, compiled, if it is None.
     """
-    return _HeadLoss.apply(hidden, weight, labels, dtype, changed)
+    return _HeadLoss.apply(hidden, weight, labels, dtype, changed, chunk)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, changed: Logits
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        dtype: torch.dtype,
+        changed: Logits,
+        chunk: int | None,
     ) -> Tensor:
-        compute = _compiled_chunk() if hidden.is_cuda else _chunk
+        compute = _compiled_chunk() if hidden.is_cuda and chunk is None else _chunk
         trained = weight.requires_grad
         with torch.autocast(hidden.device.type, enabled=False):
             used, states = weight.detach().to(dtype), hidden.to(dtype)
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             to_hidden = []
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
-            for part, part_labels in zip(states.split(CHUNK), labels.split(CHUNK), strict=True):
+            for part, part_labels in zip(states.split(chunk or CHUNK), labels.split(chunk or CHUNK), strict=True):
                 logits = part @ used.t()
                 for one in (logits, part_labels):
                     # Compile once for any number of tokens.
@@ -82,11 +97,11 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         to_hidden, *to_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         first = (to_hidden * above[0]).to(hidden_dtype)
-        return first, (to_weight[0] * above[0]).to(weight_dtype) if to_weight else None, None, None, None
+        return first, (to_weight[0] * above[0]).to(weight_dtype) if to_weight else None, None, None, None, None
 
 
 def _chunk(products: Tensor, labels: Tensor, factor: float, cap: float) -> tuple[Tensor, Tensor]:

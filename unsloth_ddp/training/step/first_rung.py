@@ -81,6 +81,9 @@ class FirstRung:
         """
         # The ranks have to try the same rungs, but may have different GPUs.
         resumed = self.runtime.broadcast_from_main(lambda: resumed if self._same_gpus(resumed) else {})
+        if self.runtime.backend == "transformers" and self.runtime.device_type == "cuda" and self._passes_are_local():
+            # Before memory is tried: without all logits at once a pass takes less.
+            self.step.use_task(self.step.task.tuned(self.runner, self.data.train.examples, rows=1))
         why_not = self._why_not_captured(resumed)
         task = self.step.task
         while True:
@@ -121,6 +124,11 @@ class FirstRung:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return decision
+
+    def _passes_are_local(self) -> bool:
+        """Return whether a pass may call parts of the model by themselves: neither sharding nor DDP has a part in it."""
+        alone = self.runtime.ranks.world_size == 1 or self.step.exchange is not None
+        return alone and self.runtime.sharding == "none"
 
     def _same_gpus(self, resumed: dict[str, Any]) -> bool:
         here = (self.runtime.ranks.world_size, self.runtime.device_name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.model.forward.decoder_loss import DecoderLoss, decoder_loss_if_equal
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.forward.supervised_head import SupervisedHead, head_with_equal_loss
 from unsloth_ddp.training.tasks.task import Task
@@ -30,6 +31,7 @@ class TextTask(Task):
         divides: whether the model takes the divisor; otherwise it would divide by its own count.
         fused_head: whether the model can use TRL's fused head, which never builds (batch, sequence, vocabulary) logits.
         head: computes the output head for supervised tokens only, if the loss stays the same (see tuned).
+        apart: computes the loss by decoder and head, without all logits at once (see tuned).
     """
 
     upstream: Callable[..., Tensor] | None
@@ -37,6 +39,7 @@ class TextTask(Task):
     divides: bool
     fused_head: bool
     head: SupervisedHead | None = None
+    apart: DecoderLoss | None = None
     columns = ("loss_sum", "supervised_tokens")
 
     def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
@@ -56,6 +59,8 @@ class TextTask(Task):
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
         """Return the summed token losses / divisor, 0-dim."""
         inputs = {name: value for name, value in batch.items() if name != "padded_batch"}
+        if self.apart is not None:
+            return self.apart(inputs) / divisor
         if not self.divides:
             labels = inputs.pop("labels")
             return logits_to_step_loss(model(**inputs, use_cache=False).logits, labels, divisor)
@@ -69,10 +74,17 @@ class TextTask(Task):
     @property
     def head_chooses(self) -> bool:
         """Return whether a batch has to name its supervised tokens."""
-        return self.head is not None
+        return self.head is not None or self.apart is not None
 
     def tuned(self, runner: MicroBatchRunner, examples: Any, rows: int) -> Self:
-        """Return the task with its output head on supervised tokens only, if the model takes the divisor and the loss stays."""
+        """Return the task with its output head on supervised tokens only, if the loss stays.
+
+        Without a fused head it computes the decoder and the head apart, else the model has to take the divisor.
+        """
+        if self.upstream is None:
+            if self.fused_head:
+                return self
+            return dataclasses.replace(self, apart=decoder_loss_if_equal(runner, examples))
         if not self.divides:
             return self
 

@@ -64,8 +64,8 @@ def test_what_goes_with_host_memory(options, column, cell, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     try:
-        check_sharding(sharding, settings, "cuda", settings.backend, 2)
-        check_offload(KEPT[sharding], sharding, settings, settings.backend)
+        check_sharding(sharding, settings, "cuda", 2)
+        check_offload(KEPT[sharding], sharding, settings)
         found = "yes"
     except UserError:
         found = "no"
@@ -79,7 +79,12 @@ def place(column: str) -> SimpleNamespace:
         kind, letter = column.split(", ")
         backend, device, sharding = BACKENDS[letter], "cuda", SHARDINGS[kind]
     return SimpleNamespace(
-        device_type=device, backend=backend, sharding=sharding, precision="bf16", on_main=lambda work: work()
+        device_type=device,
+        backend=backend,
+        decided_backend=backend,
+        sharding=sharding,
+        precision="bf16",
+        on_main=lambda work: work(),
     )
 
 
@@ -104,7 +109,7 @@ def support(options: str, where: SimpleNamespace) -> str:
     try:
         settings = parse(f"{options} --backend {where.backend}")
         processes._choose_precision(settings.precision, where.device_type == "cuda")
-        check_sharding(where.sharding, settings, where.device_type, where.backend, 2)
+        check_sharding(where.sharding, settings, where.device_type, 2)
         check_model(settings, where)
     except UserError:
         return "no"

@@ -238,10 +238,9 @@ def test_the_result_goes_with_its_launch_file(
     text = f"base_model: m\ndatasets: [{{path: o/r}}]\n{method}\n{sharding}\ngradient_checkpointing: offload\n"
     result = ported(text, AXOLOTL)
     settings = settings_of(result, tmp_path)
-    backend = "unsloth" if settings.backend == "auto" else settings.backend
     # Not installed by default.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    check_sharding(result.launch_config, settings, "cuda", backend, 2)  # type: ignore[arg-type]
+    check_sharding(result.launch_config, settings, "cuda", 2)  # type: ignore[arg-type]
 
 
 def test_an_offload_of_the_file_is_named() -> None:

@@ -114,7 +114,7 @@ def test_offload_in_a_deepspeed_config_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("offload", "sharding", "options", "reason"),
     [
-        ("parameters", "fsdp2", {"method": "qlora"}, "4-bit weights have no CPU kernels; use accelerate_configs/fsdp2.yaml"),
+        ("parameters", "fsdp2", {"method": "qlora"}, "have no CPU kernels; use accelerate_configs/fsdp2.yaml"),
         ("parameters", "fsdp2", {"backend": "unsloth"}, "not been tried with Unsloth.*use --backend transformers"),
         ("parameters", "fsdp2", {"optim": "paged_adamw_8bit"}, "optim paged_adamw_8bit needs a GPU, but"),
         # accelerate would train with Adam instead, and say nothing.

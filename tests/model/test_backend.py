@@ -1,4 +1,4 @@
-"""One function decides on the backend, once: by settings, devices and the model, and with `auto` by what the rows are."""
+"""One function decides on the backend, once: by settings, devices, the model, and with `auto` by what the rows are."""
 
 from __future__ import annotations
 

@@ -232,9 +232,10 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
 
 
 def single_process(settings: Settings) -> Runtime:
-    """Return the runtime of one process without a process group and backend, which loads a trained model and answers with it.
+    """Return the runtime of one process without a process group, which loads a trained model and answers with it.
 
-    The precision is what this machine computes in. A sentence on stderr says why the CPU is used where a GPU was expected.
+    The backend is not decided, and the precision is what this machine computes in. A sentence on stderr says why the
+    CPU is used where a GPU was expected.
     """
     import torch
 

@@ -206,7 +206,7 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_sharding(sharding: Sharding, settings: Settings, device_type: str, world_size: int) -> None:
-    """Refuse settings that do not work with this sharding; `--backend auto` avoids a backend that does not (model/backend.py)."""
+    """Refuse settings that do not work with this sharding; `--backend auto` avoids a backend that does not."""
     if sharding == "none":
         return
     if settings.reference_model and sharding != "fsdp2":

@@ -23,7 +23,7 @@ class BackendFacts:
         images: whether rows have images.
         padded: whether Unsloth would pad rows of the model that Transformers packs (files/check.py).
         quantized: whether the weights are quantized in the model's files.
-        loading: bytes of loading the whole model on a GPU and then sharding it; None if they are not known, or nothing is sharded so.
+        loading: bytes of loading the whole model on a GPU and then sharding it; None if they are not known.
         room: bytes of the smallest GPU.
     """
 
@@ -39,7 +39,9 @@ class BackendFacts:
 
 
 def choose_backend(facts: BackendFacts) -> tuple[Backend, str | None]:
-    """Return the backend of a run, and why `--backend auto` takes Transformers on a GPU, to follow "Using backend transformers, ".
+    """Return the backend of a run, and why `--backend auto` takes Transformers on a GPU.
+
+    The cause follows "Using backend transformers, " in a sentence.
 
     Raises:
         UserError: --backend unsloth without a GPU, or for a model that does not fit on one before it is sharded.
@@ -71,7 +73,7 @@ def choose_backend(facts: BackendFacts) -> tuple[Backend, str | None]:
 def _trained_by_transformers(facts: BackendFacts) -> str | None:
     """Return what Unsloth cannot train, or Transformers trains faster: a setting, rows or a model."""
     settings = facts.settings
-    # Measured on 1.7B: as fast as Unsloth, and the first step came 10 s sooner (benchmarks/results/speed/fp8_unsloth.json).
+    # Measured on 1.7B: as fast as Unsloth, and the first step came 10 s sooner (results/speed/fp8_unsloth.json).
     if settings.fp8 and settings.gradient_checkpointing != "unsloth":
         return "fp8"
     if settings.trains_preferences:
@@ -82,15 +84,15 @@ def _trained_by_transformers(facts: BackendFacts) -> str | None:
     # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
     if facts.sharding == "zero3" and settings.method == "full":
         return "method full with sharding zero3"
-    # Measured on images with LoRA: Transformers was 1.4 times as fast, and Gemma 4 took its first step after one minute instead of
-    # over five. With QLoRA Unsloth was 1.3 times as fast in half the memory (benchmarks/results/speed/images_*.json).
+    # Measured on images with LoRA: Transformers was 1.4 times as fast, and Gemma 4 took its first step after one minute
+    # instead of over five. With QLoRA Unsloth was 1.3 times as fast in half the memory (results/speed/images_*.json).
     if settings.method == "qlora" or settings.gradient_checkpointing == "unsloth":
         return None
     # Of quantized weights Transformers trains fewer kinds, and QLoRA only.
     if facts.images and not facts.quantized:
         return "rows with images"
-    # Measured with LoRA on a gpt-oss-like model of 1B: Unsloth's own trainer, which pads too, reached 11,925 tokens/s on an H200,
-    # and packed rows with Transformers 211,870 (benchmarks/results/speed/todays_models_4.json).
+    # Measured with LoRA on a gpt-oss-like model of 1B on an H200: Unsloth's own trainer, which pads too, reached 11,925
+    # tokens/s, and packed rows with Transformers 211,870 (results/speed/todays_models_4.json).
     packs = settings.packing != "off" and settings.precision != "fp32" and settings.attn_implementation is None
     if facts.padded and packs and not _adapts_experts(settings):
         return "a model whose rows it pads"
@@ -98,16 +100,16 @@ def _trained_by_transformers(facts: BackendFacts) -> str | None:
 
 
 def _adapts_experts(settings: Settings) -> bool:
-    """Return whether a mixture of experts gets adapters on its experts, which Unsloth computes without a copy of their weights."""
+    """Return whether experts get adapters, which Unsloth computes without a copy of the experts' weights."""
     named = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}.intersection(settings.lora_target_modules)
     return settings.method != "full" and bool(settings.lora_target_parameters or named)
 
 
 def decide_backend(settings: Settings, runtime: Runtime, *, images: bool | None = None) -> None:
-    """Decide on the backend of a run and say why `auto` takes Transformers, unless it is decided; every rank calls this.
+    """Decide on the backend of a run, unless it is decided, and say why `auto` takes Transformers; all ranks call this.
 
     Args:
-        images: whether rows have images; None if they were not read yet, which leaves the backend open if they decide it.
+        images: whether rows have images; None before they are read, which leaves the backend open if they decide it.
 
     Raises:
         UserError: as choose_backend.
@@ -145,7 +147,7 @@ def _facts_of_config(settings: Settings) -> tuple[bool, bool]:
 
 
 def with_backend(settings: Settings, *, images: bool = False) -> Settings:
-    """Return the settings with the backend that `auto` takes on GPUs for this model, and for rows with images or without.
+    """Return the settings with the backend that `auto` takes on GPUs for this model, and for rows with images or not.
 
     It stays auto where that is Unsloth, because with FSDP2 it depends on the size of the model too.
     """

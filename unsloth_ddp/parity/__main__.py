@@ -83,7 +83,7 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
             raise UserError(f"--{name} is {value:g}, but it has to be a number above 0.")
     if not given.script.is_file():
         raise UserError(f"--script {given.script}: there is no such file.")
-    check_files(settings, 1)
+    rows = check_files(settings, 1)
     use_cache_if_hub_is_unreachable(settings)
     import torch
 
@@ -98,7 +98,7 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
         )
     if cuda:
         # The launches, which pack no rows, take the backend of a run.
-        settings = with_backend(settings)
+        settings = with_backend(settings, images=rows.images)
     backend, _ = choose_backend(BackendFacts(settings, cuda))
     precision = choose_precision(settings, backend)
     sizes = given.micro_batches or [1, max(2, settings.rows_at_once)]

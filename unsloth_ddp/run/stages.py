@@ -74,7 +74,7 @@ def _collect_garbage_again() -> None:
 
 
 def read_examples(run: Run) -> None:
-    """Read and check every row into the node's folder, before anything slow is imported; images may decide on the backend."""
+    """Read and check every row into the node's folder, before anything slow is imported; `auto` may wait for them."""
     _collect_garbage_again()
     run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)

@@ -86,8 +86,8 @@ def _model_commit(settings: Settings, runtime: Runtime) -> str | None:
     if is_file(name):
         return revision
     if revision is None and settings.method == "qlora" and runtime.backend == "unsloth":
-        # Unsloth may load a pre-quantized model from another repository, which does not have this commit. With QLoRA the backend
-        # does not depend on rows, which are not read yet.
+        # Unsloth may load a pre-quantized model from another repository, which does not have this commit. With QLoRA
+        # the backend does not depend on rows, which are not read yet.
         return None
     return find_commit(name, "model", revision) or revision
 

@@ -317,7 +317,7 @@ def read_model_file(model: str, name: str, revision: str | None = None) -> dict[
 
 
 def is_padded_by_unsloth(config: Mapping[str, Any]) -> bool:
-    """Return whether Unsloth would pad the rows of a model with this config.json, which Transformers' attention for packed rows takes.
+    """Return whether Unsloth would pad the rows of a model with this config.json, which Transformers packs.
 
     Unsloth computes attention that torch's sdpa does not have, such as that with sinks, by code that takes no boundaries of rows. The
     classes say which they have. They are read as text, since Transformers must not be imported before Unsloth.

@@ -4,8 +4,8 @@
     z = max(0, mean of log pi(y'|x) - log ref(y'|x) over the mismatched rows of the step, without gradient and dropout)
     loss = desirable_weight (1 - s(beta (r - z))), or undesirable_weight (1 - s(beta (z - r)))
 
-z is one number for all ranks and micro-batches of a step, which `for_step` computes before the first loss. TRL's z is that of a
-micro-batch.
+z is one number for all ranks and micro-batches of a step, which `for_step` computes before the first loss. TRL's z is
+that of a micro-batch.
 """
 
 from __future__ import annotations

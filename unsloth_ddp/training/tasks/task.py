@@ -26,18 +26,19 @@ class Task:
     columns: ClassVar[tuple[str, ...]]
 
     def units(self, batch: dict[str, Any]) -> Tensor:
-        """Return the number of units in a micro-batch (tokens, rows, or rows x a constant), on its device, without waiting for it.
+        """Return the number of units in a micro-batch, on its device, without waiting for the device.
 
-        0-dim, or (kinds of units,) if the loss is a sum of several means; all are 0 if the first is.
+        A unit is a token or a row; a row may count as a constant number of units. 0-dim, or (kinds of units,) if the
+        loss is a sum of several means; all are 0 if the first is.
         """
         raise NotImplementedError
 
     def for_step(
         self, batches: Iterable[dict[str, Any]], runner: MicroBatchRunner, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> Self:
-        """Return the task that computes the losses of a step; every rank calls this before the step's first micro-batch.
+        """Return the task that computes the losses of a step; every rank calls this before its first micro-batch.
 
-        An evaluation is one step here. A task whose losses are each computed from its micro-batch alone reads no batch.
+        An evaluation is one step here. A task whose losses each need their own micro-batch only reads no batch.
 
         Args:
             batches: of the step on this rank; those of an evaluation are read one after another.

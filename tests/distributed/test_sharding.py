@@ -115,7 +115,6 @@ def test_offload_in_a_deepspeed_config_file_is_read(tmp_path):
     ("offload", "sharding", "options", "reason"),
     [
         ("parameters", "fsdp2", {"method": "qlora"}, "have no CPU kernels; use accelerate_configs/fsdp2.yaml"),
-        ("parameters", "fsdp2", {"backend": "unsloth"}, "not been tried with Unsloth.*use --backend transformers"),
         ("parameters", "fsdp2", {"optim": "paged_adamw_8bit"}, "optim paged_adamw_8bit needs a GPU, but"),
         # accelerate would train with Adam instead, and say nothing.
         ("optimizer", "zero2", {"optim": "sgd"}, "optim sgd cannot be combined with an optimizer in host memory"),
@@ -306,7 +305,6 @@ def settings(**options) -> Settings:
         ("zero3", {"method": "qlora"}, "cuda", 2, "packed 4-bit weights; use fsdp2, or zero2"),
         ("zero3", {"gradient_checkpointing": "unsloth"}, "cuda", 2, "use --gradient_checkpointing torch"),
         ("fsdp2", {"gradient_checkpointing": "unsloth"}, "cuda", 2, "use --gradient_checkpointing torch"),
-        ("zero3", {"method": "full", "backend": "unsloth"}, "cuda", 2, "use --backend transformers, or sharding fsdp2"),
     ],
 )
 def test_pairs_that_do_not_exist_are_refused_with_the_reason(monkeypatch, sharding, options, device, processes, reason):

@@ -18,6 +18,7 @@ from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
+from unsloth_ddp.model.backend import BackendFacts, choose_backend
 from unsloth_ddp.model.files.check import check_quantization
 from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.loading.load import check_model
@@ -66,6 +67,7 @@ def test_what_goes_with_host_memory(options, column, cell, monkeypatch):
     try:
         check_sharding(sharding, settings, "cuda", 2)
         check_offload(KEPT[sharding], sharding, settings)
+        choose_backend(BackendFacts(settings, sharding=sharding, offload=KEPT[sharding]))
         found = "yes"
     except UserError:
         found = "no"
@@ -110,6 +112,7 @@ def support(options: str, where: SimpleNamespace) -> str:
         settings = parse(f"{options} --backend {where.backend}")
         processes._choose_precision(settings.precision, where.device_type == "cuda")
         check_sharding(where.sharding, settings, where.device_type, 2)
+        choose_backend(BackendFacts(settings, where.device_type == "cuda", where.sharding))
         check_model(settings, where)
     except UserError:
         return "no"

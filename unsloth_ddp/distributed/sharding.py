@@ -206,7 +206,7 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_sharding(sharding: Sharding, settings: Settings, device_type: str, world_size: int) -> None:
-    """Refuse settings that do not work with this sharding; `--backend auto` avoids a backend that does not."""
+    """Refuse settings that do not work with this sharding; model/backend.py refuses a backend."""
     if sharding == "none":
         return
     if settings.reference_model and sharding != "fsdp2":
@@ -238,11 +238,6 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, wor
         raise UserError(
             "method qlora cannot be combined with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
         )
-    if sharding == "zero3" and settings.method == "full" and settings.backend == "unsloth":
-        raise UserError(
-            "method full with sharding zero3 does not train correctly with Unsloth; use --backend transformers, or "
-            "sharding fsdp2 or zero2."
-        )
     if shards_weights(sharding) and settings.gradient_checkpointing == "unsloth":
         raise UserError(
             f"gradient_checkpointing unsloth cannot be combined with sharding {sharding}: what it moves to host memory is "
@@ -272,11 +267,6 @@ def check_offload(offload: Offload, sharding: Sharding, settings: Settings, devi
         raise UserError(
             f"method qlora cannot be combined with parameters in host memory, because 4-bit weights have no CPU kernels; use {config}, "
             "or --method lora."
-        )
-    if offload == "parameters" and settings.backend == "unsloth":
-        raise UserError(
-            "parameters in host memory have not been tried with Unsloth, whose kernels read the weights directly; use "
-            f"--backend transformers, or {config}."
         )
     if sharding == "fsdp2":
         if "8bit" in settings.optim or "4bit" in settings.optim or settings.optim.startswith("paged"):

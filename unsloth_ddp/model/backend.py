@@ -44,22 +44,11 @@ def choose_backend(facts: BackendFacts) -> tuple[Backend, str | None]:
     The cause follows "Using backend transformers, " in a sentence.
 
     Raises:
-        UserError: --backend unsloth without a GPU, or for a model that does not fit on one before it is sharded.
+        UserError: --backend unsloth cannot train this.
     """
-    settings = facts.settings
-    too_large = None
-    if facts.sharding == "fsdp2" and facts.loading is not None and facts.loading > FILLED * facts.room:
-        needed, room = shown_bytes(facts.loading), shown_bytes(facts.room)
-        too_large = f"Unsloth would load it whole, which takes {needed}, and a GPU has {room}"
+    settings, too_large = facts.settings, _too_large_to_load(facts)
     if settings.backend == "unsloth":
-        if not facts.cuda:
-            raise UserError(
-                "backend unsloth needs an accelerator and none is found here; use --backend transformers, or auto."
-            )
-        if too_large:
-            raise UserError(
-                f"model {settings.model}: {too_large}; give --backend transformers, which loads it in shards."
-            )
+        _check_unsloth(facts, too_large)
         return "unsloth", None
     if settings.backend == "transformers" or not facts.cuda:
         return "transformers", None
@@ -68,6 +57,35 @@ def choose_backend(facts: BackendFacts) -> tuple[Backend, str | None]:
     if too_large:
         return "transformers", f"which loads model {settings.model} in shards: {too_large}"
     return "unsloth", None
+
+
+def _too_large_to_load(facts: BackendFacts) -> str | None:
+    """Return why Unsloth cannot load the whole model, which it does before FSDP2 shards it."""
+    if facts.sharding != "fsdp2" or facts.loading is None or facts.loading <= FILLED * facts.room:
+        return None
+    needed, room = shown_bytes(facts.loading), shown_bytes(facts.room)
+    return f"Unsloth would load it whole, which takes {needed}, and a GPU has {room}"
+
+
+def _check_unsloth(facts: BackendFacts, too_large: str | None) -> None:
+    """Refuse --backend unsloth where it cannot train."""
+    settings = facts.settings
+    if not facts.cuda:
+        raise UserError(
+            "backend unsloth needs an accelerator and none is found here; use --backend transformers, or auto."
+        )
+    if facts.sharding == "zero3" and settings.method == "full":
+        raise UserError(
+            "method full with sharding zero3 does not train correctly with Unsloth; use --backend transformers, or "
+            "sharding fsdp2 or zero2."
+        )
+    if facts.offload == "parameters":
+        raise UserError(
+            "parameters in host memory have not been tried with Unsloth, whose kernels read the weights directly; use "
+            f"--backend transformers, or accelerate_configs/{facts.sharding}.yaml."
+        )
+    if too_large:
+        raise UserError(f"model {settings.model}: {too_large}; give --backend transformers, which loads it in shards.")
 
 
 def _trained_by_transformers(facts: BackendFacts) -> str | None:

@@ -17,6 +17,7 @@ from unsloth_ddp.sizing.ladder import Rung, choose, facts_of, ladder
 from unsloth_ddp.sizing.micro_batch import with_micro_batch
 from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.sizing.shape import ModelShape
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.memory_limits import FILLED, NUMBER_BYTES, SHARDED_HEADROOM
 
 
@@ -138,7 +139,12 @@ def as_loaded(
     if sharding == "fsdp2" and settings.backend == "auto" and gpu_memory is not None:
         whole = estimate_memory(shape, settings.method, sharding, dataclasses.replace(work, backend="unsloth"))
         facts = dataclasses.replace(facts, loading=whole.loading, room=gpu_memory)
-    return dataclasses.replace(work, backend=choose_backend(facts)[0])
+    try:
+        backend, _ = choose_backend(facts)
+    except UserError:
+        # A run refuses Unsloth there, and says that Transformers trains it.
+        backend = "transformers"
+    return dataclasses.replace(work, backend=backend)
 
 
 def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> bool:

@@ -136,13 +136,14 @@ def check_launch(process: ProcessInfo, settings: Settings, environ: Mapping[str,
     wanted = sharding_from_environment(environ)
     try:
         offload = offload_from_environment(environ)
-        choose_backend(BackendFacts(settings, accelerator, wanted, offload))
         # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
         processes = process.ranks.world_size if process.launched else 2
         copies = copies_from_environment(environ, processes, process.ranks.nodes) if process.launched else 1
         device = "cuda" if accelerator else "cpu"
         check_sharding(wanted, settings, device, processes)
         check_offload(offload, wanted, settings, device)
+        # Refuses Unsloth where it cannot train.
+        choose_backend(BackendFacts(settings, accelerator, wanted, offload))
     except UserError as error:
         return failure(wanted, str(error))
     return Finding(describe_sharding(wanted, offload, copies, processes))

@@ -150,16 +150,16 @@ def runner_of(model: Any) -> MicroBatchRunner:
 
 def begun(task: Any, model: Any, batch: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     """Return the task in a step of this batch, and its units."""
-    return task.for_step(iter([batch]), runner_of(model), lambda sums: sums), task.units(batch)
+    return task.for_step(runner_of(model), lambda compute: compute(batch)), task.units(batch)
 
 
 @pytest.mark.parametrize("task", ["dpo", "orpo"])
-def test_a_task_without_a_divergence_reads_no_batch_before_a_step(trained, task):
-    def batches():
-        yield pytest.fail("an evaluation would read its rows twice")
+def test_a_task_without_a_divergence_sums_nothing_before_a_step(trained, task):
+    def sum_over_step(compute):
+        pytest.fail("an evaluation would read its rows twice")
 
     chosen = make_task(trained[0], task=task)
-    assert chosen.for_step(batches(), runner_of(trained[0]), lambda sums: sums) is chosen
+    assert chosen.for_step(runner_of(trained[0]), sum_over_step) is chosen
 
 
 def test_kto_outside_of_a_step_takes_the_divergence_of_its_micro_batch(trained):

@@ -11,7 +11,7 @@ that of a micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.training.tasks.reference import LogProbabilities, Reference, make_reference
+from unsloth_ddp.training.tasks.task import SumOverStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +75,14 @@ class KtoTask(AnswerTask):
         """Return the number of answers."""
         return (answer_tokens(batch) > 0).sum()
 
-    def for_step(
-        self, batches: Iterable[dict[str, Any]], runner: MicroBatchRunner, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> Self:
+    def for_step(self, runner: MicroBatchRunner, sum_over_step: SumOverStep) -> Self:
         """Return the task with the divergence of the mismatched rows of all ranks."""
-        sums = []
-        for batch in batches:
+
+        def sums_of(batch: dict[str, Any]) -> Tensor:
             with runner.autocast():
-                sums.append(self._mismatched_sums(runner.model, runner.to_device(batch)))
-        return self._with_divergence(sum_over_ranks(torch.stack(sums).sum(dim=0)))
+                return self._mismatched_sums(runner.model, runner.to_device(batch))
+
+        return self._with_divergence(sum_over_step(sums_of))
 
     def _mismatched_sums(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Return the number of mismatched rows with an answer, and their summed divergence, float64 (2,)."""

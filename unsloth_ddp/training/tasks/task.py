@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+
+# (micro-batch -> what it adds to a sum) -> the sum over the step and the ranks.
+SumOverStep = Callable[[Callable[[dict[str, Any]], Tensor]], Tensor]
 
 
 class Task:
@@ -33,17 +36,15 @@ class Task:
         """
         raise NotImplementedError
 
-    def for_step(
-        self, batches: Iterable[dict[str, Any]], runner: MicroBatchRunner, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> Self:
+    def for_step(self, runner: MicroBatchRunner, sum_over_step: SumOverStep) -> Self:
         """Return the task that computes the losses of a step; every rank calls this before its first micro-batch.
 
-        An evaluation is one step here. A task whose losses each need their own micro-batch only reads no batch.
+        An evaluation is one step here. A task whose losses each need their own micro-batch only sums nothing.
 
         Args:
-            batches: of the step on this rank; those of an evaluation are read one after another.
             runner: computes micro-batches with the model as it is trained (wrapped, sharded).
-            sum_over_ranks: all-reduce; each rank has to call it as often as the others.
+            sum_over_step: sums what a function computes of each micro-batch of the step, over all ranks. A micro-batch
+                whose pass runs out of memory is computed in parts. Each rank has to call it as often as the others.
         """
         return self
 

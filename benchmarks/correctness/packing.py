@@ -89,12 +89,14 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
     from unsloth_ddp.distributed.backend import import_backend
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import started
+    from unsloth_ddp.model.backend import decide_backend
     from unsloth_ddp.model.loading import load as models
     from unsloth_ddp.model.packing import attention
 
     settings = parse_settings(argv)
     with started(settings, Ranks()) as runtime, node_folder(runtime) as folder:
         read_examples(settings, runtime, folder)
+        decide_backend(settings, runtime, images=False)
         import_backend(runtime, settings)
         model, tokenizer = models.load_model(settings, runtime)
         rows, _ = data.tokenize_examples(settings, runtime, folder, tokenizer)

@@ -18,7 +18,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.backend import import_backend
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
-from unsloth_ddp.distributed.runtime import Runtime, choose_backend, control_timeout, keep_tuned_kernels, started
+from unsloth_ddp.distributed.runtime import Runtime, control_timeout, keep_tuned_kernels, started
 from unsloth_ddp.utils.errors import UserError
 
 FAKE_UNSLOTH = """
@@ -65,14 +65,6 @@ def test_a_launchers_variables_are_read():
 def test_impossible_variables_are_refused(environ, sentence):
     with pytest.raises(UserError, match=sentence):
         ranks_from_environment(environ)
-
-
-def test_backend_follows_the_accelerator():
-    assert choose_backend("auto", True) == "unsloth"
-    assert choose_backend("auto", False) == "transformers"
-    assert choose_backend("transformers", True) == "transformers"
-    with pytest.raises(UserError, match="needs an accelerator"):
-        choose_backend("unsloth", False)
 
 
 def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
@@ -236,71 +228,6 @@ def test_a_named_cache_is_kept_and_cleared_only_when_asked(fake_unsloth, tmp_pat
     fake_unsloth.cleanup.close()
     assert ([] if clear else ["old.py"]) == sys.modules["unsloth"].FILES
     assert cache.is_dir()
-
-
-def test_rows_with_images_take_transformers_unless_unsloth_is_asked_for(fake_unsloth, monkeypatch, capsys, tmp_path):
-    from unsloth_ddp.run import stages
-
-    # A model on the Hub would be looked up there.
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    alone_in(fake_unsloth)
-    monkeypatch.setattr(stages, "stop_library_output", lambda runtime: None)
-    for asked, images, backend in (
-        ("auto", True, "transformers"),
-        ("unsloth", True, "unsloth"),
-        ("auto", False, "unsloth"),
-    ):
-        fake_unsloth.backend = "unsloth"
-        settings = Settings(model=str(tmp_path), backend=asked)
-        stages.import_backend(SimpleNamespace(settings=settings, runtime=fake_unsloth, images=images))
-        fake_unsloth.cleanup.close()
-        assert (fake_unsloth.backend, sys.modules.pop("unsloth", None) is not None) == (backend, backend == "unsloth")
-        said = (
-            "Using backend transformers, because Unsloth is not taken for rows with images.\nImporting Transformers ..."
-        )
-        assert (said in capsys.readouterr().out) == (backend == "transformers")
-
-
-@pytest.mark.parametrize(
-    ("config", "backend"),
-    [
-        ({"model_type": "gpt_oss"}, "transformers"),
-        ({"model_type": "wrapped", "text_config": {"model_type": "gpt_oss"}}, "transformers"),
-        # Transformers does not train such weights.
-        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "unsloth"),
-        ({"model_type": "llama"}, "unsloth"),
-        ({"model_type": "../gpt_oss"}, "unsloth"),
-        ({}, "unsloth"),
-    ],
-)
-def test_models_whose_rows_unsloth_pads_take_transformers(config, backend, fake_unsloth, monkeypatch, capsys, tmp_path):
-    from unsloth_ddp.run import stages
-    from unsloth_ddp.sizing.choose import with_backend_of
-
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    alone_in(fake_unsloth)
-    monkeypatch.setattr(stages, "stop_library_output", lambda runtime: None)
-    settings = Settings(model=str(tmp_path))
-    stages.import_backend(SimpleNamespace(settings=settings, runtime=fake_unsloth, images=False))
-    fake_unsloth.cleanup.close()
-    sys.modules.pop("unsloth", None)
-    said = "because Unsloth is not taken for a model whose rows it pads." in capsys.readouterr().out
-    assert (fake_unsloth.backend, said) == (backend, backend == "transformers")
-    planned = with_backend_of(settings).backend
-    assert planned == ("transformers" if said else "auto")
-
-
-def test_every_rank_takes_the_backend_that_the_main_process_chose(fake_unsloth, monkeypatch, tmp_path):
-    from unsloth_ddp.run import stages
-
-    # Other nodes may have another version of Transformers, in which they would read something else.
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    alone_in(fake_unsloth)
-    monkeypatch.setattr(stages, "stop_library_output", lambda runtime: None)
-    monkeypatch.setattr(fake_unsloth, "broadcast_from_main", lambda work: True)
-    stages.import_backend(SimpleNamespace(settings=Settings(model=str(tmp_path)), runtime=fake_unsloth, images=False))
-    fake_unsloth.cleanup.close()
-    assert fake_unsloth.backend == "transformers"
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])

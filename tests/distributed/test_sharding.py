@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import sharding as module
 from unsloth_ddp.distributed.ranks import ranks_from_environment
-from unsloth_ddp.distributed.runtime import choose_backend, started
+from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
@@ -26,7 +26,6 @@ from unsloth_ddp.distributed.sharding import (
     copies_from_environment,
     describe_sharding,
     offload_from_environment,
-    reason_for_transformers,
     sharding_from_environment,
     sharding_warnings,
 )
@@ -113,37 +112,36 @@ def test_offload_in_a_deepspeed_config_file_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("offload", "sharding", "options", "backend", "reason"),
+    ("offload", "sharding", "options", "reason"),
     [
-        ("parameters", "fsdp2", {"method": "qlora"}, "transformers", "4-bit weights have no CPU kernels; use accelerate_configs/fsdp2.yaml"),
-        ("parameters", "fsdp2", {}, "unsloth", "not been tried with Unsloth.*use --backend transformers"),
-        ("parameters", "fsdp2", {"optim": "paged_adamw_8bit"}, "transformers", "optim paged_adamw_8bit needs a GPU, but"),
+        ("parameters", "fsdp2", {"method": "qlora"}, "have no CPU kernels; use accelerate_configs/fsdp2.yaml"),
+        ("parameters", "fsdp2", {"optim": "paged_adamw_8bit"}, "optim paged_adamw_8bit needs a GPU, but"),
         # accelerate would train with Adam instead, and say nothing.
-        ("optimizer", "zero2", {"optim": "sgd"}, "unsloth", "optim sgd cannot be combined with an optimizer in host memory"),
-        ("optimizer", "zero2", {}, "unsloth", r"no C\+\+ compiler \(no-such-compiler\); install g\+\+"),
+        ("optimizer", "zero2", {"optim": "sgd"}, "optim sgd cannot be combined with an optimizer in host memory"),
+        ("optimizer", "zero2", {}, r"no C\+\+ compiler \(no-such-compiler\); install g\+\+"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_host_memory_is_refused(monkeypatch, offload, sharding, options, backend, reason):
+def test_what_does_not_go_with_host_memory_is_refused(monkeypatch, offload, sharding, options, reason):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match=reason):
-        check_offload(offload, sharding, settings(**options), backend)
+        check_offload(offload, sharding, settings(**options))
 
 
 def test_host_memory_needs_gpus_to_compute_on():
-    check_offload("none", "fsdp2", settings(), "transformers", "cpu")
+    check_offload("none", "fsdp2", settings(), "cpu")
     with pytest.raises(
         UserError, match=r"fsdp2 with parameters in host memory needs GPUs.*use accelerate_configs/fsdp2.yaml"
     ):
-        check_offload("parameters", "fsdp2", settings(), "transformers", "cpu")
+        check_offload("parameters", "fsdp2", settings(), "cpu")
 
 
 def test_other_settings_go_with_host_memory_and_the_table_says_so(monkeypatch):
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
-    check_offload("none", "none", settings(method="qlora"), "unsloth")
-    check_offload("optimizer", "zero2", settings(method="qlora"), "unsloth")
+    check_offload("none", "none", settings(method="qlora"))
+    check_offload("optimizer", "zero2", settings(method="qlora"))
     for sharding in ("zero3", "fsdp2"):
-        check_offload("parameters", sharding, settings(), "transformers")
+        check_offload("parameters", sharding, settings())
     assert describe_sharding("zero2", "none") == "zero2"
     assert describe_sharding("zero3", "parameters") == "zero3, parameters and optimizer in host memory"
 
@@ -237,7 +235,7 @@ def test_sizes_of_parallelism_config_are_copies_and_parts():
     # Refused as one process with FSDP2.
     assert copies(1, 1, DP_REPLICATE_SIZE="2") == 1
     with pytest.raises(UserError, match="one process was started"):
-        check_sharding("fsdp2", settings(), "cuda", "unsloth", 1)
+        check_sharding("fsdp2", settings(), "cuda", 1)
 
 
 @pytest.mark.parametrize(
@@ -307,13 +305,12 @@ def settings(**options) -> Settings:
         ("zero3", {"method": "qlora"}, "cuda", 2, "packed 4-bit weights; use fsdp2, or zero2"),
         ("zero3", {"gradient_checkpointing": "unsloth"}, "cuda", 2, "use --gradient_checkpointing torch"),
         ("fsdp2", {"gradient_checkpointing": "unsloth"}, "cuda", 2, "use --gradient_checkpointing torch"),
-        ("zero3", {"method": "full"}, "cuda", 2, "use --backend transformers, or sharding fsdp2"),
     ],
 )
 def test_pairs_that_do_not_exist_are_refused_with_the_reason(monkeypatch, sharding, options, device, processes, reason):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=reason):
-        check_sharding(sharding, settings(**options), device, "unsloth", processes)
+        check_sharding(sharding, settings(**options), device, processes)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
@@ -322,14 +319,14 @@ def test_another_reference_is_loaded_whole_or_by_fsdp2(monkeypatch, sharding, me
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     with_reference = settings(method=method, task="dpo", reference_model="other")
     if sharding in ("none", "fsdp2"):
-        check_sharding(sharding, with_reference, "cuda", "transformers", 2)
+        check_sharding(sharding, with_reference, "cuda", 2)
         # Of a stream it computes each step.
         with_reference = dataclasses.replace(with_reference, streaming=True)
     if sharding == "none":
-        check_sharding(sharding, with_reference, "cuda", "transformers", 2)
+        check_sharding(sharding, with_reference, "cuda", 2)
         return
     with pytest.raises(UserError, match=f"reference_model other does not work with sharding {sharding}"):
-        check_sharding(sharding, with_reference, "cuda", "transformers", 2)
+        check_sharding(sharding, with_reference, "cuda", 2)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
@@ -337,12 +334,11 @@ def test_another_reference_is_loaded_whole_or_by_fsdp2(monkeypatch, sharding, me
 def test_every_other_pair_is_let_through(monkeypatch, sharding, method):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     if (sharding, method) != ("zero3", "qlora"):
-        backend = "transformers" if (sharding, method) == ("zero3", "full") else "unsloth"
-        check_sharding(sharding, settings(method=method), "cuda", backend, 2)
+        check_sharding(sharding, settings(method=method), "cuda", 2)
 
 
 def test_fsdp2_runs_on_cpu_processes_too() -> None:
-    check_sharding("fsdp2", settings(), "cpu", "transformers", 2)
+    check_sharding("fsdp2", settings(), "cpu", 2)
     assert module.loads_in_shards("fsdp2", "transformers")
     assert not module.loads_in_shards("fsdp2", "unsloth")
     assert not module.loads_in_shards("none", "transformers")
@@ -352,15 +348,15 @@ def test_fsdp2_runs_on_cpu_processes_too() -> None:
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "paged_adamw_32bit", "lion_32bit", "rmsprop_bnb"])
 def test_fsdp2_refuses_optimizers_that_read_whole_weights(optimizer: str) -> None:
     with pytest.raises(UserError, match=f"optim {optimizer} cannot be combined with sharding fsdp2"):
-        check_sharding("fsdp2", settings(optim=optimizer), "cuda", "unsloth", 2)
-    check_sharding("fsdp2", settings(optim="adamw_torch_8bit"), "cuda", "unsloth", 2)
-    check_sharding("none", settings(optim=optimizer), "cuda", "unsloth", 2)
+        check_sharding("fsdp2", settings(optim=optimizer), "cuda", 2)
+    check_sharding("fsdp2", settings(optim="adamw_torch_8bit"), "cuda", 2)
+    check_sharding("none", settings(optim=optimizer), "cuda", 2)
 
 
 def test_missing_deepspeed_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv sync --extra deepspeed"):
-        check_sharding("zero2", settings(), "cuda", "unsloth", 2)
+        check_sharding("zero2", settings(), "cuda", 2)
 
 
 def test_what_has_no_effect_or_is_slow_is_said():
@@ -378,43 +374,3 @@ def test_what_has_no_effect_or_is_slow_is_said():
 def test_accelerate_takes_every_key(path):
     config = load_config_from_file(str(path))
     assert set(yaml.safe_load(path.read_text())) <= set(vars(config))
-
-
-@pytest.mark.parametrize(
-    ("changes", "config", "backend"),
-    [
-        ({}, "ddp", "unsloth"),
-        ({}, "zero3", "unsloth"),
-        ({"method": "full"}, "zero2_offload", "unsloth"),
-        ({"method": "full"}, "zero3", "transformers"),
-        ({}, "zero3_offload", "transformers"),
-        ({}, "fsdp2_offload", "transformers"),
-        ({"fp8": True}, "ddp", "transformers"),
-        ({"fp8": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
-        ({"images": True}, "ddp", "transformers"),
-        ({"images": True, "method": "full"}, "zero2", "transformers"),
-        ({"images": True, "method": "qlora"}, "ddp", "unsloth"),
-        ({"images": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
-        ({"padded": True}, "ddp", "transformers"),
-        ({"padded": True, "method": "qlora"}, "ddp", "unsloth"),
-        ({"padded": True, "method": "full"}, "ddp", "transformers"),
-        ({"padded": True, "packing": "off"}, "ddp", "unsloth"),
-        ({"padded": True, "precision": "fp32"}, "ddp", "unsloth"),
-        ({"padded": True, "attn_implementation": "eager"}, "ddp", "unsloth"),
-        ({"padded": True, "gradient_checkpointing": "unsloth"}, "ddp", "unsloth"),
-        ({"padded": True, "lora_target_modules": ["q_proj", "up_proj"]}, "ddp", "unsloth"),
-        ({"padded": True, "lora_target_modules": ["q_proj"]}, "ddp", "transformers"),
-        ({"padded": True, "lora_target_parameters": ["all-experts"]}, "ddp", "unsloth"),
-    ],
-)
-def test_backend_auto_avoids_unsloth_where_transformers_trains_better(changes, config, backend, monkeypatch):
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
-    of_run = {name: changes.pop(name, False) for name in ("images", "padded")}
-    settings, environ = Settings(**changes), launched(config)
-    sharding, offload = sharding_from_environment(environ), offload_from_environment(environ)
-    reason = reason_for_transformers(settings, sharding, offload, **of_run)
-    assert choose_backend("auto", True, reason) == backend
-    # What is asked for is taken, and refused by a check that names the reason.
-    assert choose_backend("unsloth", True, reason) == "unsloth"
-    check_sharding(sharding, settings, "cuda", backend, 2)
-    check_offload(offload, sharding, settings, backend)

@@ -18,6 +18,7 @@ from unsloth_ddp.data.order.packing import PackingDecision
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
+from unsloth_ddp.model.backend import BackendFacts, choose_backend
 from unsloth_ddp.model.files.check import check_quantization
 from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.loading.load import check_model
@@ -64,8 +65,9 @@ def test_what_goes_with_host_memory(options, column, cell, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     try:
-        check_sharding(sharding, settings, "cuda", settings.backend, 2)
-        check_offload(KEPT[sharding], sharding, settings, settings.backend)
+        check_sharding(sharding, settings, "cuda", 2)
+        check_offload(KEPT[sharding], sharding, settings)
+        choose_backend(BackendFacts(settings, sharding=sharding, offload=KEPT[sharding]))
         found = "yes"
     except UserError:
         found = "no"
@@ -79,7 +81,12 @@ def place(column: str) -> SimpleNamespace:
         kind, letter = column.split(", ")
         backend, device, sharding = BACKENDS[letter], "cuda", SHARDINGS[kind]
     return SimpleNamespace(
-        device_type=device, backend=backend, sharding=sharding, precision="bf16", on_main=lambda work: work()
+        device_type=device,
+        backend=backend,
+        decided_backend=backend,
+        sharding=sharding,
+        precision="bf16",
+        on_main=lambda work: work(),
     )
 
 
@@ -104,7 +111,8 @@ def support(options: str, where: SimpleNamespace) -> str:
     try:
         settings = parse(f"{options} --backend {where.backend}")
         processes._choose_precision(settings.precision, where.device_type == "cuda")
-        check_sharding(where.sharding, settings, where.device_type, where.backend, 2)
+        check_sharding(where.sharding, settings, where.device_type, 2)
+        choose_backend(BackendFacts(settings, where.device_type == "cuda", where.sharding))
         check_model(settings, where)
     except UserError:
         return "no"

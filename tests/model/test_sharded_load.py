@@ -24,7 +24,7 @@ from tests.conftest import DEMO_MODEL
 from tests.peak_memory import PeakMemory
 from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.ranks import ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
 from unsloth_ddp.model.files import identity
 from unsloth_ddp.model.files.identity import describe_model, first_difference
@@ -56,6 +56,7 @@ def settings_for(model: Path | str, **options: Any) -> Settings:
 def two_runtimes(settings: Settings) -> Iterator[tuple[Runtime, Runtime]]:
     """Yield the runtime of this rank with FSDP2, and the same without sharding."""
     with started(settings, ranks_from_environment()) as runtime:
+        runtime.backend = "transformers"
         yield runtime, Runtime(runtime.ranks, "transformers", "cpu", "fp32", "CPU")
 
 
@@ -202,6 +203,7 @@ def test_4_bit_weights_are_packed_whole_and_kept_in_parts(tmp_path: Path, ranks:
 def load_large(model: str, mebibytes: float) -> None:
     settings = settings_for(model, lora_target_modules=["q_proj"], lora_r=1)
     with started(settings, ranks_from_environment()) as runtime:
+        runtime.backend = "transformers"
         load_model(settings_for(DEMO_MODEL), runtime)  # what libraries keep from their first use
         with PeakMemory(files=True) as peak:
             model, _ = load_model(settings, runtime)
@@ -228,6 +230,7 @@ def test_a_rank_reads_and_keeps_its_own_part_only(tmp_path: Path) -> None:
 
 def say_refusals(folder: str) -> None:
     with started(settings_for(DEMO_MODEL), ranks_from_environment()) as runtime:
+        runtime.backend = "transformers"
         # Each process stands for a node.
         runtime.ranks = dataclasses.replace(runtime.ranks, local_rank=0, local_world_size=1)
         for name, (_, _, options, _) in REFUSED.items():
@@ -392,44 +395,3 @@ def test_the_hub_is_asked_for_sizes_only_where_files_are_missing(
     next(snapshot.glob("model-*.safetensors")).unlink()
     assert len(whole_model.read_tensors(settings_for("owner/moe"))) < len(complete)
     assert asked == ["owner/moe"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "sharding", "total", "taken"),
-    [
-        ("auto", "fsdp2", 3_500_000, "unsloth"),
-        ("auto", "fsdp2", 3_000_000, "transformers"),
-        ("unsloth", "fsdp2", 3_500_000, "unsloth"),
-        ("auto", "none", 3_000_000, "unsloth"),
-    ],
-)
-def test_auto_leaves_unsloth_only_where_the_whole_model_does_not_fit(
-    asked: Any, sharding: Any, total: int, taken: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
-    runtime = Runtime(ranks_from_environment({}), "unsloth", "cuda", "bf16", "GPU", sharding=sharding)
-    # One process: the model's 1.9 MB, and as much again while it is split.
-    monkeypatch.setattr(whole_model, "bytes_while_loading", lambda *_: 3_000_000)
-    whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend=asked), runtime)
-    assert runtime.backend == taken
-    said = capsys.readouterr().out
-    assert ("Using backend transformers, which loads model" in said) == (taken == "transformers")
-    if sharding == "fsdp2" and taken == "transformers":
-        runtime.backend = "unsloth"
-        with pytest.raises(UserError, match=r"Unsloth would load it whole.*; give --backend transformers"):
-            whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend="unsloth"), runtime)
-
-
-def test_a_copy_is_split_over_its_own_processes_when_its_size_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 processes with 4 copies each holds half of the model beside the whole while it is split."""
-    asked: list[int] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 1000))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
-    monkeypatch.setattr(whole_model, "bytes_while_loading", lambda _, parts: asked.append(parts))
-    ranks = Ranks(rank=0, local_rank=0, world_size=8, local_world_size=2)
-    runtime = Runtime(ranks, "unsloth", "cuda", "bf16", "GPU", sharding="fsdp2", copies=4)
-    monkeypatch.setattr(runtime, "gather", lambda value: [value] * 8)
-    monkeypatch.setattr(runtime, "broadcast_from_main", lambda make: make())
-    whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend="auto"), runtime)
-    assert asked == [2]

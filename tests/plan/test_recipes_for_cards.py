@@ -14,9 +14,10 @@ from tests.conftest import REPO
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.order.packing import BatchRequest, plan_step
 from unsloth_ddp.distributed.precision import AMPERE
+from unsloth_ddp.model.backend import with_backend
 from unsloth_ddp.plan.__main__ import with_precision_of
 from unsloth_ddp.plan.compute import Hardware, make_plan
-from unsloth_ddp.sizing.choose import planned_packing, with_backend_of
+from unsloth_ddp.sizing.choose import planned_packing
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.sizing.estimate import MemoryEstimate
 from unsloth_ddp.sizing.rows import RowLengths
@@ -42,7 +43,7 @@ def plan_of(
         parse_settings(["--config", str(recipe), "--model", str(folder), "--dataset", "rows.jsonl"]), capability
     )
     # Long enough for CUDA graphs.
-    settings = dataclasses.replace(with_backend_of(settings), num_train_epochs=1000)
+    settings = dataclasses.replace(with_backend(settings), num_train_epochs=1000)
     rows = RowLengths(np.full(64, settings.max_length), np.full(64, settings.max_length))
     shape = read_model_shape(settings)
     decision = planned_packing(settings, shape, capability)

@@ -16,6 +16,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.distributed.sharding import check_sharding
+from unsloth_ddp.model.backend import BackendFacts, choose_backend
 from unsloth_ddp.port.__main__ import main, render
 from unsloth_ddp.port.convert import AXOLOTL, LLAMA_FACTORY, RULES, TRL, detect_tool, port
 from unsloth_ddp.port.ported import Ported
@@ -238,10 +239,10 @@ def test_the_result_goes_with_its_launch_file(
     text = f"base_model: m\ndatasets: [{{path: o/r}}]\n{method}\n{sharding}\ngradient_checkpointing: offload\n"
     result = ported(text, AXOLOTL)
     settings = settings_of(result, tmp_path)
-    backend = "unsloth" if settings.backend == "auto" else settings.backend
     # Not installed by default.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    check_sharding(result.launch_config, settings, "cuda", backend, 2)  # type: ignore[arg-type]
+    check_sharding(result.launch_config, settings, "cuda", 2)  # type: ignore[arg-type]
+    choose_backend(BackendFacts(settings, sharding=result.launch_config))  # type: ignore[arg-type]
 
 
 def test_an_offload_of_the_file_is_named() -> None:

@@ -53,6 +53,14 @@ def test_the_result_of_a_finished_run_is_in_its_folder(run: Path) -> None:
     assert found.settings.model == "m"
 
 
+@pytest.mark.parametrize("used", ["transformers", "unsloth", None, "another"])
+def test_the_backend_is_the_one_that_the_run_used(run: Path, used: str | None) -> None:
+    """Rows with images may have decided it, which a conversation does not have."""
+    (run / "summary.json").write_text(json.dumps({"backend": used}))
+    (run / WEIGHTS).write_text("weights")
+    assert find_result(str(run)).settings.backend == (used if used in ("transformers", "unsloth") else "auto")
+
+
 def test_the_compiled_modules_of_a_run_are_neither_run_nor_removed(run: Path) -> None:
     (run / "summary.json").write_text("{}")
     (run / WEIGHTS).write_text("weights")

@@ -380,6 +380,7 @@ def two_ranks(folder: str) -> None:
     """Load in shards, and choose where a rank has less room, runs out of memory, or has no stand-in; then take a step."""
     settings = settings_for(Path(folder))
     with started(settings, ranks_from_environment()) as runtime, LiveBytes() as memory:
+        runtime.backend = "transformers"
         model, _ = load_model(settings, runtime)
         gc.freeze()
         rank, found = runtime.ranks.rank, {}

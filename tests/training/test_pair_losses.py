@@ -120,7 +120,7 @@ def test_kto_is_that_of_trl_on_one_process_with_one_batch(tmp_path, monkeypatch_
     shown = trainer._metrics["eval"]
     task = make_task(model, desirable_weight=weights[0], undesirable_weight=weights[1], task="kto")
     batch = labelled_batch(tokenizer)
-    units = task.units(batch, runner_of(model))
+    task, units = begun(task, model, batch)
     loss, sums = task.measure(model, batch, units.float())
     found = task.metrics(dict(zip(task.columns, sums.tolist(), strict=True)))
     assert shown["kl"][-1] > 0.01, "the divergence plays no part"
@@ -148,6 +148,30 @@ def runner_of(model: Any) -> MicroBatchRunner:
     return MicroBatchRunner(model, torch.device("cpu"), nothing, nothing, nullcontext)
 
 
+def begun(task: Any, model: Any, batch: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    """Return the task in a step of this batch, and its units."""
+    return task.for_step(runner_of(model), lambda compute: compute(batch)), task.units(batch)
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo"])
+def test_a_task_without_a_divergence_sums_nothing_before_a_step(trained, task):
+    def sum_over_step(compute):
+        pytest.fail("an evaluation would read its rows twice")
+
+    chosen = make_task(trained[0], task=task)
+    assert chosen.for_step(runner_of(trained[0]), sum_over_step) is chosen
+
+
+def test_kto_outside_of_a_step_takes_the_divergence_of_its_micro_batch(trained):
+    """A trial of the memory computes what a step does: the pass before it too."""
+    model, tokenizer = trained
+    task, batch = make_task(model, task="kto"), labelled_batch(tokenizer)
+    of_step, units = begun(task, model, batch)
+    assert of_step.divergence > 0.01 and torch.equal(task.loss(model, batch, units), of_step.loss(model, batch, units))
+    with pytest.raises(AssertionError, match="before its losses"):
+        task.measure(model, batch, units)
+
+
 def test_rows_without_an_answer_change_nothing_in_kto(trained):
     model, tokenizer = trained
     task = make_task(model, task="kto")
@@ -155,7 +179,9 @@ def test_rows_without_an_answer_change_nothing_in_kto(trained):
     beside = labelled_batch(
         tokenizer, [*LABELLED, {**LABELLED[0], "prompt": [{"role": "user", "content": "Who? " * 60}]}]
     )
-    # The cut row gives its empty answer to the first row, so that one gets the answer that it has in the other batch.
+    # The cut row gives its empty answer to the first row, which has an answer nevertheless.
+    assert task.units(beside) == 4
+    # It gets the mismatched answer that it has in the other batch.
     for name in ("input_ids", "labels"):
         width = alone[f"mismatched_{name}"].shape[1]
         beside[f"mismatched_{name}"][0, :width] = alone[f"mismatched_{name}"][0]
@@ -166,10 +192,10 @@ def test_rows_without_an_answer_change_nothing_in_kto(trained):
         del beside[name]
     found = []
     for batch in (alone, beside):
-        units = task.units(batch, runner_of(model))
-        loss, sums = task.measure(model, batch, units.float())
+        of_step, units = begun(task, model, batch)
+        loss, sums = of_step.measure(model, batch, units.float())
         found.append((units, sums, gradient(model, loss)))
-    assert found[0][0][0] == 4
+    assert found[0][0] == 4
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
@@ -331,8 +357,8 @@ def test_packs_have_the_sums_and_gradients_of_padded_rows(trained, kind, times):
     found = []
     for examples in (chosen, [join_rows(chosen[:3]), join_rows(chosen[3:])]):
         batch = collate(examples)
-        units = task.units(batch, runner_of(model))
-        loss, sums = task.measure(model, batch, units.float())
+        of_step, units = begun(task, model, batch)
+        loss, sums = of_step.measure(model, batch, units.float())
         found.append((units, sums, gradient(model, loss)))
     assert batch["position_ids"].shape == batch["input_ids"].shape
     # Logits of all tokens of few rows, and of the supervised ones of many.

@@ -78,6 +78,7 @@ def chat(argv: list[str]) -> None:
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.distributed.backend import import_backend
     from unsloth_ddp.distributed.runtime import single_process
+    from unsloth_ddp.model.backend import BackendFacts, choose_backend
     from unsloth_ddp.model.loading.trained import check_trained, check_trust
 
     check_trust(settings, trusted=given.trust_remote_code)
@@ -85,6 +86,8 @@ def chat(argv: list[str]) -> None:
     for sentence in result.sentences(plain=given.plain):
         print(sentence, file=sys.stderr, flush=True)
     runtime = single_process(settings)
+    # On a CPU a run of Unsloth answers with Transformers.
+    runtime.backend = choose_backend(BackendFacts(settings))[0] if runtime.device_type == "cuda" else "transformers"
     with runtime.cleanup:
         # Standard output is for answers; Unsloth and downloads print there too.
         with contextlib.redirect_stdout(sys.stderr):

@@ -33,7 +33,6 @@ from unsloth_ddp.distributed.sharding import (
     describe_sharding,
     is_on,
     offload_from_environment,
-    reason_for_transformers,
     sharding_from_environment,
 )
 from unsloth_ddp.distributed.watch.progress import Progress
@@ -42,6 +41,7 @@ from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.units import counted
 
 T = TypeVar("T")
+Backend = Literal["unsloth", "transformers"]
 
 
 def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) -> bool:
@@ -49,36 +49,17 @@ def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) ->
     return settings.use_cpu or is_on(environ, "ACCELERATE_USE_CPU") or environ.get("UNSLOTH_FORCE_CPU") == "1"
 
 
-def choose_backend(
-    wanted: str, accelerator: bool, unsupported: str | None = None
-) -> Literal["unsloth", "transformers"]:
-    """Return the backend that this machine can run.
-
-    Args:
-        unsupported: what Unsloth cannot train of the run's settings (distributed/sharding.py), which `auto` avoids.
-
-    Raises:
-        UserError: Unsloth was chosen on a machine without an accelerator.
-    """
-    if wanted == "unsloth" and not accelerator:
-        raise UserError(
-            "backend unsloth needs an accelerator and none is found here; use --backend transformers, or auto."
-        )
-    if wanted == "auto":
-        return "unsloth" if accelerator and unsupported is None else "transformers"
-    return "unsloth" if wanted == "unsloth" else "transformers"
-
-
 @dataclass
 class Runtime:
     """The processes, the device and the precision of a run, and the collectives of its control group.
 
     Args:
+        backend: None until model/backend.py decides it, which nothing changes later.
         copies: copies of a model that FSDP2 shards, each over world_size / copies neighbouring ranks.
     """
 
     ranks: Ranks
-    backend: Literal["unsloth", "transformers"]
+    backend: Backend
     device_type: Literal["cuda", "cpu"]
     precision: Precision
     device_name: str
@@ -89,6 +70,19 @@ class Runtime:
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     locations: list[RankLocation] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "backend":
+            if self.decided_backend is not None:
+                raise AttributeError(f"backend {self.backend} is decided, and cannot be changed to {value}")
+            if value is None:
+                return
+        super().__setattr__(name, value)
+
+    @property
+    def decided_backend(self) -> Backend | None:
+        """Return the backend, or None while rows may decide it, when `backend` is an AttributeError."""
+        return vars(self).get("backend")
 
     @property
     def parts(self) -> int:
@@ -210,19 +204,18 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
             f"{counted(ranks.local_world_size, 'process')} were started on this machine, but torch sees "
             f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one process per GPU (--num_processes, --nproc_per_node)."
         )
-    sharding, offload = sharding_from_environment(os.environ), offload_from_environment(os.environ)
     runtime = Runtime(
         ranks=ranks,
-        backend=choose_backend(settings.backend, cuda, reason_for_transformers(settings, sharding, offload)),
+        backend=None,  # type: ignore[arg-type]
         device_type="cuda" if cuda else "cpu",
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
-        sharding=sharding,
-        offload=offload,
+        sharding=sharding_from_environment(os.environ),
+        offload=offload_from_environment(os.environ),
         copies=copies_from_environment(os.environ, ranks.world_size, ranks.nodes),
     )
-    check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
-    check_offload(runtime.offload, runtime.sharding, settings, runtime.backend, runtime.device_type)
+    check_sharding(runtime.sharding, settings, runtime.device_type, ranks.world_size)
+    check_offload(runtime.offload, runtime.sharding, settings, runtime.device_type)
     complete_environment(runtime.sharding, os.environ)
     if settings.trainer_args.get("full_determinism"):
         # The Trainer sets it once the model has computed, and cuBLAS refuses to compute deterministically where it came too
@@ -241,8 +234,8 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
 def single_process(settings: Settings) -> Runtime:
     """Return the runtime of one process without a process group, which loads a trained model and answers with it.
 
-    The backend is the run's where this machine has it, and the precision is what this machine computes in. A sentence on
-    stderr says why the CPU is used where a GPU was expected.
+    The backend is not decided, and the precision is what this machine computes in. A sentence on stderr says why the
+    CPU is used where a GPU was expected.
     """
     import torch
 
@@ -251,7 +244,7 @@ def single_process(settings: Settings) -> Runtime:
         warn_of_cpu()
     return Runtime(
         ranks=Ranks(),
-        backend=choose_backend(settings.backend if cuda else "transformers", cuda),
+        backend=None,  # type: ignore[arg-type]
         device_type="cuda" if cuda else "cpu",
         precision=_choose_precision("auto", cuda),
         device_name=torch.cuda.get_device_name() if cuda else "CPU",
@@ -351,7 +344,7 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
     runtime.locations = runtime.gather(this_location(ranks))
     layout = {
         "sharding": describe_sharding(runtime.sharding, runtime.offload, runtime.copies, ranks.world_size),
-        "backend": runtime.backend,
+        "device": runtime.device_type,
         "precision": runtime.precision,
     }
     check_alike(runtime.gather, {**layout, **code_facts()}, option_facts(settings), runtime.locations)

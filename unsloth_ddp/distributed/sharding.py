@@ -205,50 +205,8 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
         ) from None
 
 
-def reason_for_transformers(
-    settings: Settings, sharding: Sharding, offload: Offload, *, images: bool = False, padded: bool = False
-) -> str | None:
-    """Return for what `--backend auto` takes Transformers on a GPU: a setting that Unsloth cannot train, images, or a model.
-
-    None stands for Unsloth.
-
-    Args:
-        images: whether rows have images.
-        padded: whether Unsloth would pad the rows of the model (see model/files/check.py).
-    """
-    # Measured on 1.7B: as fast as Unsloth, and the first step came 10 s sooner (benchmarks/results/speed/fp8_unsloth.json).
-    if settings.fp8 and settings.gradient_checkpointing != "unsloth":
-        return "fp8"
-    if settings.trains_preferences:
-        # Log-probabilities of its models were not compared with those of Transformers.
-        return f"task {settings.task}"
-    if offload == "parameters":
-        return "parameters in host memory"
-    # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
-    if sharding == "zero3" and settings.method == "full":
-        return "method full with sharding zero3"
-    # Measured with LoRA: Transformers trained rows with images 1.4 times as fast, and Gemma 4 took its first step after one
-    # minute instead of over five. With QLoRA Unsloth took half the memory (benchmarks/results/speed/images_*.json).
-    if settings.method == "qlora" or settings.gradient_checkpointing == "unsloth":
-        return None
-    if images:
-        return "rows with images"
-    # Measured with LoRA on a gpt-oss-like model of 1B: Unsloth's own trainer, which pads too, reached 11,925 tokens/s on an H200,
-    # and packed rows with Transformers 211,870 (benchmarks/results/speed/todays_models_4.json).
-    packs = settings.packing != "off" and settings.precision != "fp32" and settings.attn_implementation is None
-    if padded and packs and not _adapts_experts(settings):
-        return "a model whose rows it pads"
-    return None
-
-
-def _adapts_experts(settings: Settings) -> bool:
-    """Return whether a mixture of experts gets adapters on its experts, which Unsloth computes without a copy of their weights."""
-    named = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}.intersection(settings.lora_target_modules)
-    return settings.method != "full" and bool(settings.lora_target_parameters or named)
-
-
-def check_sharding(sharding: Sharding, settings: Settings, device_type: str, backend: str, world_size: int) -> None:
-    """Refuse settings that do not work with this sharding."""
+def check_sharding(sharding: Sharding, settings: Settings, device_type: str, world_size: int) -> None:
+    """Refuse settings that do not work with this sharding; model/backend.py refuses a backend."""
     if sharding == "none":
         return
     if settings.reference_model and sharding != "fsdp2":
@@ -280,11 +238,6 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
         raise UserError(
             "method qlora cannot be combined with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
         )
-    if sharding == "zero3" and settings.method == "full" and backend == "unsloth":
-        raise UserError(
-            "method full with sharding zero3 does not train correctly with Unsloth; use --backend transformers, or "
-            "sharding fsdp2 or zero2."
-        )
     if shards_weights(sharding) and settings.gradient_checkpointing == "unsloth":
         raise UserError(
             f"gradient_checkpointing unsloth cannot be combined with sharding {sharding}: what it moves to host memory is "
@@ -301,9 +254,7 @@ def _reads_whole_weights(optimizer: str) -> bool:
     )
 
 
-def check_offload(
-    offload: Offload, sharding: Sharding, settings: Settings, backend: str, device_type: str = "cuda"
-) -> None:
+def check_offload(offload: Offload, sharding: Sharding, settings: Settings, device_type: str = "cuda") -> None:
     """Refuse settings that do not work with weights or optimizer states in host memory."""
     if offload == "none":
         return
@@ -316,11 +267,6 @@ def check_offload(
         raise UserError(
             f"method qlora cannot be combined with parameters in host memory, because 4-bit weights have no CPU kernels; use {config}, "
             "or --method lora."
-        )
-    if offload == "parameters" and backend == "unsloth":
-        raise UserError(
-            "parameters in host memory have not been tried with Unsloth, whose kernels read the weights directly; use "
-            f"--backend transformers, or {config}."
         )
     if sharding == "fsdp2":
         if "8bit" in settings.optim or "4bit" in settings.optim or settings.optim.startswith("paged"):

@@ -25,14 +25,14 @@ from unsloth_ddp.config.parse import REPO, parse_settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
-from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
+from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
+from unsloth_ddp.model.backend import BackendFacts, choose_backend, with_backend
 from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance, choose_tolerance, overall_verdict
 from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describe_omissions, plan_launches, visible_gpus
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.run.file_checks import check_files
-from unsloth_ddp.sizing.choose import with_backend_of
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
@@ -83,7 +83,7 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
             raise UserError(f"--{name} is {value:g}, but it has to be a number above 0.")
     if not given.script.is_file():
         raise UserError(f"--script {given.script}: there is no such file.")
-    check_files(settings, 1)
+    rows = check_files(settings, 1)
     use_cache_if_hub_is_unreachable(settings)
     import torch
 
@@ -98,8 +98,8 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
         )
     if cuda:
         # The launches, which pack no rows, take the backend of a run.
-        settings = with_backend_of(settings)
-    backend = choose_backend(settings.backend, cuda, None)
+        settings = with_backend(settings, images=rows.images)
+    backend, _ = choose_backend(BackendFacts(settings, cuda))
     precision = choose_precision(settings, backend)
     sizes = given.micro_batches or [1, max(2, settings.rows_at_once)]
     if min(sizes) <= 0:

@@ -81,10 +81,11 @@ def plan(argv: list[str]) -> None:
     import transformers
 
     from unsloth_ddp.data.order.packing import BatchRequest, plan_step
+    from unsloth_ddp.model.backend import with_backend
     from unsloth_ddp.model.files.check import base_of_reference
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
-    from unsloth_ddp.sizing.choose import planned_packing, with_backend_of
+    from unsloth_ddp.sizing.choose import planned_packing
     from unsloth_ddp.sizing.count import read_model_shape
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
@@ -94,12 +95,12 @@ def plan(argv: list[str]) -> None:
         given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability, given.tokens_per_second
     )
     check_training_arguments(settings)
-    settings = with_backend_of(settings)
+    settings = with_backend(settings)
     shape = read_model_shape(settings)
     of_reference = base_of_reference(settings)
     reference = read_model_shape(of_reference) if of_reference else None
     rows = tokenize_rows(settings)
-    if rows.images and (with_images := with_backend_of(settings, images=True)) != settings:
+    if rows.images and (with_images := with_backend(settings, images=True)) != settings:
         settings, shape = with_images, read_model_shape(with_images)
     decision = planned_packing(settings, shape, capability, images=rows.images)
     batch, packing, _ = plan_step(request, rows.unpadded, decision)

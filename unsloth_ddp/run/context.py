@@ -68,7 +68,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watch.watchdog import watched
-    from unsloth_ddp.model.loading.whole_model import choose_backend_by_size
+    from unsloth_ddp.model.backend import decide_backend
     from unsloth_ddp.run.upload import check_upload
 
     ended: RunEnd | None = None
@@ -77,7 +77,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         if ranks.nodes > 1:
             # Each node may lack something else, which is raised on all of them.
             runtime.on_every_rank(lambda: check_files(settings, ranks.world_size))
-        choose_backend_by_size(settings, runtime)
+        decide_backend(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.
         settings = pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)

@@ -7,7 +7,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers, installed_trackers, known_names
 from unsloth_ddp.data.chat.template import check_chat_template
 from unsloth_ddp.data.order.packing import BatchRequest
-from unsloth_ddp.data.sources.checked_rows import check_first_rows
+from unsloth_ddp.data.sources.checked_rows import FirstRows, check_first_rows
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import checked_files
 from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model, check_reference
@@ -19,10 +19,12 @@ from unsloth_ddp.utils.files.missing import similar_path
 FIRST_ROWS = 1000
 
 
-def check_files(settings: Settings, processes: int) -> None:
+def check_files(settings: Settings, processes: int) -> FirstRows:
     """Refuse a run that its options, or this machine's files and packages, show to be impossible.
 
     Every rank calls this. Nothing slow is imported, so a mistake is reported within seconds.
+
+    Returns what the first rows are.
     """
     if os.path.expanduser("~") == "~":
         raise UserError(
@@ -34,17 +36,17 @@ def check_files(settings: Settings, processes: int) -> None:
     check_reference(settings)
     if known := known_names("report_to"):
         choose_trackers(settings.report_to, known, installed_trackers())
-    check_data(settings, processes)
+    return check_data(settings, processes)
 
 
-def check_data(settings: Settings, processes: int) -> None:
+def check_data(settings: Settings, processes: int) -> FirstRows:
     """Refuse rows, a chat template or a batch that a run would refuse; the model's weights need not be there."""
     # Divides or not on any device: what is computed from it later only makes more micro-batches of it.
     _ = BatchRequest.of(settings, processes).plan
     check_chat_template(settings.chat_template)
     dataset_revisions(settings)
     files = [*checked_files(settings.dataset, streaming=settings.streaming), *checked_files(settings.eval_dataset)]
-    check_first_rows(settings, max(1, FIRST_ROWS // len(files)))
+    return check_first_rows(settings, max(1, FIRST_ROWS // len(files)))
 
 
 def _check_model_name(settings: Settings) -> None:

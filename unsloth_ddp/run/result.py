@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, step_folders
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import read_config
+from unsloth_ddp.distributed.runtime import Backend
 from unsloth_ddp.model.files.check import ADAPTER_WEIGHTS
 from unsloth_ddp.model.files.identity import weights_identity
 from unsloth_ddp.run.documents.record import read_run
@@ -26,7 +27,7 @@ class RunResult:
     Args:
         run: the folder of the run.
         folder: holds the adapter or model: the run's folder, or a checkpoint of it.
-        settings: of the run.
+        settings: of the run, with the backend that it used.
         step: of the checkpoint; None for the result of a finished run.
         sentence: says which checkpoint it is, and why; empty for the result of a finished run.
         plain_text: the run trained on texts, without a chat template.
@@ -81,7 +82,10 @@ def find_result(named: str, *, in_shards: bool = False) -> RunResult:
     record: dict[str, Any] = {}
     # The result can be used without its record.
     with contextlib.suppress(UserError):
-        record = {name: value for name, value in read_run(result.run).record.items() if isinstance(value, dict)}
+        run = read_run(result.run)
+        record = {name: value for name, value in run.record.items() if isinstance(value, dict)}
+        if (backend := run.fact("backend")) in get_args(Backend):
+            result = dataclasses.replace(result, settings=dataclasses.replace(result.settings, backend=backend))
     base = record.get("model", {})
     if base.get("local") and result.is_adapter:
         _check_base_is_there(result)

@@ -32,7 +32,8 @@ from unsloth_ddp.distributed.exit_codes import note_finished
 from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
-from unsloth_ddp.model.files.check import check_reference, is_padded_by_unsloth
+from unsloth_ddp.model.backend import decide_backend
+from unsloth_ddp.model.files.check import check_reference
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.reference_model import check_reference_tokens
@@ -60,7 +61,7 @@ Answered = tuple[list[answers.Question], list[str]]
 def check_model(run: Run) -> None:
     """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
     load.check_model(run.settings, run.runtime)
-    run.runtime.on_main(lambda: check_reference(run.settings, run.runtime.backend))
+    run.runtime.on_main(lambda: check_reference(run.settings, run.runtime.decided_backend))
     check_memory(run.settings, run.runtime)
     for sentence in [*ignored_settings(run.settings), *ignored_hub_options(run.settings)]:
         print(sentence, flush=True)
@@ -73,7 +74,7 @@ def _collect_garbage_again() -> None:
 
 
 def read_examples(run: Run) -> None:
-    """Read and check every row into the node's folder, before anything slow is imported; images decide on the backend."""
+    """Read and check every row into the node's folder, before anything slow is imported; `auto` may wait for them."""
     _collect_garbage_again()
     run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
@@ -83,16 +84,9 @@ def read_examples(run: Run) -> None:
 
 
 def import_backend(run: Run) -> None:
-    """Import Unsloth, if it is the backend, which rows and model decide with `auto`; from here on Transformers and TRL may be imported."""
+    """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
     settings, runtime = run.settings, run.runtime
-    reason = None
-    if settings.backend == "auto" and runtime.device_type == "cuda":
-        padded = runtime.broadcast_from_main(lambda: is_padded_by_unsloth(settings))
-        chosen = (settings, runtime.sharding, runtime.offload)
-        reason = sharding.reason_for_transformers(*chosen, images=run.images, padded=padded)
-    if reason:
-        runtime.backend = "transformers"
-        print(f"Using backend transformers, because Unsloth is not taken for {reason}.", flush=True)
+    decide_backend(settings, runtime, images=run.images)
     print(f"Importing {'Unsloth' if runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
     gc.disable()
     with runtime.progress.timing("import"):

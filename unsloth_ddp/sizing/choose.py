@@ -2,21 +2,22 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
-from unsloth_ddp.distributed.runtime import choose_backend
-from unsloth_ddp.distributed.sharding import Offload, Sharding, reason_for_transformers
-from unsloth_ddp.model.files.check import is_padded_by_unsloth
+from unsloth_ddp.distributed.runtime import Backend
+from unsloth_ddp.distributed.sharding import Offload, Sharding
+from unsloth_ddp.model.backend import BackendFacts, choose_backend
 from unsloth_ddp.sizing.estimate import CHECKPOINTING_KINDS, Checkpointing, MemoryEstimate, Workload, estimate_memory
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus, shape_for, why_not_captured
 from unsloth_ddp.sizing.ladder import Rung, choose, facts_of, ladder
 from unsloth_ddp.sizing.micro_batch import with_micro_batch
 from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.sizing.shape import ModelShape
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.memory_limits import FILLED, NUMBER_BYTES, SHARDED_HEADROOM
 
 
@@ -46,18 +47,9 @@ def precision_of(settings: Settings) -> str:
     return "bf16" if settings.precision == "auto" else settings.precision
 
 
-def with_backend_of(settings: Settings, *, images: bool = False) -> Settings:
-    """Return the settings with the backend that `auto` takes on GPUs for this model, and for rows with images or without."""
-    if settings.backend != "auto":
-        return settings
-    padded = is_padded_by_unsloth(settings)
-    reason = reason_for_transformers(settings, "none", "none", images=images, padded=padded)
-    return dataclasses.replace(settings, backend="transformers") if reason else settings
-
-
-def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
-    """Return the backend of a run on a GPU."""
-    return choose_backend(settings.backend, True, reason_for_transformers(settings, "none", "none"))
+def backend_of(settings: Settings) -> Backend:
+    """Return the backend of a run on a GPU, whose settings are those of with_backend (model/backend.py)."""
+    return choose_backend(BackendFacts(settings))[0]
 
 
 def make_workload(settings: Settings, rows: RowLengths, tokens: int, batch: BatchPlan) -> Workload:
@@ -142,17 +134,17 @@ def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tupl
 def as_loaded(
     settings: Settings, shape: ModelShape, sharding: Sharding, work: Workload, gpu_memory: float | None
 ) -> Workload:
-    """Return the load with the backend of the run.
-
-    Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/loading/whole_model.py).
-    """
-    if reason_for_transformers(settings, sharding, work.offload):
-        return dataclasses.replace(work, backend="transformers")
-    if sharding != "fsdp2" or work.backend == "transformers" or gpu_memory is None:
-        return work
-    if estimate_memory(shape, settings.method, sharding, work).loading <= FILLED * gpu_memory:
-        return work
-    return dataclasses.replace(work, backend="transformers") if settings.backend == "auto" else work
+    """Return the load with the backend of the run, which may depend on the size of the model (model/backend.py)."""
+    facts = BackendFacts(settings, sharding=sharding, offload=work.offload)
+    if sharding == "fsdp2" and settings.backend == "auto" and gpu_memory is not None:
+        whole = estimate_memory(shape, settings.method, sharding, dataclasses.replace(work, backend="unsloth"))
+        facts = dataclasses.replace(facts, loading=whole.loading, room=gpu_memory)
+    try:
+        backend, _ = choose_backend(facts)
+    except UserError:
+        # A run refuses Unsloth there, and says that Transformers trains it.
+        backend = "transformers"
+    return dataclasses.replace(work, backend=backend)
 
 
 def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> bool:

@@ -9,7 +9,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ from unsloth_ddp.training.shown.display import ShowTraining, choose_display, sho
 from unsloth_ddp.training.shown.log_metrics import LogMetrics
 from unsloth_ddp.training.shown.meter import peak_memory_bytes, real_tokens
 from unsloth_ddp.training.step.deepspeed_precision import reduce_in_fp32
-from unsloth_ddp.training.step.divisor import step_divisor
 from unsloth_ddp.training.step.first_rung import FirstRung
 from unsloth_ddp.training.step.gradient_exchange import make_exchange
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.step.zero3_release import release_after_each_block
 from unsloth_ddp.training.tasks.choose import make_task
+from unsloth_ddp.training.tasks.task import Task
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -284,37 +285,36 @@ class DDPTrainer(ResumableTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Return means over the whole set with each row counted once, independent of the layout."""
-        runner, task = self._trained_runner(), self.step.task
+        runner = self._trained_runner()
         model: Any = runner.model
-        divisor = torch.ones((), device=self.args.device)
-        sums = torch.zeros(len(task.columns), dtype=torch.float64, device=self.args.device)
+        sums = torch.zeros(len(self.step.task.columns), dtype=torch.float64, device=self.args.device)
         self.callback_handler.eval_dataloader = dataloader
         with self.meter.paused(), evaluation_mode(model), torch.no_grad():
             with self.runtime.progress.doing("evaluating"):
-                if task.units_need_model:
-                    divisor = step_divisor(list(self._units(dataloader, runner)), 1, self._sum_over_ranks)
+                task = self.step.task.for_step(runner, partial(self._sum_over, dataloader))
                 for inputs in dataloader:
-                    sums += self._evaluate_batch(model, inputs, divisor)
+                    sums += self._evaluate_batch(task, model, inputs)
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             of_all = self._gather_sums(sums).sum(dim=0).tolist()
         found = task.metrics(dict(zip(task.columns, of_all, strict=True)))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
-    def _units(self, dataloader: DataLoader, runner: MicroBatchRunner) -> Iterator[Tensor]:
-        """Yield the units of each evaluation batch; a request to stop ends this pass too."""
+    def _sum_over(self, dataloader: DataLoader, compute: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+        """Return the sum of what is computed of each evaluation batch, over all ranks; a request to stop ends it too."""
+        sums = []
         for inputs in dataloader:
-            rows = inputs.pop(ROWS)
-            yield self.step.within_memory(inputs, rows, lambda batch: self.step.task.units(batch, runner))
+            sums.append(self.step.within_memory(inputs, inputs.pop(ROWS), compute))
             self.runtime.progress.advance()
             self.stop.interrupt_evaluation()
+        return self._sum_over_ranks(torch.stack(sums).sum(dim=0))
 
-    def _evaluate_batch(self, model: Any, inputs: dict[str, Any], divisor: Tensor) -> Tensor:
+    def _evaluate_batch(self, task: Task, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return the sums of a batch."""
 
         def sums_of(batch: dict[str, Any]) -> Tensor:
             with self.compute_loss_context_manager():
-                return self.step.task.measure(model, self._prepare_inputs(batch), divisor)[1]
+                return task.measure(model, self._prepare_inputs(batch), torch.ones((), device=self.args.device))[1]
 
         return self.step.within_memory(inputs, inputs.pop(ROWS), sums_of)
 

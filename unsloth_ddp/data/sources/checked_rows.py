@@ -61,11 +61,16 @@ def checked_rows(
 
 @dataclass
 class FirstRows:
-    """Count the rows and files that check_first_rows has read, and the Hub datasets that it has left out."""
+    """Count the rows and files that check_first_rows has read, and the Hub datasets that it has left out.
+
+    Args:
+        images: whether one of the rows has an image.
+    """
 
     rows: int = 0
     files: int = 0
     hub: int = 0
+    images: bool = False
 
 
 def check_first_rows(settings: Settings, count: int) -> FirstRows:
@@ -91,6 +96,8 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
                 decode_images=False,
                 may_be_empty=source not in sources,
             )
-            found.rows += sum(1 for _ in itertools.islice(rows, count))
+            for _, example in itertools.islice(rows, count):
+                found.rows += 1
+                found.images |= bool(example.images)
             found.files += 1
     return found

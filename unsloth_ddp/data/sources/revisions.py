@@ -71,8 +71,8 @@ def pin_revisions(settings: Settings, runtime: Runtime) -> Settings:
     reference = settings.of_reference
     model, of_reference, datasets = runtime.broadcast_from_main(
         lambda: (
-            _model_commit(settings, runtime.backend),
-            _model_commit(reference, runtime.backend) if reference else None,
+            _model_commit(settings, runtime),
+            _model_commit(reference, runtime) if reference else None,
             _dataset_commits(settings),
         )
     )
@@ -81,12 +81,13 @@ def pin_revisions(settings: Settings, runtime: Runtime) -> Settings:
     )
 
 
-def _model_commit(settings: Settings, backend: str) -> str | None:
+def _model_commit(settings: Settings, runtime: Runtime) -> str | None:
     name, revision = str(settings.model), settings.model_revision
     if is_file(name):
         return revision
-    if revision is None and backend == "unsloth" and settings.method == "qlora":
-        # Unsloth may load a pre-quantized model from another repository, which does not have this commit.
+    if revision is None and settings.method == "qlora" and runtime.backend == "unsloth":
+        # Unsloth may load a pre-quantized model from another repository, which does not have this commit. With QLoRA
+        # the backend does not depend on rows, which are not read yet.
         return None
     return find_commit(name, "model", revision) or revision
 

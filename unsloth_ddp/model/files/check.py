@@ -9,7 +9,7 @@ import importlib.util
 import json
 import shlex
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -259,16 +259,18 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
 
 
 def check_quantization(
-    settings: Settings, backend: str, config: dict[str, Any] | None, sharding: Sharding = "none"
+    settings: Settings, backend: str | None, config: dict[str, Any] | None, sharding: Sharding = "none"
 ) -> None:
     """Refuse a quantization that the backend or the sharding cannot train, or that contradicts --method.
 
     Args:
+        backend: None while rows may decide it, which they do for a model in 16 bit only (model/backend.py).
         config: content of the model's config.json; None if it cannot be read yet.
     """
     quantization = (config or {}).get("quantization_config")
     if not isinstance(quantization, dict):
         return
+    assert backend is not None
     method = str(quantization.get("quant_method") or "bitsandbytes").lower()
     if method not in TRAINABLE[backend]:
         raise UserError(
@@ -291,7 +293,7 @@ def check_quantization(
         )
 
 
-def check_source(settings: Settings, backend: str, sharding: Sharding = "none") -> None:
+def check_source(settings: Settings, backend: str | None, sharding: Sharding = "none") -> None:
     """Refuse an adapter or a model quantized in a way that cannot be trained, in a folder or on the Hub."""
     model, revision = str(settings.model), settings.model_revision
     check_no_adapter(model, read_model_file(model, ADAPTER_FILE, revision))
@@ -314,13 +316,12 @@ def read_model_file(model: str, name: str, revision: str | None = None) -> dict[
     return content if isinstance(content, dict) else None
 
 
-def is_padded_by_unsloth(settings: Settings) -> bool:
-    """Return whether Unsloth would pad the rows of this model, which Transformers' attention for packed rows takes.
+def is_padded_by_unsloth(config: Mapping[str, Any]) -> bool:
+    """Return whether Unsloth would pad the rows of a model with this config.json, which Transformers packs.
 
     Unsloth computes attention that torch's sdpa does not have, such as that with sinks, by code that takes no boundaries of rows. The
     classes say which they have. They are read as text, since Transformers must not be imported before Unsloth.
     """
-    config = read_model_file(str(settings.model), "config.json", settings.model_revision) or {}
     text = config.get("text_config")
     kind = str((text if isinstance(text, dict) else config).get("model_type")).replace("-", "_")
     package = importlib.util.find_spec("transformers")

@@ -39,7 +39,7 @@ from unsloth_ddp.utils.known_errors import find_known_error
 def check_model(settings: Settings, runtime: Runtime) -> None:
     """Refuse settings that this machine or backend cannot load, before anything is loaded."""
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
-    runtime.on_main(lambda: check_source(settings, runtime.backend, runtime.sharding))
+    runtime.on_main(lambda: check_source(settings, runtime.decided_backend, runtime.sharding))
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError("method qlora needs a GPU for its 4-bit kernels, and this run uses none; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
@@ -52,7 +52,7 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
             f"attn_implementation {asked} needs compute capability 8.0, which {runtime.device_name} does not have; use sdpa."
         )
     check_chat_template(settings.chat_template)
-    if runtime.backend == "transformers" and settings.gradient_checkpointing == "unsloth":
+    if settings.gradient_checkpointing == "unsloth" and runtime.backend == "transformers":
         raise UserError(
             "gradient_checkpointing unsloth needs the unsloth backend, and this run uses transformers; use torch."
         )

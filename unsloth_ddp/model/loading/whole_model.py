@@ -1,37 +1,12 @@
-"""Switch to the backend that loads in shards if the whole model, which Unsloth would load first, does not fit on a GPU."""
+"""Count the bytes of a whole model, which Unsloth loads on every GPU before it is sharded."""
 
 import contextlib
 import math
 from collections.abc import Iterable
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.find import is_folder, model_folder, safetensors_files, stored_tensors
-from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.memory_limits import BYTES_PACKED, FILLED
-from unsloth_ddp.utils.units import shown_bytes
-
-
-def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
-    """With FSDP2, replace Unsloth by Transformers if the whole model does not fit on every GPU.
-
-    Every rank calls this, before the backend is imported. A model of unknown size keeps Unsloth.
-
-    Raises:
-        UserError: the user asks for Unsloth.
-    """
-    if runtime.sharding != "fsdp2" or runtime.backend != "unsloth":
-        return
-    room = min(runtime.gather(gpu_bytes()))
-    needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
-    if needed is None or needed <= FILLED * room:
-        return
-    why = f"Unsloth would load it whole, which takes {shown_bytes(needed)}, and a GPU has {shown_bytes(room)}"
-    if settings.backend == "unsloth":
-        raise UserError(f"model {settings.model}: {why}; give --backend transformers, which loads it in shards.")
-    runtime.backend = "transformers"
-    if runtime.ranks.is_main:
-        print(f"Using backend transformers, which loads model {settings.model} in shards: {why}.", flush=True)
+from unsloth_ddp.utils.memory_limits import BYTES_PACKED
 
 
 def gpu_bytes() -> int:

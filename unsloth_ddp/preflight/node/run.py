@@ -9,16 +9,16 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.checked_rows import check_first_rows
 from unsloth_ddp.distributed.missing_gpu import VISIBLE, explain_missing_gpu, has_nvidia
-from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
+from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
     copies_from_environment,
     describe_sharding,
     offload_from_environment,
-    reason_for_transformers,
     sharding_from_environment,
 )
+from unsloth_ddp.model.backend import BackendFacts, choose_backend
 from unsloth_ddp.preflight.checks import CHECK_SECONDS, Check, Finding, failure, run_check
 from unsloth_ddp.preflight.job import ProcessInfo, check_node_rank
 from unsloth_ddp.preflight.node import disks, machine, network
@@ -136,13 +136,14 @@ def check_launch(process: ProcessInfo, settings: Settings, environ: Mapping[str,
     wanted = sharding_from_environment(environ)
     try:
         offload = offload_from_environment(environ)
-        backend = choose_backend(settings.backend, accelerator, reason_for_transformers(settings, wanted, offload))
         # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
         processes = process.ranks.world_size if process.launched else 2
         copies = copies_from_environment(environ, processes, process.ranks.nodes) if process.launched else 1
         device = "cuda" if accelerator else "cpu"
-        check_sharding(wanted, settings, device, backend, processes)
-        check_offload(offload, wanted, settings, backend, device)
+        check_sharding(wanted, settings, device, processes)
+        check_offload(offload, wanted, settings, device)
+        # Refuses Unsloth where it cannot train.
+        choose_backend(BackendFacts(settings, accelerator, wanted, offload))
     except UserError as error:
         return failure(wanted, str(error))
     return Finding(describe_sharding(wanted, offload, copies, processes))

@@ -140,9 +140,13 @@ class OptimizerStep:
             sum_over_ranks: all-reduce.
         """
         rows = [batch.pop(ROWS) for batch in batches]
-        units = [self.within_memory(batch, of_batch, lambda b: self.task.units(b, runner))
-                 for batch, of_batch in zip(batches, rows, strict=True)]  # fmt: skip
-        divisor = step_divisor(units, self.world_size, sum_over_ranks)
+
+        def sum_over_step(compute: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+            sums = [self.within_memory(*pair, compute) for pair in zip(batches, rows, strict=True)]
+            return sum_over_ranks(torch.stack(sums).sum(dim=0))
+
+        divisor = step_divisor([self.task.units(batch) for batch in batches], self.world_size, sum_over_ranks)
+        self.task = self.task.for_step(runner, sum_over_step)
         self.meter.own_work.start(reading, len(batches))
         repeats = self.device.type == "cuda" and not self.sharded
         gpu = torch.cuda.get_rng_state(self.device) if repeats else None

@@ -4,15 +4,16 @@
     z = max(0, mean of log pi(y'|x) - log ref(y'|x) over the mismatched rows of the step, without gradient and dropout)
     loss = desirable_weight (1 - s(beta (r - z))), or undesirable_weight (1 - s(beta (z - r)))
 
-z is one number for all ranks and micro-batches of a step: `units` computes its sum before the first loss, and it is added up with
-the number of rows. TRL's z is that of a micro-batch.
+z is one number for all ranks and micro-batches of a step, which `for_step` computes before the first loss. TRL's z is
+that of a micro-batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.training.tasks.reference import LogProbabilities, Reference, make_reference
+from unsloth_ddp.training.tasks.task import SumOverStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +36,17 @@ class KtoTask(AnswerTask):
 
     Args:
         weights: of desirable and of undesirable answers.
+        divergence: of the step, 0-dim; None outside of steps.
     """
 
     beta: float
     weights: tuple[float, float]
     reference: Reference = field(kw_only=True)
+    divergence: Tensor | None = field(default=None, kw_only=True)
     columns = (
         "rows", "loss_sum", "divergence", "supervised_tokens", "correct", "desirable", "undesirable",
         "rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected",
     )  # fmt: skip
-    # The loss depends on the divergence.
-    units_need_model = True
 
     @classmethod
     def of(cls, settings: Settings, runtime: Runtime, model: Any, data: TrainingData) -> KtoTask:
@@ -69,33 +71,47 @@ class KtoTask(AnswerTask):
         )
         return f"kto, beta {self.beta:g}{weights}; reference: {self.reference.described}"
 
-    def units(self, batch: dict[str, Any], runner: MicroBatchRunner) -> Tensor:
-        """Return the number of answers, and the summed divergence of the mismatched rows, float64 (2,)."""
-        with runner.autocast():
-            return self._units(runner.model, runner.to_device(batch))
+    def units(self, batch: dict[str, Any]) -> Tensor:
+        """Return the number of answers."""
+        return (answer_tokens(batch) > 0).sum()
 
-    def _units(self, model: Any, batch: dict[str, Any]) -> Tensor:
+    def for_step(self, runner: MicroBatchRunner, sum_over_step: SumOverStep) -> Self:
+        """Return the task with the divergence of the mismatched rows of all ranks."""
+
+        def sums_of(batch: dict[str, Any]) -> Tensor:
+            with runner.autocast():
+                return self._mismatched_sums(runner.model, runner.to_device(batch))
+
+        return self._with_divergence(sum_over_step(sums_of))
+
+    def _mismatched_sums(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """Return the number of mismatched rows with an answer, and their summed divergence, float64 (2,)."""
         other = mismatched(batch)
         with torch.no_grad(), evaluation_mode(model):
             ratios = self.log_probabilities(model, other).double() - self.reference.of(model, other).double()
         counted = answer_tokens(other) > 0
         return torch.stack([counted.sum().double(), ratios.masked_fill(~counted, 0).sum()])
 
+    def _with_divergence(self, sums: Tensor) -> Self:
+        rows, divergence = sums.float()
+        return dataclasses.replace(self, divergence=(divergence / rows.clamp(min=1)).clamp(min=0))
+
     def loss(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> Tensor:
         """Return the summed losses / their divisor, 0-dim."""
         # A trial of the memory has no step, and includes the pass before one.
-        return self.measure(model, batch, divisor if divisor.dim() else self._units(model, batch).float())[0]
+        task = self if self.divergence is not None else self._with_divergence(self._mismatched_sums(model, batch))
+        return task.measure(model, batch, divisor)[0]
 
     def measure(self, model: Any, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the sums of columns, float64; the divergence is divisor[1] / divisor[0]."""
+        """Return the loss, and the sums of columns, float64."""
+        assert self.divergence is not None, "the divergence of a step is computed before its losses"
         # The reference comes first, so that its activations are gone before those of the policy are kept.
         reference, desirable = self.reference.of(model, batch), batch["desirable"]
         policy = self.log_probabilities(model, batch)
         tokens = answer_tokens(batch)
         # A row without an answer (the filler, or one that was cut) counts as nothing, also in its gradient.
         counted = tokens > 0
-        divergence = (divisor[1] / divisor[0].clamp(min=1e-30)).clamp(min=0)
-        margin = torch.where(desirable, 1.0, -1.0) * (policy - reference - divergence)
+        margin = torch.where(desirable, 1.0, -1.0) * (policy - reference - self.divergence)
         weight = torch.where(desirable, *self.weights)
         # 1 - s(x) = s(-x), without cancellation.
         loss_sum = (weight * torch.sigmoid(-self.beta * margin)).masked_fill(~counted, 0).sum()
@@ -103,12 +119,12 @@ class KtoTask(AnswerTask):
             rewards = self.beta * (policy - reference)
             kinds = counted & desirable, counted & ~desirable
             measured = [
-                counted.sum(), loss_sum, divergence * counted.sum(), tokens.sum(), ((margin > 0) & counted).sum(),
+                counted.sum(), loss_sum, self.divergence * counted.sum(), tokens.sum(), ((margin > 0) & counted).sum(),
                 *(kind.sum() for kind in kinds),
                 *(values.masked_fill(~kind, 0).sum() for values in (rewards, policy) for kind in kinds),
             ]  # fmt: skip
             found = torch.stack([value.detach().double() for value in measured])
-        return loss_sum / divisor[0], found
+        return loss_sum / divisor, found
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the loss, the divergence, and TRL's names for rewards and log-probabilities, as means over answers of a kind."""

@@ -16,7 +16,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.task_options import REFERENCE_TASKS
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.training.tasks.answers import AnswerTask
 from unsloth_ddp.training.tasks.log_probabilities import AnswerLogProbabilities, answer_tokens
 from unsloth_ddp.training.tasks.pair_losses import PairLoss, Two
@@ -56,7 +55,7 @@ class PairTask(AnswerTask):
         reference = f"; reference: {self.reference.described}" if self.reference else ""
         return f"{self.pair_loss.described}{nll}{reference}"
 
-    def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
+    def units(self, batch: dict[str, Any]) -> Tensor:
         """Return the numbers of pairs and of tokens in chosen answers, (2,)."""
         tokens = answer_tokens(batch)
         return torch.stack([(tokens[0::2] > 0).sum(), tokens[0::2].sum()])

@@ -42,7 +42,7 @@ class TextTask(Task):
     apart: DecoderLoss | None = None
     columns = ("loss_sum", "supervised_tokens")
 
-    def units(self, batch: dict[str, Any], runner: MicroBatchRunner | None = None) -> Tensor:
+    def units(self, batch: dict[str, Any]) -> Tensor:
         """Return the number of supervised tokens."""
         return supervised_tokens(batch["labels"])
 

@@ -23,6 +23,7 @@ class BackendFacts:
         images: whether rows have images.
         padded: whether Unsloth would pad rows of the model that Transformers packs (files/check.py).
         quantized: whether the weights are quantized in the model's files.
+        shares_keys: whether layers of the model take the keys and values of earlier layers.
         loading: bytes of loading the whole model on a GPU and then sharding it; None if they are not known.
         room: bytes of the smallest GPU.
     """
@@ -34,6 +35,7 @@ class BackendFacts:
     images: bool = False
     padded: bool = False
     quantized: bool = False
+    shares_keys: bool = False
     loading: float | None = None
     room: float = 0
 
@@ -84,6 +86,12 @@ def _check_unsloth(facts: BackendFacts, too_large: str | None) -> None:
             "parameters in host memory have not been tried with Unsloth, whose kernels read the weights directly; use "
             f"--backend transformers, or accelerate_configs/{facts.sharding}.yaml."
         )
+    if facts.shares_keys and settings.gradient_checkpointing not in ("auto", "none"):
+        raise UserError(
+            f"gradient_checkpointing {settings.gradient_checkpointing} with backend unsloth would lose gradients of model "
+            f"{settings.model}, whose layers take the keys and values of earlier layers; give --backend transformers, or "
+            "--gradient_checkpointing none."
+        )
     if too_large:
         raise UserError(f"model {settings.model}: {too_large}; give --backend transformers, which loads it in shards.")
 
@@ -102,6 +110,9 @@ def _trained_by_transformers(facts: BackendFacts) -> str | None:
     # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
     if facts.sharding == "zero3" and settings.method == "full":
         return "method full with sharding zero3"
+    # Unsloth recomputes such layers in the reentrant way (model/forward/gradient_checkpointing.py).
+    if facts.shares_keys and settings.gradient_checkpointing != "none":
+        return "a model whose layers share keys and values, of which it loses gradients where it recomputes layers"
     # Measured on images with LoRA: Transformers was 1.4 times as fast, and Gemma 4 took its first step after one minute
     # instead of over five. With QLoRA Unsloth was 1.3 times as fast in half the memory (results/speed/images_*.json).
     if settings.method == "qlora" or settings.gradient_checkpointing == "unsloth":
@@ -149,8 +160,7 @@ def _facts_of_run(settings: Settings, runtime: Runtime, *, images: bool) -> Back
     facts = BackendFacts(settings, cuda, runtime.sharding, runtime.offload, images)
     if not cuda or settings.backend == "transformers":
         return facts
-    padded, quantized = runtime.broadcast_from_main(lambda: _facts_of_config(settings))
-    facts = dataclasses.replace(facts, padded=padded, quantized=quantized)
+    facts = dataclasses.replace(facts, **runtime.broadcast_from_main(lambda: _facts_of_config(settings)))
     if runtime.sharding != "fsdp2":
         return facts
     room = min(runtime.gather(gpu_bytes()))
@@ -158,10 +168,16 @@ def _facts_of_run(settings: Settings, runtime: Runtime, *, images: bool) -> Back
     return dataclasses.replace(facts, loading=loading, room=room)
 
 
-def _facts_of_config(settings: Settings) -> tuple[bool, bool]:
-    """Return whether Unsloth would pad the rows of the model, and whether its weights are quantized."""
+def _facts_of_config(settings: Settings) -> dict[str, Any]:
+    """Return the facts that the model's config.json holds."""
     config: dict[str, Any] = read_model_file(str(settings.model), "config.json", settings.model_revision) or {}
-    return is_padded_by_unsloth(config), isinstance(config.get("quantization_config"), dict)
+    text = config.get("text_config")
+    of_text = text if isinstance(text, dict) else config
+    return {
+        "padded": is_padded_by_unsloth(config),
+        "quantized": isinstance(config.get("quantization_config"), dict),
+        "shares_keys": bool(of_text.get("num_kv_shared_layers")),
+    }
 
 
 def with_backend(settings: Settings, *, images: bool = False) -> Settings:
@@ -171,6 +187,5 @@ def with_backend(settings: Settings, *, images: bool = False) -> Settings:
     """
     if settings.backend != "auto":
         return settings
-    padded, quantized = _facts_of_config(settings)
-    backend, _ = choose_backend(BackendFacts(settings, images=images, padded=padded, quantized=quantized))
+    backend, _ = choose_backend(BackendFacts(settings, images=images, **_facts_of_config(settings)))
     return dataclasses.replace(settings, backend=backend) if backend == "transformers" else settings

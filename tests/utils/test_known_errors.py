@@ -25,6 +25,7 @@ KNOWN = [
     ("token id out of range", "torch.AcceleratorError: CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"),
     ("token id out of range", "IndexError: index out of range in self"),
     ("no kernel for this GPU", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
+    ("no GPU found", "  File \"accelerate/commands/launch.py\", line 1\nValueError: Cuda is not available."),
     ("driver too old", "RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"),
     ("driver too old", "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver / cuda driver combination"),
     ("GPU failed", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),

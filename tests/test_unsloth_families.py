@@ -24,6 +24,7 @@ NOT_HERE = {
     "ernie4_5_vl_moe": "must match the existing size",
     "idefics": "Exactly 1 of pixel_values",
     "llama4": "Did you forget to add @triton.jit",
+    "zamba": "The size of tensor a (7424)",
 }
 # Methods of torch's modules and of tensors that are called in many ways on many objects.
 OF_TORCH = {"forward", "to", "zero_grad", "train", "eval"}

@@ -32,11 +32,13 @@ OF_TORCH = {"forward", "to", "zero_grad", "train", "eval"}
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Return what tests.unsloth_on_cpu prints for a family; one process drives all of them."""
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return what tests.unsloth_on_cpu prints for a family; one process drives all that are selected."""
     folder = tmp_path_factory.mktemp("unsloth")
+    here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    selected = [item.callspec.params["family"] for item in here if hasattr(item, "callspec")]
     environ = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.unsloth_on_cpu", *families()]
+    command = [sys.executable, "-m", "tests.unsloth_on_cpu", *(selected or families())]
     with (folder / "errors.txt").open("w") as errors:
         process = subprocess.Popen(
             command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8"

@@ -12,7 +12,7 @@ lint:
 	uv run ruff check .
 	uv run ruff format --check .
 	uv run mypy
-	if command -v shellcheck >/dev/null; then shellcheck cluster/*.sh cluster/*.sbatch .ci/run; else echo "shellcheck is not installed: skipped"; fi
+	if command -v shellcheck >/dev/null; then shellcheck cluster/*.sh cluster/*.sbatch .ci/run .ci/versions; else echo "shellcheck is not installed: skipped"; fi
 
 test:
 	uv run pytest -n 2

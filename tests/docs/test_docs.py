@@ -39,7 +39,7 @@ OF_OTHERS = {
         "--nproc_per_node",
     },
     "Slurm": {"--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"},
-    "uv": {"--locked", "--extra", "--group", "--python"},
+    "uv": {"--locked", "--extra", "--group", "--python", "--clear", "--no-sync", "--torch-backend"},
     "sky": {"--secret"},
     "docker": {"--shm-size", "--ipc", "--gpus", "--rm", "--init", "--build-arg", "--tag", "--time", "--network"},
     "hf": {"--force-download"},

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import REPO
+from tests.tiny_models import model_of_layers
 from unsloth_ddp.checkpoints.writer import check_shared
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.order.packing import PackingDecision
@@ -24,7 +25,7 @@ from unsloth_ddp.model.forward.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.loading.load import check_model
 from unsloth_ddp.model.packing import varlen
 from unsloth_ddp.model.packing.attention import AttentionSetup, select_varlen_kernel
-from unsloth_ddp.training.step.capture_check import obstacle
+from unsloth_ddp.training.step.capture_check import obstacle_to_capture
 from unsloth_ddp.utils.errors import UserError
 
 PAGE = (REPO / "docs" / "support.md").read_text()
@@ -137,6 +138,11 @@ def test_automatic_gradient_checkpointing_takes_these_kinds(row: str, column: st
 @pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].startswith("weights compared")])
 def test_weights_are_compared_where_the_table_says(row: str, column: str, cell: str) -> None:
     assert cell == ("yes" if place(column).sharding in REPLICATED else "no")
+
+
+def obstacle(settings: Any, where: Any, data: Any) -> str | None:
+    """Return why a run with a model of plain layers cannot be captured."""
+    return obstacle_to_capture(settings, where, data, model_of_layers([]))
 
 
 @pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].startswith("CUDA graphs")])

@@ -25,6 +25,7 @@ KNOWN = [
     ("token id out of range", "torch.AcceleratorError: CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"),
     ("token id out of range", "IndexError: index out of range in self"),
     ("no kernel for this GPU", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
+    ("no GPU found", "  File \"accelerate/commands/launch.py\", line 1\nValueError: Cuda is not available."),
     ("driver too old", "RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"),
     ("driver too old", "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver / cuda driver combination"),
     ("GPU failed", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
@@ -164,7 +165,19 @@ def test_options_named_in_the_fixes_exist():
 
     from unsloth_ddp.config.options import Settings
 
-    others = {"num_processes", "main_process_port", "master_port", "gpus", "ipc", "locked", "extra", "force"}
+    others = {
+        "num_processes",
+        "main_process_port",
+        "master_port",
+        "gpus",
+        "ipc",
+        "locked",
+        "extra",
+        "force",
+        "clear",
+        "torch",
+        "with",
+    }
     named = set(re.findall(r"--([a-z_]{3,})", " ".join(known.fix for known in KNOWN_ERRORS)))
     assert named - others <= {f.name for f in dataclasses.fields(Settings)} | {"shm"}
 

@@ -68,7 +68,10 @@ def explain_missing_gpu(visible: str | None, driver: bool, torch_cuda: str | Non
     first = (numbered[0] if numbered else reason.partition(". ")[0]).rstrip(".")
     found_none = f"{expected}, but torch finds no GPU" + (f" ({first})" if first else "")
     if "too old" in first:
-        return MissingGpu(found_none, f"update the driver to one for CUDA {torch_cuda}")
+        install = "uv venv --clear, uv pip install --torch-backend=auto -e ., and begin commands with uv run --no-sync"
+        return MissingGpu(
+            found_none, f"update the driver to one for CUDA {torch_cuda}, or install torch for this driver: {install}"
+        )
     return MissingGpu(found_none, "check nvidia-smi (a container needs --gpus all)")
 
 

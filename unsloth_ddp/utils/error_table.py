@@ -58,7 +58,15 @@ KNOWN_ERRORS = (
         r"driver on your system is too old|CUDA driver version is insufficient|Error 803|"
         r"forward compatibility was attempted",
         "The NVIDIA driver is older than the CUDA version that PyTorch was built for.",
-        "update the driver on every node, or install PyTorch built for the CUDA version that nvidia-smi shows.",
+        "update the driver on every node, or install PyTorch for this driver: uv venv --clear, uv pip install --torch-backend=auto -e ., "
+        "and begin commands with uv run --no-sync.",
+    ),
+    KnownError(
+        "no GPU found",
+        r"Cuda is not available",
+        "PyTorch finds no GPU: the machine has none, a container hides it, or the driver is too old for this PyTorch.",
+        'run uv run python -c "import torch; torch.cuda.init()", which prints the reason; for an old driver uv venv --clear, '
+        "uv pip install --torch-backend=auto -e ., and begin commands with uv run --no-sync; without a GPU take accelerate_configs/cpu.yaml.",
     ),
     KnownError(
         "GPU failed",

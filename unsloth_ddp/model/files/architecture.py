@@ -1,6 +1,5 @@
 """Refuse a model whose architecture the installed Transformers does not have, and name a way to train it."""
 
-import importlib.util
 import re
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +36,7 @@ def check_architecture(model: str, config: dict[str, Any] | None) -> None:
 
 
 def _is_listed(kind: str) -> bool:
-    package = importlib.util.find_spec("transformers")
-    assert package is not None and package.origin is not None
-    folder = Path(package.origin).parent / "models" / "auto"
+    folder = Path(str(metadata.distribution("transformers").locate_file("transformers/models/auto")))
     files = [folder / name for name in LISTS_OF_TYPES if (folder / name).is_file()]
     return not files or any(f'"{kind}"' in path.read_text(encoding="utf-8") for path in files)
 

@@ -190,7 +190,7 @@ def test_fsdp2_counts_the_whole_model_beside_a_shard_on_the_smallest_gpu(
 def test_every_rank_takes_the_facts_of_the_main_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other nodes may have another version of Transformers, in which they would read something else."""
     settings, runtime = Settings(model=model_of(tmp_path)), undecided()
-    monkeypatch.setattr(runtime, "broadcast_from_main", lambda read: (True, False))
+    monkeypatch.setattr(runtime, "broadcast_from_main", lambda read: {"padded": True, "quantized": False})
     decide_backend(settings, runtime)
     assert runtime.backend == "transformers"
 

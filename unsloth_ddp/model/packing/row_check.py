@@ -44,6 +44,8 @@ NO_GRADIENT = 1e-6
 # Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are rounded
 # in other places.
 ALONE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 0.15), "fp16": (2e-2, 0.15)}
+# A model's own noise is measured once, by one other padding: in 16 bit a near tie of a router sends a token to another expert.
+TIMES_NOISE = 2
 # Field of configs that adds a loss of the routers.
 ROUTER_LOSS = "output_router_logits"
 # Tensors whose gradients are compared: those of the first layers, behind which lies the longest backward pass.
@@ -125,11 +127,27 @@ def _last_row_mixes(
     if not _same_places(packed.places, alone.places, before):
         return "a row in a pack has other positions than the row alone"
     loss_off, gradients_off = ALONE[precision]
-    if not (losses <= loss_off and gradients <= gradients_off):
-        return (
-            f"a row alone differs from the row in a pack (its loss by {losses:.1e}, its gradients by {gradients:.1e})"
-        )
-    return None
+    if losses <= loss_off and gradients <= gradients_off:
+        return None
+    noise = _own_noise(model, rows[-1], precision, processing)
+    logger.info("the same row with other padding differs by %.1e, %.1e", *noise)
+    if losses <= max(loss_off, TIMES_NOISE * noise[0]) and gradients <= max(gradients_off, TIMES_NOISE * noise[1]):
+        return None
+    return f"a row alone differs from the row in a pack (its loss by {losses:.1e}, its gradients by {gradients:.1e})"
+
+
+def _own_noise(
+    model: Any, row: dict[str, Any], precision: str, processing: ImageProcessing | None
+) -> tuple[float, float]:
+    """Return how a row alone differs from itself with more padding, in its loss and in its gradients; 0 in fp32."""
+    if precision == "fp32":
+        return 0.0, 0.0
+    tried = _try(model, (_padded(row, processing), _padded(row, processing, ROW + 1)), precision)
+    if isinstance(tried, str):
+        return 0.0, 0.0
+    one, other = tried
+    loss = float((one.loss - other.loss).abs() / other.loss.abs().clamp(min=1e-6))
+    return loss, _difference(one.to_weights, other.to_weights)
 
 
 def _same_places(packed: Tensor | None, alone: Tensor | None, before: int) -> bool:
@@ -175,13 +193,13 @@ def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precisio
     return None
 
 
-def _padded(row: dict[str, Any], processing: ImageProcessing | None) -> dict[str, Tensor]:
-    """Return the row as a batch with one token of padding, so that its attention needs a mask and takes no packed kernel."""
+def _padded(row: dict[str, Any], processing: ImageProcessing | None, padding: int = 1) -> dict[str, Tensor]:
+    """Return the row as a batch with padding, so that its attention needs a mask and takes no packed kernel."""
     filler = int(row["input_ids"][-1])
     batch = PadRight(filler, processing)([row])
     fillers = {"input_ids": filler, "labels": IGNORED, "attention_mask": 0}
     fillers |= dict.fromkeys(processing.of_tokens if processing else (), 0)
-    return batch | {n: torch.nn.functional.pad(batch[n], (0, 1), value=value) for n, value in fillers.items()}
+    return batch | {n: torch.nn.functional.pad(batch[n], (0, padding), value=value) for n, value in fillers.items()}
 
 
 def _try(model: Any, batches: Sequence[dict[str, Any]], precision: str) -> list[Pass] | str:

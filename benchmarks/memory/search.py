@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import chat_rows, full_rows
-from benchmarks.common.runs import ACCELERATE, have_model, train, train_here, update_difference, write_results
+from benchmarks.common.runs import (
+    ACCELERATE,
+    have_model,
+    launch_command,
+    train,
+    train_here,
+    update_difference,
+    write_results,
+)
 
 OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
 LONG = (
@@ -38,6 +46,8 @@ class Case:
     like: str | None = None
     # The one rank whose GPU is smaller; None: every one.
     rank: int | None = None
+    # One of accelerate_configs/, whose ranks cannot repeat a step: the run is started again, with the smaller GPUs.
+    config: str | None = None
 
 
 TWO_AT_ONCE = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1"
@@ -56,6 +66,12 @@ CASES = [
     # Gradients are being exchanged where memory runs out.
     Case("two_at_once", TWO_AT_ONCE, processes=2),
     Case("two_at_once_short_from_3", TWO_AT_ONCE, 6, 3, 2, like="two_at_once", rank=1),
+    Case("fsdp2", TWO_AT_ONCE, processes=2, config="fsdp2.yaml"),
+    Case("fsdp2_short_from_3", TWO_AT_ONCE, 4, 3, 2, like="fsdp2", rank=1, config="fsdp2.yaml"),
+    Case("zero2", TWO_AT_ONCE, processes=2, config="zero2.yaml"),
+    Case("zero2_short_from_3", TWO_AT_ONCE, 6, 3, 2, like="zero2", rank=1, config="zero2.yaml"),
+    Case("graphs_two", f"{TWO_AT_ONCE} --cuda_graphs on", processes=2),
+    Case("graphs_two_short_from_3", f"{TWO_AT_ONCE} --cuda_graphs on", 5, 3, 2, like="graphs_two", rank=0),
     Case("padded", "--packing off --per_device_train_batch_size 8 --global_batch_size 64"),
     Case(
         "padded_short_from_3",
@@ -104,14 +120,25 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     options = case.options.format(work=given.work)
     if "--dataset" not in options:
         options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
-    argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --overwrite".split()
+    saves = OPTIONS.replace("--save_strategy no", "--save_steps 1") if case.config else OPTIONS
+    argv = f"--model {given.work}/{given.shape} {saves} {options} --overwrite".split()
     command = [sys.executable, "-m"]
-    if case.processes > 1:
+    if case.config:
+        command = [*launch_command(case.config, case.processes), "--main_process_port", "0", "--module"]
+    elif case.processes > 1:
         command = [*ACCELERATE, "--multi_gpu", "--main_process_port", "0", "--num_processes", str(case.processes)]
         command.append("--module")
-    command += ["benchmarks.memory.search", "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step)]
-    command += ([] if case.rank is None else ["--rank", str(case.rank)]) + ["--argv", *argv]
-    result = train(command, case.name, given.work, 240, {"CUDA_VISIBLE_DEVICES": gpu})
+    rank = [] if case.rank is None else ["--rank", str(case.rank)]
+
+    def start(from_step: int, argv: list[str]) -> dict[str, Any]:
+        limits = ["--gib", str(case.gib or 0), "--from_step", str(from_step)]
+        whole = [*command, "benchmarks.memory.search", "one", *limits, *rank, "--argv", *argv]
+        return train(whole, case.name, given.work, 240, {"CUDA_VISIBLE_DEVICES": gpu})
+
+    result = start(case.from_step, argv)
+    if case.config and case.from_step:
+        ended = result
+        result = start(0, [word for word in argv if word != "--overwrite"]) | {"first_exit_code": ended["exit_code"]}
     result |= {"options": case.options, "gib": case.gib, "rank": case.rank, "from_step": case.from_step}
     words = ("activations", "packing", "global batch", "Out of memory", "train_ddp.py: error")
     lines = (given.work / f"{case.name}.log").read_text().splitlines()

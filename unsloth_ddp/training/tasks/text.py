@@ -82,7 +82,7 @@ class TextTask(Task):
         Without a fused head it computes the decoder and the head apart, else the model has to take the divisor.
         """
         if self.upstream is None:
-            if self.fused_head:
+            if self.divides and self.fused_head:
                 return self
             return dataclasses.replace(self, apart=decoder_loss_if_equal(runner, examples))
         if not self.divides:

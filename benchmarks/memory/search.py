@@ -67,7 +67,7 @@ CASES = [
     Case("two_at_once", TWO_AT_ONCE, processes=2),
     Case("two_at_once_short_from_3", TWO_AT_ONCE, 6, 3, 2, like="two_at_once", rank=1),
     Case("fsdp2", TWO_AT_ONCE, processes=2, config="fsdp2.yaml"),
-    Case("fsdp2_short_from_3", TWO_AT_ONCE, 4, 3, 2, like="fsdp2", rank=1, config="fsdp2.yaml"),
+    Case("fsdp2_short_from_3", TWO_AT_ONCE, 6, 3, 2, like="fsdp2", rank=1, config="fsdp2.yaml"),
     Case("zero2", TWO_AT_ONCE, processes=2, config="zero2.yaml"),
     Case("zero2_short_from_3", TWO_AT_ONCE, 6, 3, 2, like="zero2", rank=1, config="zero2.yaml"),
     Case("graphs_two", f"{TWO_AT_ONCE} --cuda_graphs on", processes=2),

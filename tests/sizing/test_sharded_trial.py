@@ -37,7 +37,7 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.load import load_model
 from unsloth_ddp.model.loading.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.sizing.estimate import WHOLE_LOGIT, Workload, estimate_activations
-from unsloth_ddp.sizing.rows import RowLengths
+from unsloth_ddp.sizing.micro_batch import RowLengths
 from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
 from unsloth_ddp.training.tasks.choose import make_task
 from unsloth_ddp.training.tasks.text import ImageTask, TextTask

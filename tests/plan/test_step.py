@@ -86,7 +86,7 @@ def test_the_step_of_a_measured_run_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The runs were short, and measured before short runs were left uncompiled.
-    monkeypatch.setattr(graphs, "COMPILE_SECONDS", 0)
+    monkeypatch.setattr(graphs, "FEWEST_MICRO_BATCHES", 0)
     words = cell["command"].split()
     settings = Settings(
         model="m",

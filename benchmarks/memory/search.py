@@ -147,8 +147,13 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
         "said": [" ".join(line.split()) for line in lines if line.startswith(words)],
     }
     if summary := result.pop("summary", None):
-        kept = ("gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "train_loss")
-        result |= {name: summary[name] for name in (*kept, "peak_memory_bytes", "versions")}
+        how = (
+            "gradient_checkpointing",
+            "passes_a_micro_batch",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+        )
+        result |= {name: summary[name] for name in (*how, "train_loss", "peak_memory_bytes", "versions")}
     return result
 
 

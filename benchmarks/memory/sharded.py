@@ -46,7 +46,7 @@ class Measure:
     def __init__(self, trainer: Any, file: Path) -> None:
         from transformers import TrainerCallback
 
-        from unsloth_ddp.sizing.sharded_trial import ShardedMemorySearch
+        from unsloth_ddp.sizing.sharded_trial import ShardedEstimates
 
         self.trainer, self.file = trainer, file
         self.cases = list(itertools.product(KINDS, SIZES))
@@ -55,14 +55,13 @@ class Measure:
         self.peaks: dict[str, int] = {}
         self.seconds = 0.0
         self.chosen = ""
-        self.search: Any = None
-        measure, choose, step = self, ShardedMemorySearch._choose, trainer.training_step
+        measure, choose, step = self, ShardedEstimates.choose, trainer.training_step
 
-        def estimate_all(search: Any, kinds: Any, sizes: Any, before: Any) -> Any:
-            measure.estimate_all(search)
-            decision = choose(search, kinds, sizes, before)
-            measure.chosen = f"{decision.kind}, {decision.per_device}: {decision.reason}"
-            return decision
+        def estimate_all(estimates: Any, rungs: Any) -> Any:
+            measure.estimate_all(estimates)
+            rung, reason = choose(estimates, rungs)
+            measure.chosen = f"{rung.kind}, {rung.rows}: {reason}"
+            return rung, reason
 
         def replaced_step(model: Any, inputs: Any, divisor: Any = None) -> Any:
             return step(model, measure.micro_batch(), divisor)
@@ -74,16 +73,16 @@ class Measure:
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 measure.end_step()
 
-        ShardedMemorySearch._choose = estimate_all  # type: ignore[method-assign]
+        ShardedEstimates.choose = estimate_all  # type: ignore[method-assign]
         trainer.training_step = replaced_step
         trainer.add_callback(AtSteps())
 
-    def estimate_all(self, search: Any) -> None:
+    def estimate_all(self, estimates: Any) -> None:
         """Estimate each kind and size on this rank."""
-        self.search, began = search, time.perf_counter()
+        began = time.perf_counter()
         for kind, size in self.cases:
-            search.checkpointing.use(kind)
-            estimate = search.estimate(size)
+            estimates.checkpointing.use(kind)
+            estimate = estimates.estimate(size)
             self.estimates[f"{kind} {size}"] = estimate.needed
             self.obstacles |= {estimate.obstacle} - {""}
         self.seconds = round((time.perf_counter() - began) / len(self.cases), 2)
@@ -101,13 +100,14 @@ class Measure:
         kind, _ = self.case()
         if self.trainer.step.checkpointing.kind != kind:
             self.trainer.step.checkpointing.use(kind)
-            # A change of kind is reported as a lack of memory unless the step knows of it.
-            self.trainer.step.follow([self.trainer.step.checkpointing.level])
         torch.cuda.reset_peak_memory_stats()
 
     def micro_batch(self) -> dict[str, Any]:
         """Return the largest micro-batch of the step's size."""
-        return self.trainer.collate(self.search._largest(self.case()[1]))
+        from unsloth_ddp.data.order.worst_rows import worst_micro_batch
+
+        trainer, (_, size) = self.trainer, self.case()
+        return trainer.collate(worst_micro_batch(trainer.data.train, size, trainer.settings.max_length))
 
     def end_step(self) -> None:
         """Keep the peak of a case's later steps; after the last one end the process, without saving."""

@@ -27,7 +27,7 @@ from unsloth_ddp.plan.compute import MemoryRow, make_memory_row
 from unsloth_ddp.sizing.choose import make_workload
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.sizing.estimate import Method, is_supported
-from unsloth_ddp.sizing.rows import RowLengths
+from unsloth_ddp.sizing.micro_batch import RowLengths
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.units import GIB
 

@@ -34,7 +34,7 @@ from unsloth_ddp.model.packing.row_check import rows_mix
 from unsloth_ddp.model.packing.short_convolution import convolve_within_rows
 from unsloth_ddp.model.towers import keep_boundaries_from_towers, own_positions
 from unsloth_ddp.sizing.choose import planned_packing
-from unsloth_ddp.sizing.rows import RowLengths
+from unsloth_ddp.sizing.micro_batch import RowLengths
 from unsloth_ddp.training.shown.meter import real_tokens
 
 TOLERANCE = 5e-6

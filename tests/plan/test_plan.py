@@ -22,7 +22,7 @@ from unsloth_ddp.plan.compute import Hardware, make_memory_row, make_plan
 from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.sizing.choose import choose_step, make_workload
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
-from unsloth_ddp.sizing.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.sizing.micro_batch import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.utils.errors import UserError
 
 # ---- rows ----

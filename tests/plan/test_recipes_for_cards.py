@@ -20,7 +20,7 @@ from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.sizing.choose import planned_packing
 from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.sizing.estimate import MemoryEstimate
-from unsloth_ddp.sizing.rows import RowLengths
+from unsloth_ddp.sizing.micro_batch import RowLengths
 from unsloth_ddp.utils.units import GIB, parse_memory
 
 RECIPES = sorted((REPO / "recipes").glob("*_*gb.yaml"))

@@ -5,33 +5,29 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from benchmarks.common.rows import chat_rows
 from tests.conftest import REPO
 from tests.plan.conftest import SHAPE
-from tests.tiny_models import model_of_layers
+from tests.training.test_first_rung import Choice
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import BatchRequest, PackingDecision, plan_step
 from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.plan.report import plan_as_json, render_plan
 from unsloth_ddp.sizing import graphs
-from unsloth_ddp.sizing.choose import PlannedStep, choose_step
-from unsloth_ddp.sizing.graphs import StepChoice
-from unsloth_ddp.sizing.micro_batch import largest_tokens, with_micro_batch
-from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
-from unsloth_ddp.training.step import cuda_graphs
-from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
+from unsloth_ddp.sizing.choose import choose_step
+from unsloth_ddp.sizing.micro_batch import RowLengths, largest_micro_batch, largest_tokens, with_micro_batch
 
 SPEED = REPO / "benchmarks" / "results" / "speed"
 PACKED = PackingDecision(True, "a kernel keeps rows apart")
@@ -65,12 +61,11 @@ def chat_lengths(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 def measured_runs() -> list[Any]:
     """Every run of the kit that chose its micro-batch for CUDA graphs or without them, as results have it."""
     found = []
-    for name in ("cuda_graphs_small_batch", "cuda_graphs_auto", "cuda_graphs_speed_table"):
+    for name in ("cuda_graphs_small_batch", "cuda_graphs_speed_table"):
         result = json.loads((SPEED / f"{name}.json").read_text())
         for cell in result["cells"]:
             work = result["works"][cell["work"]]
-            kinds = ("kit", "kit_auto", "kit_ordinary")
-            if cell["contestant"] in kinds and cell["method"] != "full" and cell["exit_code"] == 0:
+            if cell["contestant"] in ("kit", "kit_ordinary") and cell["method"] != "full" and cell["exit_code"] == 0:
                 found.append(pytest.param(work, cell, id=f"{name}-{cell['name']}"))
     return found
 
@@ -87,7 +82,7 @@ def test_the_step_of_a_measured_run_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The runs were short, and measured before short runs were left uncompiled.
-    monkeypatch.setattr(graphs, "COMPILE_SECONDS", 0)
+    monkeypatch.setattr(graphs, "FEWEST_MICRO_BATCHES", 0)
     words = cell["command"].split()
     settings = Settings(
         model="m",
@@ -107,21 +102,10 @@ def test_the_step_of_a_measured_run_is_planned(
     hardware = Hardware(1, 1, [1e9], gpu_memory=139 * 2**30)
     made = make_plan(settings, shape, rows, asked, hardware)
     assert made.batch.per_device == taken["per_device_train_batch_size"]
-    assert made.graphs.uses_graphs == (made.batch.per_device * work["max_length"] == 8192)
+    assert made.rung.captured == (made.batch.per_device * work["max_length"] == 8192)
     chosen = next(row for row in made.memory if (row.method, row.sharding) == (settings.method, "none"))
     assert chosen.checkpointing == taken["gradient_checkpointing"]
     assert chosen.memory.total == pytest.approx(cell["peak_memory_bytes"], rel=0.08)
-
-
-def test_a_small_and_a_large_global_batch_are_among_these_runs() -> None:
-    by_default = {
-        (cell["work"], cell["shape"]): cell["settings"]["per_device_train_batch_size"]
-        for _, cell in (param.values for param in RUNS)
-        if cell["contestant"] == "kit_auto"
-    }
-    # The layers of 8B are busy without CUDA graphs.
-    assert by_default == {("small", "qwen3_8b"): 8, ("small", "qwen3_1.7b"): 4}
-    assert {cell["work"] for _, cell in (param.values for param in RUNS)} == {"small", "chat", "full", "long"}
 
 
 @pytest.mark.parametrize(
@@ -157,100 +141,57 @@ def test_what_does_not_fit_has_the_memory_of_the_trial(
 
 # ---- the choice of a run for the same rows ----
 
-
-def choice_of_run(
-    settings: Settings, lengths: np.ndarray, weights: int, planned: PlannedStep, monkeypatch: pytest.MonkeyPatch
-) -> tuple[StepChoice, StepChoice]:
-    """Return what CudaGraphs chooses before and after the micro-batch of the plan, if its trial succeeds on GPUs."""
-    processes = planned.batch.processes
-    monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
-    monkeypatch.setattr("unsloth_ddp.model.packing.varlen.is_available", lambda: True)
-    captured = SimpleNamespace(in_trial=True, shape=None, forward=SimpleNamespace(flash_attention_4=False))
-    monkeypatch.setattr(CudaGraphs, "_try", lambda *_: (captured, None))
-    dataset = datasets.Dataset.from_dict({"input_ids": [[0] * int(n) for n in [*lengths, 1]]})
-    plan, packing, decision = plan_step(BatchRequest.of(settings, processes), lengths, PACKED)
-    train = TokenizedRows(dataset, Counts(rows=len(lengths)), packing, settings.streaming)
-    runtime: Any = SimpleNamespace(
-        device_type="cuda",
-        precision="bf16",
-        sharding="none",
-        ranks=SimpleNamespace(world_size=processes),
-        gather=lambda one: [one],
-    )
-    layer = torch.nn.Linear(weights, 1, bias=False, device="meta")
-    model = model_of_layers([layer] * LAYERS)
-    collate: Any = SimpleNamespace(pad_to_shape=lambda shape: None)
-    steps = CudaGraphs(
-        settings, runtime, TrainingData(train, None, plan, decision), collate, torch.device("cpu"), model
-    )
-    before = steps.choice
-    steps.prepare(
-        SimpleNamespace(model=model),  # type: ignore[arg-type]
-        SimpleNamespace(kind=planned.checkpointing, per_device=planned.batch.per_device),  # type: ignore[arg-type]
-        planned.batch,
-    )
-    return before, steps.choice
-
-
-LAYERS = 28
 SMALL, LARGE = {"global_batch_size": 16}, {"global_batch_size": 64}
-PADDING = "micro-batches of 2,274 tokens on average would be padded to 2,854"
+TRIED = "if a trial before step 1 gives the same loss and gradients, and is faster"
 
 
 @pytest.mark.parametrize(
-    ("options", "weights", "processes", "size", "reason"),
+    ("options", "processes", "size", "told"),
     [
-        (SMALL, 2**28, 1, 8, PADDING),
-        (SMALL, 2**20, 1, 4, None),
-        (SMALL, 2**28, 2, 4, "micro-batches of "),
-        (SMALL | {"cuda_graphs": "on"}, 2**28, 1, 4, None),
-        (SMALL | {"cuda_graphs": "off"}, 2**20, 1, 8, "as set"),
-        (SMALL | {"streaming": True, "max_steps": 2000}, 2**28, 1, 4, None),
-        (LARGE, 2**28, 1, 4, None),
-        (LARGE, 2**28, 2, 4, None),
-        (LARGE | {"method": "full"}, 2**20, 1, 8, "micro-batches of 16,384 tokens keep the GPU busy"),
-        (LARGE | {"max_steps": 10}, 2**28, 1, 8, "replaying would save about 0 s of this run, and compiling takes"),
-        (LARGE | {"gradient_checkpointing": "unsloth"}, 2**28, 1, 8, "gradient checkpointing unsloth moves"),
-        (LARGE | {"gradient_checkpointing": "torch"}, 2**28, 1, 4, None),
-        (LARGE | {"gradient_checkpointing": "torch", "lora_dropout": 0.1}, 2**28, 1, 8, "gradient checkpointing torch"),
-        (LARGE | {"ddp_find_unused_parameters": True}, 2**28, 2, 4, "DistributedDataParallel looks for"),
-        (LARGE | {"per_device_train_batch_size": 1}, 2**28, 1, 1, None),
+        (SMALL, 1, 4, None),
+        (SMALL, 2, 4, None),
+        (SMALL | {"cuda_graphs": "on"}, 1, 4, None),
+        (SMALL | {"cuda_graphs": "off"}, 1, 8, "as set"),
+        (SMALL | {"streaming": True, "max_steps": 2000}, 1, 4, None),
+        (LARGE | {"method": "full"}, 1, 8, "micro-batches of 16,384 tokens keep the GPU busy"),
+        (LARGE | {"max_steps": 10}, 1, 8, "a run of 20 micro-batches is too short for compiling to pay"),
+        (LARGE | {"gradient_checkpointing": "unsloth"}, 1, 8, "gradient checkpointing unsloth moves"),
+        (LARGE | {"gradient_checkpointing": "torch"}, 1, 4, None),
+        (LARGE | {"gradient_checkpointing": "torch", "lora_dropout": 0.1}, 1, 8, "gradient checkpointing torch"),
+        (LARGE | {"ddp_find_unused_parameters": True}, 2, 4, "DistributedDataParallel looks for"),
+        (LARGE | {"per_device_train_batch_size": 1}, 1, 1, None),
     ],
 )
-def test_cuda_graphs_are_planned_as_a_run_chooses_them(
+def test_a_step_is_planned_as_a_run_chooses_it(
     options: dict[str, Any],
-    weights: int,
     processes: int,
     size: int,
-    reason: str | None,
+    told: str | None,
     chat_lengths: np.ndarray,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shape = dataclasses.replace(SHAPE, layer_weights=weights, layers=LAYERS)
     settings = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=1000, **options)
     rows, asked = planned_rows(settings, chat_lengths, processes)
     rows = dataclasses.replace(rows, streamed=settings.streaming)
-    planned = choose_step(settings, shape, rows, asked, None)
-    assert planned.batch.per_device == size
-    assert planned.graphs.uses_graphs == (reason is None)
-    assert reason is None or planned.graphs.reason.startswith(reason)
-    before, after = choice_of_run(settings, chat_lengths, weights, planned, monkeypatch)
-    assert after.uses_graphs == planned.graphs.uses_graphs
-    assert after.uses_graphs or after.reason == planned.graphs.reason
-    assert before.uses_graphs or before == after
+    planned = choose_step(settings, SHAPE, rows, asked, None)
+    assert (planned.batch.per_device, planned.rung.captured) == (size, told is None)
+    assert planned.graphs.startswith(told or TRIED)
+    # On GPUs where everything fits and every trial succeeds.
+    dataset = datasets.Dataset.from_dict({"input_ids": [[0] * int(n) for n in [*chat_lengths, 1]]})
+    plan, packing, decision = plan_step(BatchRequest.of(settings, processes), chat_lengths, PACKED)
+    train = TokenizedRows(dataset, Counts(rows=len(chat_lengths)), packing, settings.streaming)
+    runtime = Runtime(Ranks(world_size=processes), "unsloth", "cuda", "bf16", "H200")
+    monkeypatch.setattr(Runtime, "gather", lambda self, value: [value])
+    chosen = Choice(monkeypatch, settings, TrainingData(train, None, plan, decision), runtime=runtime).choose()
+    assert chosen.rung == planned.rung and (told is None or chosen.graphs == planned.graphs)
 
 
 @pytest.mark.parametrize(
     ("options", "packed", "said"),
     [
-        (SMALL, True, f"off: {PADDING}"),
-        (LARGE, True, "on: if a trial before step 1 gives the same loss and gradients"),
+        (SMALL, True, f"on: {TRIED}"),
         (SMALL | {"cuda_graphs": "off"}, True, "off: as set"),
-        (
-            SMALL | {"streaming": True, "max_steps": 2000},
-            True,
-            "on: if a trial before step 1 gives the same loss and gradients",
-        ),
+        (SMALL | {"streaming": True, "max_steps": 2000}, True, f"on: {TRIED}"),
         (
             SMALL | {"cuda_graphs": "on"},
             False,
@@ -261,7 +202,6 @@ def test_cuda_graphs_are_planned_as_a_run_chooses_them(
 def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
     options: dict[str, Any], packed: bool, said: str, chat_lengths: np.ndarray
 ) -> None:
-    shape = dataclasses.replace(SHAPE, layer_weights=2**28, layers=LAYERS)
     settings = Settings(
         model="m", dataset=["d"], max_length=2048, num_train_epochs=1000, per_device_train_batch_size="auto", **options
     )
@@ -270,9 +210,9 @@ def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
         rows, asked = RowLengths(chat_lengths, supervised=chat_lengths), BatchPlan(1, 16, 1)
     rows = dataclasses.replace(rows, streamed=settings.streaming)
     hardware = Hardware(1, 1, [1e9])
-    report = make_plan(settings, shape, rows, asked, hardware)
+    report = make_plan(settings, SHAPE, rows, asked, hardware)
     # From the line of its name to the next one.
     shown = " ".join(render_plan(report).split())
     assert shown.split("CUDA graphs ")[1].split(" steps ")[0] == said
     assert ("As in a run, CUDA graphs are assumed however much is padded." in shown) == settings.streaming
-    assert plan_as_json(report)["plan"]["graphs"]["uses_graphs"] == said.startswith("on")
+    assert plan_as_json(report)["plan"]["rung"]["captured"] == said.startswith("on")

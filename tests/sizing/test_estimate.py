@@ -24,7 +24,7 @@ from unsloth_ddp.sizing.estimate import (
     is_supported,
     judge_fit,
 )
-from unsloth_ddp.sizing.rows import in_order, largest_micro_batch
+from unsloth_ddp.sizing.micro_batch import in_order, largest_micro_batch
 from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET
 
 WORK = Workload(
@@ -318,10 +318,10 @@ def test_estimates_and_choices_need_no_torch():
         "choose",
         "estimate",
         "graphs",
+        "ladder",
         "micro_batch",
         "optimizer_states",
         "refuse",
-        "rows",
         "shape",
         "sharded_bytes",
     )

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.model.forward.fp8 import FrozenFP8Linear
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -39,16 +37,6 @@ def name_present_layers(model: Any) -> None:
     """
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
-
-
-def size_of_layers(model: Any) -> tuple[int, int]:
-    """Return the number of weights in the linear layers of a decoder layer, on average, and that of a model's decoder layers.
-
-    Both are 0 if it has none that is known.
-    """
-    layers = getattr(text_decoder(model), "layers", [])
-    linear = (m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear | FrozenFP8Linear))
-    return sum(module.in_features * module.out_features for module in linear) // max(1, len(layers)), len(layers)
 
 
 def embedding_ids(model: torch.nn.Module) -> set[int]:

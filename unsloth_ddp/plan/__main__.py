@@ -31,7 +31,7 @@ from unsloth_ddp.utils.streams import protect_streams
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 
 if TYPE_CHECKING:
-    from unsloth_ddp.sizing.rows import RowLengths
+    from unsloth_ddp.sizing.micro_batch import RowLengths
 
 # Transformers accepts these only on a GPU, and the check of the training arguments runs on the CPU.
 GPU_ONLY = ("tf32",)
@@ -121,7 +121,7 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.data.sources.examples import read_examples
     from unsloth_ddp.model.loading.load import load_tokenizer
-    from unsloth_ddp.sizing.rows import RowLengths
+    from unsloth_ddp.sizing.micro_batch import RowLengths
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
     with node_folder(runtime) as folder:

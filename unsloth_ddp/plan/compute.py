@@ -23,7 +23,7 @@ from unsloth_ddp.sizing.estimate import (
     judge_fit,
 )
 from unsloth_ddp.sizing.ladder import Rung
-from unsloth_ddp.sizing.rows import RowLengths, in_order
+from unsloth_ddp.sizing.micro_batch import RowLengths, in_order
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.memory_limits import NUMBER_BYTES
 

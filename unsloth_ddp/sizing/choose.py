@@ -14,8 +14,7 @@ from unsloth_ddp.model.backend import BackendFacts, choose_backend
 from unsloth_ddp.sizing.estimate import CHECKPOINTING_KINDS, Checkpointing, MemoryEstimate, Workload, estimate_memory
 from unsloth_ddp.sizing.graphs import obstacle_on_gpus, shape_for, why_not_captured
 from unsloth_ddp.sizing.ladder import Rung, choose, facts_of, ladder
-from unsloth_ddp.sizing.micro_batch import with_micro_batch
-from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
+from unsloth_ddp.sizing.micro_batch import RowLengths, largest_micro_batch, with_micro_batch
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.memory_limits import FILLED, NUMBER_BYTES, SHARDED_HEADROOM

@@ -14,7 +14,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.model.loading.classes import model_class, read_config
-from unsloth_ddp.model.modules import size_of_layers, text_decoder, without_kernels
+from unsloth_ddp.model.modules import text_decoder, without_kernels
 from unsloth_ddp.model.packing.attention import packing_obstacles
 from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
 from unsloth_ddp.model.towers import image_tower, kept_a_patch, tokens_a_pixel, trained_beside
@@ -113,7 +113,6 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         active_experts=experts * used // known if counted and known else experts,
         adapted_experts=with_adapter,
         has_experts=known > 0,
-        layer_weights=size_of_layers(adapted)[0],
         towers=frozen,
         tower_linear=tower_linear,
         numbers_a_patch=tower.numbers_a_patch if tower else 0,

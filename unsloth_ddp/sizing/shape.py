@@ -24,7 +24,6 @@ class ModelShape:
     active_experts   of those, the ones that a token is multiplied with; all where the config does not say how many
     adapted_experts  of those, the ones that the adapter changes
     has_experts      the model is a mixture of experts
-    layer_weights    in linear layers of a block, on average, those of the adapter included; 0 if it is not known
     towers           parameters beside the text decoder that full training freezes
     tower_linear     of those, in linear layers
     numbers_a_patch  numbers of an image that a patch of the tower has; 0 without a tower of images
@@ -50,7 +49,6 @@ class ModelShape:
     active_experts: int = 0
     adapted_experts: int = 0
     has_experts: bool = False
-    layer_weights: int = 0
     towers: int = 0
     tower_linear: int = 0
     numbers_a_patch: int = 0

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from unsloth_ddp.data.order.worst_rows import worst_micro_batch
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.stand_in import (
@@ -34,7 +35,6 @@ from unsloth_ddp.model.modules import DTYPES, base_model, embedding_ids, kept_ra
 from unsloth_ddp.sizing.ladder import Rung
 from unsloth_ddp.sizing.sharded_bytes import ShardedLayout, ShardedModel, Weight, _whole, held_bytes
 from unsloth_ddp.sizing.trial import MemoryTrials, Trial, forget_free_memory, release, room_on, shown_gib
-from unsloth_ddp.sizing.worst_rows import worst_micro_batch
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM

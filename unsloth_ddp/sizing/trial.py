@@ -20,6 +20,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.split import split_examples
+from unsloth_ddp.data.order.worst_rows import worst_micro_batch
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
@@ -31,7 +32,6 @@ from unsloth_ddp.model.modules import embedding_ids, kept_random_numbers, traini
 from unsloth_ddp.sizing.ladder import Rung, choose
 from unsloth_ddp.sizing.micro_batch import largest_tokens
 from unsloth_ddp.sizing.optimizer_states import optimizer_bytes
-from unsloth_ddp.sizing.worst_rows import worst_micro_batch
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 from unsloth_ddp.utils.memory_limits import HEADROOM

@@ -59,6 +59,8 @@ class CaptureTrial:
     timed: bool
     # The step that was made last, whose layers are compiled, and the micro-batch and kernel that it is for.
     _last: tuple[tuple[int, bool], CapturedStep] | None = field(default=None, init=False)
+    # Whether the pass that was captured last draws random numbers.
+    random: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         device = self.runner.device
@@ -144,8 +146,8 @@ class CaptureTrial:
         batch = self._typical_batch(rung.rows)
         allowed = FP8_TOLERANCES if self.settings.fp8 else TOLERANCES
         with training_mode(runner.model):
-            random, obstacle = draws_random_numbers(step, batch)
-            obstacle = obstacle or kind_obstacle(rung.kind, random=random)
+            self.random, obstacle = draws_random_numbers(step, batch)
+            obstacle = obstacle or kind_obstacle(rung.kind, random=self.random)
             if obstacle is not None:
                 return None, obstacle
             with without_dropout(runner.model) as dropped:

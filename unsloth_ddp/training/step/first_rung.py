@@ -1,5 +1,6 @@
 """Choose the rung of the ladder that a run begins with, by trials on every rank."""
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from unsloth_ddp.model.forward.compile_options import leave_layers_uncompiled
 from unsloth_ddp.model.forward.gradient_checkpointing import KINDS
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.sizing.graphs import (
+    kind_obstacle,
     may_compile_layers,
     micro_batches_of_run,
     refuse,
@@ -105,6 +107,9 @@ class FirstRung:
             if why_not is None:
                 self.capture.end(captured)
                 kernel = ", with FlashAttention 4" if captured and captured.forward.flash_attention_4 else ""
+                # Later rungs draw what this one draws, also where the settings do not say so.
+                kinds = [kind for kind in facts.captured_kinds if not kind_obstacle(kind, random=self.capture.random)]
+                facts = dataclasses.replace(facts, captured_kinds=tuple(kinds))
                 return self._begin(StepDecision(rung, reason, SAME_GIVEN + kernel), captured, facts)
             # Memory was tried with passes that are not captured after all.
             self.step.use_task(task)
@@ -221,9 +226,11 @@ def rungs_from(rungs: list[Rung], facts: LadderFacts, resumed: dict[str, Any], l
     kind, rows = resumed.get("gradient_checkpointing"), resumed.get("per_device_train_batch_size")
     if kind not in facts.kinds or rows not in facts.sizes:
         return rungs
-    began = Rung(resumed.get("cuda_graphs") == "on", kind, rows, resumed.get("passes", 1))
-    if began.passes > 1:
-        return [began]
+    passes = resumed.get("passes", 1)
+    if passes > 1:
+        # Such a run began with graphs, but no longer had them.
+        return [Rung(False, kind, rows, passes)]
+    began = Rung(resumed.get("cuda_graphs") == "on", kind, rows)
     return [rung for rung in rungs if rung == began or _is_lower(rung, began)] or rungs
 
 

@@ -1,10 +1,15 @@
 """Ways in which a run ends in order, on every rank alike, without having finished."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, describe_exit_code
 from unsloth_ddp.distributed.signals import LAUNCHER_ENDED
-from unsloth_ddp.sizing.ladder import OutOfMemory
+
+if TYPE_CHECKING:
+    from unsloth_ddp.sizing.ladder import OutOfMemory
 
 
 class RunEnd(Exception):

@@ -150,6 +150,8 @@ class MemoryTrials:
         room, others = room_on(device), held_by_others(device)
         torch.cuda.reset_peak_memory_stats(device)
         fitted = passes(batch)
+        if not fitted:
+            self.checkpointing.forget_failed_pass()
         # What the allocator holds is what a later step finds in pieces; tensors take less.
         peak = torch.cuda.max_memory_reserved(device)
         release()

@@ -241,6 +241,7 @@ class OptimizerStep:
         assert start is not None
         failed, start.done = start.done, 0
         model.zero_grad()
+        self.checkpointing.forget_failed_pass()
         release()
         self.restore_random_numbers()
         self.meter.restore(start.measured, len(start.batches))

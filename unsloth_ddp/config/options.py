@@ -232,8 +232,8 @@ class TrainingSettings:
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
         "auto",
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
-        "(unsloth backend); auto: the first that fits in a trial before step 1, and the next one if memory runs out "
-        "later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
+        "(unsloth backend); auto: the first that fits in a trial before step 1, and the next one, then more passes, if "
+        "memory runs out later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
         "report",
         bare="auto",
         summary=True,
@@ -241,8 +241,8 @@ class TrainingSettings:
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
-        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients "
-        "and the run is long enough.",
+        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients, "
+        "is faster, and the run is long enough.",
         "report",
         bare="on",
         resolved=True,

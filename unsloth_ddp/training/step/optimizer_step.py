@@ -90,6 +90,8 @@ class OptimizerStep:
     def __post_init__(self) -> None:
         self.ladder = [Rung(False, self.checkpointing.kind, 1)]
         self.level = self._reported = 0
+        # Whether another start of the job can begin below the rung of this one.
+        self.restarts_lower = False
 
     # ---- how micro-batches are computed ----
 
@@ -103,6 +105,7 @@ class OptimizerStep:
         self.captured = captured
         # A row has a token at least.
         self.ladder = [rung, *below(rung, facts, most_rows=facts.tokens(rung.rows))]
+        self.restarts_lower = rung.rows > facts.sizes[0] or rung.kind != facts.kinds[-1]
         self.level = self._reported = 0
         self.checkpointing.use(rung.kind)
 
@@ -226,7 +229,7 @@ class OptimizerStep:
             return
         ddp_averages = last and self.world_size > 1 and self.exchange is None
         if self.sharded or ddp_averages:
-            raise OutOfMemory(self.rung, lowest=False) from error
+            raise OutOfMemory(self.rung, lowest=not self.restarts_lower) from error
         assert self._start is not None
         split_whole = self.rung.passes >= self._start.rows[self._start.done].most_passes > 1
         if split_whole or self.level + 1 == len(self.ladder):

@@ -24,6 +24,7 @@ from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.template import Span
 from unsloth_ddp.data.images.files import open_image, plain_image
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.files.opened import recording
 
 # Pixels on a side of the image of a row that is added for the towers alone.
 SMALL = 32
@@ -227,6 +228,7 @@ def join_padded(tensors: Sequence[Tensor]) -> Tensor:
     return joined
 
 
+@recording()
 def load_processing(settings: Settings) -> ImageProcessing:
     """Return the image processing of a run's model.
 

@@ -13,6 +13,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.files.opened import recording
 
 # Classes that are trained: auto class of Transformers -> its table of class names.
 TRAINED = {
@@ -25,6 +26,7 @@ CHECKED_TOKENS = 8
 ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
+@recording()
 def read_config(settings: Settings) -> Any:
     """Return Transformers' config of the model.
 

@@ -33,6 +33,7 @@ from unsloth_ddp.model.modules import DTYPES, name_present_layers, without_kerne
 from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError, one_line, panics_raised
+from unsloth_ddp.utils.files.opened import recording
 from unsloth_ddp.utils.known_errors import find_known_error
 
 
@@ -97,6 +98,7 @@ def check_class(settings: Settings) -> None:
     model_class(config, settings)
 
 
+@recording()
 def _load(
     settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None, adapter: Path | None = None
 ) -> tuple[Any, Any]:
@@ -123,6 +125,7 @@ def _load(
     return model, tokenizer
 
 
+@recording()
 def load_tokenizer(settings: Settings) -> Any:
     """Return the same tokenizer as `load_model`, without the model.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.files.check import check_no_hub_kernel, read_model_file
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.files.opened import recording
@@ -32,9 +33,13 @@ def read_config(settings: Settings) -> Any:
 
     Raises:
         OSError, ValueError: it cannot be read, or its model_type is not known.
+        UserError: it names a kernel on the Hub.
     """
     import transformers
 
+    if not settings.trust_remote_code:
+        model = str(settings.model)
+        check_no_hub_kernel(model, read_model_file(model, "config.json", settings.model_revision))
     return transformers.AutoConfig.from_pretrained(
         str(settings.model), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
     )

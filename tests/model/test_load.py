@@ -260,7 +260,7 @@ def test_a_config_that_names_a_kernel_on_the_hub_is_refused_unless_code_is_trust
     (tmp_path / "config.json").write_text(json.dumps(config | {"_attn_implementation": "sdpa"}))
     assert read_config(Settings(model=str(tmp_path)))._attn_implementation == "sdpa"
     (tmp_path / "config.json").write_text(json.dumps(config | entry))
-    with pytest.raises(UserError, match="names code on the Hub .*evil/kernel.*--trust_remote_code"):
+    with pytest.raises(UserError, match=r"names code on the Hub .*evil/kernel.*--trust_remote_code"):
         check_class(Settings(model=str(tmp_path)))
     assert read_config(Settings(model=str(tmp_path), trust_remote_code=True)).model_type == "llama"
 

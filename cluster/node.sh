@@ -159,7 +159,7 @@ check_nodes() {
   ((NNODES > 1)) || return 0
   [[ -n ${MASTER_ADDR:-} ]] ||
     refuse "MASTER_ADDR is not set and NNODES is $NNODES; set it on every node to the name or address of node 0."
-  [[ $MASTER_ADDR =~ ^[A-Za-z0-9._:%-]+$ ]] ||
+  [[ $MASTER_ADDR =~ ^[A-Za-z0-9._:][A-Za-z0-9._:%-]*$ ]] ||
     refuse "MASTER_ADDR is '$MASTER_ADDR', which is not a name or address; give the one of node 0, without a port."
   case $MASTER_ADDR in
     localhost | localhost.* | 127.* | ::1 | 0.0.0.0 | ::)

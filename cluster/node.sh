@@ -415,7 +415,8 @@ read_exit_code() {
     code=$((10#$noted))
     # Asked to stop before the first step, ranks end as they are: nothing is lost.
     [[ $stop != USR1 || $code != 1 ]] || code=75
-  elif [[ $stop == USR1 ]]; then
+  elif [[ $stop == USR1 ]] || { [[ -n $stop ]] && (($(saved_step))); }; then
+    # Also between two starts, of which an earlier one saved a checkpoint.
     code=75
   elif [[ -n $stop ]]; then
     code=$((128 + $(kill -l "$stop")))

@@ -159,6 +159,7 @@ def say_refusal_of_reference(folder: str) -> None:
     """Load the reference as each of two nodes that have adapters of their own."""
     ranks = ranks_from_environment()
     with started(Settings(use_cpu=True), ranks) as runtime:
+        runtime.backend = "transformers"
         for case in ("same", "weights", "config"):
             adapter = Path(folder, case, f"node_{ranks.rank}")
             settings = Settings(model=str(DEMO_MODEL), task="dpo", reference_model=str(adapter), use_cpu=True)

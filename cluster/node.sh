@@ -159,7 +159,7 @@ check_nodes() {
   ((NNODES > 1)) || return 0
   [[ -n ${MASTER_ADDR:-} ]] ||
     refuse "MASTER_ADDR is not set and NNODES is $NNODES; set it on every node to the name or address of node 0."
-  [[ $MASTER_ADDR =~ ^[A-Za-z0-9._:%-]+$ ]] ||
+  [[ $MASTER_ADDR =~ ^[A-Za-z0-9._:][A-Za-z0-9._:%-]*$ ]] ||
     refuse "MASTER_ADDR is '$MASTER_ADDR', which is not a name or address; give the one of node 0, without a port."
   case $MASTER_ADDR in
     localhost | localhost.* | 127.* | ::1 | 0.0.0.0 | ::)
@@ -415,7 +415,8 @@ read_exit_code() {
     code=$((10#$noted))
     # Asked to stop before the first step, ranks end as they are: nothing is lost.
     [[ $stop != USR1 || $code != 1 ]] || code=75
-  elif [[ $stop == USR1 ]]; then
+  elif [[ $stop == USR1 ]] || { [[ -n $stop ]] && (($(saved_step))); }; then
+    # Also between two starts, of which an earlier one saved a checkpoint.
     code=75
   elif [[ -n $stop ]]; then
     code=$((128 + $(kill -l "$stop")))

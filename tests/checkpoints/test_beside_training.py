@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,12 +18,14 @@ from safetensors.torch import load_file
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
 from tests.runtimes import cpu_runtime
-from unsloth_ddp.checkpoints import host_copy
+from tests.waiting import wait_until
+from unsloth_ddp.checkpoints import host_copy, writer
 from unsloth_ddp.checkpoints.host_copy import HostCopies, tensor_bytes
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.training import callbacks
 from unsloth_ddp.training.callbacks import ReportProgress, StopTogether
 from unsloth_ddp.training.sharded_saving import saved_weights, write_weights
+from unsloth_ddp.utils.threads import in_thread
 
 EVERY_FOURTH = f"{WHOLE_RUN} --save_steps 4"
 # The steps that end 30 seconds after the beginning and after the save before them, where each takes ten.
@@ -123,6 +125,37 @@ def test_a_failure_that_is_no_failed_write_ends_the_run(tmp_path):
     with pytest.raises(IndexError):
         checkpoints.settle()
     assert checkpoints.last is None
+
+
+def test_a_writer_that_runs_out_of_memory_leaves_a_failed_save(tmp_path, capsys):
+    checkpoints = Checkpoints(cpu_runtime(), tmp_path, {}, {}, None)
+
+    def write(aside: Path) -> None:
+        (aside / "checkpoint-1").mkdir()
+        checkpoints.later(Mock(side_effect=MemoryError))
+
+    checkpoints.save(1, write)
+    checkpoints.settle()
+    assert checkpoints.failed == "checkpoint-1 could not be written: no host memory is left for it"
+    assert checkpoints.failed in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_the_end_of_a_failed_run_waits_for_a_checkpoint_that_the_next_save_waits_for(tmp_path):
+    checkpoints, release = Checkpoints(cpu_runtime(), tmp_path, {}, {}, None), threading.Event()
+
+    def write(aside: Path) -> None:
+        (aside / "checkpoint-1").mkdir()
+        checkpoints.later(lambda: release.wait(60) and None)
+
+    checkpoints.save(1, write)
+    settling = in_thread(checkpoints.settle, "settle")
+    wait_until(lambda: checkpoints.runtime.progress.phase == "saving", 60, "the next save")
+    with patch.object(writer, "wait") as wait:
+        checkpoints._wait_at_the_end()
+    assert wait.call_args.args[0] and not wait.call_args.args[0][0].done()
+    release.set()
+    settling.result(60)
+    assert checkpoints.last == tmp_path / "checkpoint-1"
 
 
 def test_a_write_that_fails_says_so_to_its_caller(tmp_path):

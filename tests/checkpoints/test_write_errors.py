@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
 from tests.runtimes import cpu_runtime
+from unsloth_ddp.checkpoints.host_copy import HostCopies
 from unsloth_ddp.checkpoints.writer import ASIDE, MARGIN, Checkpoints
 from unsloth_ddp.model.adapter import merge
 from unsloth_ddp.run import stages, summary
@@ -62,6 +64,8 @@ FAULTS = {
     "no summary": lambda: refusing(
         json_file, "write_whole", errno.ENOSPC, lambda path, *_: path.name.startswith("summary")
     ),
+    "no thread": lambda: patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")),
+    "no memory for the copy": lambda: patch.object(HostCopies, "of", side_effect=MemoryError),
     "not renamed": lambda: refusing(Path, "rename", errno.EROFS, lambda path, *_: path.parent.name == ASIDE),
 }
 
@@ -105,7 +109,7 @@ def train_with_faults(argv: list[str], cwd: str, faults: dict[int, tuple[int, st
 def test_failed_saves_are_said_and_the_next_ones_succeed(job, whole_run, place):
     faults = {
         1: (0, "unwritable"), 2: (0, "too large"), 4: (0, "optimizer too large"), 5: (0, "not flushed"),
-        6: (0, "not renamed"),
+        6: (0, "not renamed"), 7: (0, "no thread"), 8: (0, "no memory for the copy"),
     }  # fmt: skip
     printed = job(WHOLE_RUN, "failing-saves", 2, target=train_with_faults, args=(faults,)).output
     run = place / "outputs" / "failing-saves"
@@ -119,6 +123,8 @@ def test_failed_saves_are_said_and_the_next_ones_succeed(job, whole_run, place):
             "checkpoint-4 could not be written: ",
             "checkpoint-5 could not be written: Input/output error",
             "checkpoint-6 could not be written: Read-only file system",
+            "checkpoint-7 could not be written: the system starts no more threads (a limit on processes",
+            "checkpoint-8 could not be written: no host memory is left for it;",
         ),
         strict=True,
     ):
@@ -126,7 +132,7 @@ def test_failed_saves_are_said_and_the_next_ones_succeed(job, whole_run, place):
         assert line.endswith("The next save tries again.")
     assert "File too large" in said[1] and "file sizes" in said[2]
     assert all("checkpoint-3 stays the last complete one" in line for line in said[2:])
-    assert manifest_steps(run) == [3, 7, 8, LAST]
+    assert manifest_steps(run) == [3, LAST]
     assert not list(run.glob("*.partial"))
     assert_same(ends(run, LAST), ends(whole_run(2), LAST))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -9,12 +10,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.ranks import Result, run_ranks, train
-from unsloth_ddp.distributed.ranks import RankLocation
+from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
 from unsloth_ddp.distributed.watch.diagnosis import ExitNotice, Limits, RankStatus, exit_notice_for, judge, limits_from
-from unsloth_ddp.distributed.watch.watchdog import Watchdog
+from unsloth_ddp.distributed.watch.watchdog import Watchdog, _process_state
 from unsloth_ddp.utils.errors import UserError
 
 LIMITS = Limits(silence=30, no_progress=1794, interval=3)
@@ -394,3 +396,11 @@ def test_a_forked_child_does_not_hide_the_death_of_its_rank(tmp_path):
 def test_an_unwatched_run_still_runs(tmp_path, tiny_model, uneven_rows):
     argv = f"--model {tiny_model} --dataset {uneven_rows} {STEPS} --max_steps 1 --watch_timeout 0".split()
     run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / "out").check()
+
+
+def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    location, boot_time = this_location(Ranks()), psutil.boot_time()
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: boot_time + 3600)
+    assert psutil.Process().create_time() > time.time() + 3000
+    assert _process_state(location) == psutil.STATUS_RUNNING
+    assert _process_state(dataclasses.replace(location, started=location.started - 10)) is None

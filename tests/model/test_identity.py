@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import DEMO_MODEL
+from tests.conftest import DEMO_MODEL, REPO
+from tests.ranks import run_ranks
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.images.processing import load_processing
+from unsloth_ddp.distributed.ranks import ranks_from_environment
+from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.model.files import identity
-from unsloth_ddp.model.files.identity import model_identity
+from unsloth_ddp.model.files.identity import model_identity, opened_files
+from unsloth_ddp.model.loading.load import load_tokenizer
+from unsloth_ddp.model.loading.reference_model import load_reference
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.checksums import SAMPLE, STRIDE, sampled_checksum
 
 
@@ -27,10 +36,10 @@ def facts(folder: Path) -> dict[str, str]:
     return model_identity(Settings(model=str(folder)))
 
 
-def change_a_weight(folder: Path) -> None:
-    weights = bytearray((folder / "model.safetensors").read_bytes())
+def change_a_weight(folder: Path, name: str = "model.safetensors") -> None:
+    weights = bytearray((folder / name).read_bytes())
     weights[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(weights)
+    (folder / name).write_bytes(weights)
 
 
 def change_the_config(folder: Path) -> None:
@@ -99,3 +108,81 @@ def test_every_tensor_over_ten_mebibytes_has_a_sample(tmp_path: Path) -> None:
     content[STRIDE + 7 : 2 * STRIDE + 7] = b"\1" * STRIDE
     (tmp_path / "a").write_bytes(content)
     assert sampled_checksum(tmp_path / "a") != before
+
+
+# ---- what loading opened ----
+
+
+def load_again(folder: Path, before: dict[str, str]) -> dict[str, str]:
+    """Return the files of an image-text model that loading opens, and those that it opened before."""
+    settings = Settings(model=str(folder))
+    load_tokenizer(settings)
+    load_processing(settings)
+    return opened_files(settings, cpu_runtime(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (lambda folder: None, ""),
+        (lambda folder: (folder / "README.md").write_text("x"), ""),
+        (lambda folder: (folder / "generation_config.json").write_text("{}"), ""),
+        (lambda folder: (folder / "processor_config.json").open("a").write(" "), "model/processor_config.json 1,2"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "model/chat_template.jinja 421 bytes"),
+        (lambda folder: (folder / "special_tokens_map.json").write_text("{}"), "model/special_tokens_map.json none -> 2"),
+    ],
+)  # fmt: skip
+def test_a_resume_is_refused_if_a_file_that_loading_opens_changed(
+    change: Callable[[Path], object], refused: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(REPO / "demo/vision_model", tmp_path / "model")
+    before = load_again(folder, {})
+    # Loaded here without the model, whose generation config it would open too.
+    assert before["model/generation_config.json"] == "not read" and "model/model.safetensors" not in before
+    change(folder)
+    found = manifest.compare_runs({"files": before}, {"files": load_again(folder, before)})
+    assert [entry[: len(refused)] for entry in found.refused] == ([refused] if refused else [])
+
+
+def test_a_checkpoint_without_opened_files_is_not_refused_and_one_with_hostile_names_reads_none_of_them(
+    tmp_path: Path,
+) -> None:
+    folder = shutil.copytree(REPO / "demo/vision_model", tmp_path / "model")
+    hostile = {"model/../../etc/passwd": "1", "model//etc/passwd": "2", "elsewhere/x": "3", f"model/{'x' * 300}": "4"}
+    now = load_again(folder, hostile)
+    assert {now.get(name) for name in hostile} == {None, "none"}
+    for before in ({}, {"files": None}, {"files": ["model/config.json"]}):
+        assert manifest.compare_runs(before, {"files": now}).refused == []
+
+
+def say_refusal_of_reference(folder: str) -> None:
+    """Load the reference as each of two nodes that have adapters of their own."""
+    ranks = ranks_from_environment()
+    with started(Settings(use_cpu=True), ranks) as runtime:
+        runtime.backend = "transformers"
+        for case in ("same", "weights", "config"):
+            adapter = Path(folder, case, f"node_{ranks.rank}")
+            settings = Settings(model=str(DEMO_MODEL), task="dpo", reference_model=str(adapter), use_cpu=True)
+            try:
+                load_reference(settings, runtime, 8, None)
+                print(f"{case}: loaded")
+            except UserError as error:
+                print(f"{case}: {error}")
+
+
+def test_a_reference_adapter_of_other_files_on_another_node_is_refused_on_every_rank(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_MODEL), LoraConfig(target_modules="all-linear"))
+    for case in ("same", "weights", "config"):
+        for node in range(2):
+            model.save_pretrained(tmp_path / case / f"node_{node}")
+    change_a_weight(tmp_path / "weights" / "node_1", "adapter_model.safetensors")
+    (tmp_path / "config" / "node_1" / "adapter_config.json").open("a").write(" ")
+    nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    made = run_ranks(2, say_refusal_of_reference, str(tmp_path), folder=tmp_path / "out", environ=nodes).check()
+    for output in made.outputs:
+        assert "same: loaded" in output
+        assert "weights: reference_model/adapter_model.safetensors on rank 1" in output
+        assert "config: reference_model/adapter_config.json on rank 1" in output

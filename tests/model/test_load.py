@@ -18,7 +18,9 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.adapter.lora import check_module_names
 from unsloth_ddp.model.files.check import check_complete, check_folder
+from unsloth_ddp.model.loading.classes import read_config
 from unsloth_ddp.model.loading.load import (
+    check_class,
     check_model,
     check_positions,
     describe_load_error,
@@ -242,3 +244,31 @@ def test_one_weight_that_no_file_holds_is_told_in_the_singular() -> None:
         UserError, match=r"its files lack 1 weight \(the first: lm_head.weight\), which would be random"
     ):
         check_complete("m", ["lm_head.weight"], [])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"attn_implementation": "evil/kernel"},
+        {"_attn_implementation": {"text_config": "evil/kernel@main:f"}},
+        {"text_config": {"_attn_implementation": "paged|evil/kernel"}},
+        {"experts_implementation": "evil/kernel"},
+    ],
+)
+def test_a_config_that_names_a_kernel_on_the_hub_is_refused_unless_code_is_trusted(entry: dict, tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"_attn_implementation": "sdpa"}))
+    assert read_config(Settings(model=str(tmp_path)))._attn_implementation == "sdpa"
+    (tmp_path / "config.json").write_text(json.dumps(config | entry))
+    with pytest.raises(UserError, match=r"names code on the Hub .*evil/kernel.*--trust_remote_code"):
+        check_class(Settings(model=str(tmp_path)))
+    assert read_config(Settings(model=str(tmp_path), trust_remote_code=True)).model_type == "llama"
+
+
+def test_the_advice_for_code_of_a_folder_names_no_address(tmp_path: Path) -> None:
+    config = {"model_type": "unknown", "auto_map": {"AutoConfig": "configuration_x.X"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"hf\.co/") as refused:
+        read_config(Settings(model=str(tmp_path)))
+    said = describe_load_error(refused.value)
+    assert "contains custom code" in said and "then give --trust_remote_code" in said and "hf.co" not in said

@@ -9,9 +9,10 @@ import socket
 import time
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.conftest import DEMO_MODEL
+from tests.conftest import DEMO_MODEL, REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.preflight.between import bandwidth
 from unsloth_ddp.preflight.checks import Finding, run_check, run_or_none, run_with_limit
@@ -125,18 +126,28 @@ def test_files_are_known_by_content(tmp_path):
 
 
 def test_a_models_files_are_known_by_content_and_checked(tmp_path):
-    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    before = identity.describe_model_files(Settings(model=str(folder)))
-    assert before.keys() == {"config.json", "model.safetensors", "tokenizer"}
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": 7}))
-    after = identity.describe_model_files(Settings(model=str(folder)))
-    assert {name for name in before if before[name] != after[name]} == {"tokenizer"}
+    folder, base = (shutil.copytree(REPO / "demo/vision_model", tmp_path / name) for name in ("model", "base"))
+    (tmp_path / "reference_model").mkdir()
+    described = {"base_model_name_or_path": str(base), "peft_type": "LORA"}
+    (tmp_path / "reference_model/adapter_config.json").write_text(json.dumps(described))
+    save_file({"a": torch.zeros(1)}, tmp_path / "reference_model/adapter_model.safetensors")
+    settings = Settings(model=str(folder), task="dpo", reference_model=str(tmp_path / "reference_model"))
+    before = identity.describe_models(settings)
+    names = {"chat_template.jinja", "config.json", "generation_config.json", "processor_config.json", "tokenizer.json"}
+    names |= {"model.safetensors", "tokenizer_config.json"}
+    adapter = {f"reference_model/adapter_{file}" for file in ("config.json", "model.safetensors")}
+    assert before.keys() == names | {f"reference_base/{name}" for name in names} | adapter
+    for changed, path in {
+        "processor_config.json": folder / "processor_config.json",
+        "reference_model/adapter_config.json": tmp_path / "reference_model/adapter_config.json",
+    }.items():
+        path.write_text(path.read_text() + " ")
+        after = identity.describe_models(settings)
+        assert {name for name in before if before[name] != after[name]} == {changed}
+        before = after
     (folder / "model.safetensors").write_bytes(b"x")
-    assert (
-        "model.safetensors is damaged" in identity.describe_model_files(Settings(model=str(folder)))["model"]["refused"]
-    )
-    assert "missing" in identity.describe_model_files(Settings(model=str(tmp_path / "no" / "model")))["model"]
+    assert "model.safetensors is damaged" in identity.describe_models(Settings(model=str(folder)))["model"]["refused"]
+    assert "missing" in identity.describe_models(Settings(model=str(tmp_path / "no" / "model")))["model"]
 
 
 def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(tmp_path):
@@ -157,12 +168,12 @@ def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(
 def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "c0ffee" + "0" * 34
-    assert identity.describe_model_files(Settings(model="a/b")) == {"model": {"hub": None}}
+    assert identity.describe_models(Settings(model="a/b")) == {"model": {"hub": None}}
     (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
     (tmp_path / "models--a--b" / "refs" / "main").write_text(f"{commit}\n")
-    assert identity.describe_model_files(Settings(model="a/b")) == {"model": {"hub": commit}}
+    assert identity.describe_models(Settings(model="a/b")) == {"model": {"hub": commit}}
     pinned = Settings(model="a/b", model_revision="d" * 40)
-    assert identity.describe_model_files(pinned) == {"model": {"hub": "d" * 40}}
+    assert identity.describe_models(pinned) == {"model": {"hub": "d" * 40}}
     rows = Settings(dataset=["o/r", "o/s"], dataset_revision=["e" * 40, "f" * 40])
     assert identity.describe_data(rows) == {"dataset r (1)": {"hub": "e" * 40}, "dataset s (2)": {"hub": "f" * 40}}
 

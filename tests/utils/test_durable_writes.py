@@ -97,7 +97,7 @@ def test_it_is_said_why_a_write_failed(
 @pytest.mark.parametrize(
     ("error", "write"),
     [
-        (OSError(errno.EIO, "x"), True), (Exception("File too large (os error 27)"), True), (Exception("x"), False), (CUT_OFF, True), (SafetensorError("x"), True), (ValueError("x"), False),
+        (OSError(errno.EIO, "x"), True), (Exception("File too large (os error 27)"), True), (Exception("x"), False), (CUT_OFF, True), (SafetensorError("x"), True), (MemoryError(), True), (ValueError("x"), False),
         # RuntimeErrors too, and no disk is to blame for them.
         (torch.distributed.DistBackendError("x"), False), (torch.OutOfMemoryError("x"), False),
     ],

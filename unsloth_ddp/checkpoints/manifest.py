@@ -22,6 +22,7 @@ from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.files.checksums import checksum
 from unsloth_ddp.utils.files.json import DECODER
+from unsloth_ddp.utils.files.opened import MISSING, UNREAD
 from unsloth_ddp.utils.files.safe import read_regular, stays_inside
 from unsloth_ddp.utils.redaction import printable
 from unsloth_ddp.utils.units import counted
@@ -255,7 +256,8 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
         both = [name for name in both if not name.endswith("model_revision") or before[name] is not None]
         return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
 
-    result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), reported=changes(SAID))
+    files = _changed_files(before.get("files"), now.get("files"))
+    result = Comparison(refused=changes(GUARDED + GUARDED_FACTS) + files, reported=changes(SAID))
     packs, processes = before.get("global_batch_size"), now.get("world_size")
     packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
     if packed and packs and processes and packs % processes:
@@ -266,7 +268,7 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
         option = {"sources_revision": "dataset_revision"}.get(kept[0], kept[0])
         values = before[kept[0]] if isinstance(before[kept[0]], list) else [before[kept[0]]]
         result.instead = f"give --{option} {' '.join(map(printable, map(str, values)))} to read the same commit again"
-    elif any(
+    elif files or any(
         change.removeprefix("reference_").startswith(("model_weights", "model_config", "model_tokenizer"))
         for change in result.refused
     ):
@@ -305,6 +307,19 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
             f"process; start {counted(before.get('world_size') or 1, 'process')}"
         )
     return result
+
+
+def _changed_files(before: Any, now: Any) -> list[str]:
+    """Return the changes of the files that loading opened (see model/files/identity.py).
+
+    A file that only this start opens has changed if it was not there. Another release of a library may open more files.
+    """
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return []
+    parts = {name.partition("/")[0] for name in before} - {"hub"}
+    first = {name: MISSING for name in now if name.partition("/")[0] in parts} | before
+    opened = [name for name in now if now[name] != UNREAD and first.get(name, UNREAD) not in (UNREAD, now[name])]
+    return [f"{_shown(name)} {_shown(first[name])} -> {now[name]}" for name in sorted(opened)]
 
 
 def _changed_fields(before: Any, now: Any) -> list[str]:

@@ -200,7 +200,7 @@ class Checkpoints:
         complete = functools.partial(
             self._complete, step, target, identity, everyones, best() if ranks.is_main else None
         )
-        self._completion = Completion(step, in_thread(complete, "checkpoint") if ranks.is_main else None, undo)
+        self._completion = Completion(step, _begin(complete) if ranks.is_main else None, undo)
 
     def later(self, work: Callable[[], None]) -> None:
         """Leave a part of a write to the thread that completes the checkpoint; only in the main process, within `write`."""
@@ -208,11 +208,15 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written, if there is one; every rank calls this at the same point."""
-        completion, self._completion = self._completion, None
+        completion = self._completion
         if completion is None:
             return
-        with self.runtime.progress.doing("saving"):
-            problem = self.runtime.broadcast_from_main(lambda: completion.problem and completion.problem.result())
+        try:
+            with self.runtime.progress.doing("saving"):
+                problem = self.runtime.broadcast_from_main(lambda: completion.problem and completion.problem.result())
+        finally:
+            # Not earlier: if another rank dies meanwhile, the end of this process waits for the checkpoint too.
+            self._completion = None
         if problem:
             self._failed(completion.step, problem, completion.undo)
             return
@@ -382,6 +386,16 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         kept = f"{self.last.name} stays the last complete one" if self.last else "there is no earlier one"
         print(f"{_not_written(step, problem)}; {kept}. The next save tries again.", flush=True)
+
+
+def _begin(complete: Callable[[], str | None]) -> Future[str | None]:
+    """Complete a checkpoint in a thread, or here if the system has none left, and return the problem to come."""
+    try:
+        return in_thread(complete, "checkpoint")
+    except RuntimeError:
+        completed: Future[str | None] = Future()
+        completed.set_result(complete())
+        return completed
 
 
 def _not_written(step: int, problem: str) -> str:

@@ -79,7 +79,7 @@ class RankLocation:
     node: int
     host: str
     pid: int
-    # Start time, which distinguishes the process from a later one with the same id.
+    # Start in seconds after boot, which distinguishes the process from a later one with the same id.
     started: float
 
     def __str__(self) -> str:
@@ -89,4 +89,9 @@ class RankLocation:
 def this_location(ranks: Ranks) -> RankLocation:
     """Return the host and id of this process."""
     me = psutil.Process()
-    return RankLocation(ranks.rank, ranks.node_rank, socket.gethostname(), me.pid, me.create_time())
+    return RankLocation(ranks.rank, ranks.node_rank, socket.gethostname(), me.pid, seconds_after_boot(me))
+
+
+def seconds_after_boot(process: psutil.Process) -> float:
+    """Return when a process began; unlike its time of day, this stays when the clock is set."""
+    return process.create_time() - psutil.boot_time()

@@ -10,8 +10,14 @@ from unsloth_ddp.data.order.packing import BatchRequest
 from unsloth_ddp.data.sources.checked_rows import FirstRows, check_first_rows
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import checked_files
-from unsloth_ddp.model.files.check import ADAPTER_FILE, check_local_model, check_reference
-from unsloth_ddp.model.files.find import model_folder
+from unsloth_ddp.model.files.check import (
+    ADAPTER_FILE,
+    check_local_model,
+    check_no_hub_kernel,
+    check_reference,
+    read_model_file,
+)
+from unsloth_ddp.model.files.find import is_folder, model_folder
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.missing import similar_path
 
@@ -33,6 +39,8 @@ def check_files(settings: Settings, processes: int) -> FirstRows:
         )
     _check_model_name(settings)
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+    if is_folder(settings) and not settings.trust_remote_code:
+        check_no_hub_kernel(str(settings.model), read_model_file(str(settings.model), "config.json"))
     check_reference(settings)
     if known := known_names("report_to"):
         choose_trackers(settings.report_to, known, installed_trackers())

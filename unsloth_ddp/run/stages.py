@@ -35,6 +35,7 @@ from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.backend import decide_backend
 from unsloth_ddp.model.files.check import check_reference
 from unsloth_ddp.model.files.find import tokenizer_bytes
+from unsloth_ddp.model.files.identity import opened_files
 from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.reference_model import check_reference_tokens
 from unsloth_ddp.model.packing.attention import choose_packing, prove_prompts_shared, prove_rows_apart
@@ -119,8 +120,20 @@ def find_resume_point(run: Run) -> ResumePoint | None:
     point = resume_point.find_resume_point(settings, runtime, run.folder, continues(settings, run.folder))
     if point is None:
         return None
+    # Before the model is loaded, files that an earlier start opened are compared.
+    _identify_files(run, point)
     resume_point.check_resume(point, run.identity, settings, runtime)
     return resume_point.fetch(point, runtime)
+
+
+def _identify_files(run: Run, resume: ResumePoint | None) -> None:
+    """Add the files that loading has opened to what identifies the run; every rank calls this.
+
+    Raises:
+        UserError: a node has another file than rank 0.
+    """
+    earlier = resume.manifest.run.get("files") if resume else None
+    run.identify(files=opened_files(run.settings, run.runtime, earlier if isinstance(earlier, dict) else ()))
 
 
 def load_model(run: Run) -> tuple[Any, Any]:
@@ -165,6 +178,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
             f"{'--packing on ' if train.packing and settings.packing != 'on' else ''}--global_batch_size",
         )
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
+    _identify_files(run, resume)
     if evaluation:
         same_everywhere(evaluation, runtime, "evaluation")
     if resume:
@@ -193,6 +207,8 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     settings, runtime = run.settings, run.runtime
     print("Preparing the first step ...", flush=True)
     decision = trainer.choose_rung(resume)
+    # A reference has been loaded by now.
+    _identify_files(run, resume)
     changes = resume_point.check_resume(resume, run.identity, settings, runtime) if resume else []
     open_run_folder(settings, runtime, run.folder)
     start_logging(run.folder, runtime)

@@ -288,12 +288,20 @@ class ResumableTrainer(SFTTrainer):
                 lambda: super(ResumableTrainer, self).save_model(output_dir=output_dir, _internal_call=_internal_call)
             )
         elif self.args.should_save:
-            self.checkpoints.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-            model = self._bare_model
-            weights = self._copied(saved_weights(model))
-            self.checkpoints.later(
-                lambda: write_weights(model, weights, folder, lambda state_dict: self._save(str(folder), state_dict))
-            )
+            self.checkpoints.attempt(lambda: self._leave_weights(folder))
+
+    def _leave_weights(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self._bare_model
+        weights = self._copied(saved_weights(model))
+        self.checkpoints.later(
+            lambda: write_weights(model, weights, folder, lambda state_dict: self._save(str(folder), state_dict))
+        )
+
+    def _leave_optimizer(self, path: Path) -> None:
+        assert self.optimizer is not None
+        state = self._copied({"optimizer": self.optimizer.state_dict()})["optimizer"]
+        self.checkpoints.later(lambda: torch.save(state, path))
 
     def _copied(self, values: dict[str, Any]) -> dict[str, Any]:
         return self._copies.of(values) if self._copies else values
@@ -326,8 +334,7 @@ class ResumableTrainer(SFTTrainer):
         if self.is_fsdp_enabled:
             self.sharded.save_optimizer(Path(output_dir), self.model, self._bare_optimizer)
         elif self.args.should_save:
-            state = self._copied({"optimizer": self.optimizer.state_dict()})["optimizer"]
-            self.checkpoints.later(lambda: torch.save(state, Path(output_dir, "optimizer.pt")))
+            self.checkpoints.attempt(lambda: self._leave_optimizer(Path(output_dir, "optimizer.pt")))
         if self.args.should_save:
             schedule = self.lr_scheduler.state_dict()
             self.checkpoints.attempt(lambda: torch.save(schedule, Path(output_dir, "scheduler.pt")))
@@ -345,7 +352,9 @@ class ResumableTrainer(SFTTrainer):
             self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_rng_state(output_dir=output_dir))
             return
         # Upstream's other ranks write their files themselves, which other nodes may do to a disk of their own.
-        states = self.runtime.gather(self._random_states())
+        mine: list[bytes] = []
+        self.checkpoints.attempt(lambda: mine.append(self._random_states()))
+        states = self.runtime.gather(b"".join(mine))
         if self.args.should_save:
             for rank, state in enumerate(states):
                 name = f"rng_state_{rank}.pth" if len(states) > 1 else "rng_state.pth"

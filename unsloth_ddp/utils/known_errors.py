@@ -9,6 +9,7 @@ import sys
 import traceback
 
 from unsloth_ddp.utils.error_table import KNOWN_ERRORS, KnownError
+from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.redaction import hide
 
 _COMPILED = [(re.compile(error.pattern), error) for error in KNOWN_ERRORS]
@@ -24,6 +25,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a GPU ran out of memory, whichever library raised the error."""
     known = find_known_error(f"{type(error).__name__}: {error}")
     return known is not None and known.name == "GPU out of memory"
+
+
+def without_address(error: object) -> str:
+    """Return an error's message on one line without the address on the Hub that Transformers makes of any name, a folder's too."""
+    return re.sub(r" You can inspect the repository content at \S+?( \.|\.(?= |$)|$)", "", one_line(error, 1000))
 
 
 def messages(text: str) -> str:

@@ -24,6 +24,8 @@ from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.template import Span
 from unsloth_ddp.data.images.files import open_image, plain_image
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.files.opened import recording
+from unsloth_ddp.utils.known_errors import without_address
 
 # Pixels on a side of the image of a row that is added for the towers alone.
 SMALL = 32
@@ -227,6 +229,7 @@ def join_padded(tensors: Sequence[Tensor]) -> Tensor:
     return joined
 
 
+@recording()
 def load_processing(settings: Settings) -> ImageProcessing:
     """Return the image processing of a run's model.
 
@@ -243,7 +246,7 @@ def load_processing(settings: Settings) -> ImageProcessing:
         raise UserError(f"the processor of model {settings.model} needs a package: {one_line(error, 300)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"there are images, and no processor of model {settings.model} can be loaded: {one_line(error, 300).rstrip('.')}; use "
+            f"there are images, and no processor of model {settings.model} can be loaded: {without_address(error)[:300].rstrip('.')}; use "
             "an image-text model with its processor files, or remove the images."
         ) from None
     if not hasattr(processor, "image_processor") or getattr(processor, "image_token", None) is None:

@@ -26,7 +26,7 @@ import psutil
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, first_to_tell, note_exit_code
-from unsloth_ddp.distributed.ranks import RankLocation, this_location
+from unsloth_ddp.distributed.ranks import RankLocation, seconds_after_boot, this_location
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.watch.connections import Peer, connect
 from unsloth_ddp.distributed.watch.diagnosis import (
@@ -347,7 +347,7 @@ def _process_state(location: RankLocation) -> str | None:
     """Return the operating system's state of a process on this node, None if it is gone."""
     try:
         process = psutil.Process(location.pid)
-        return process.status() if abs(process.create_time() - location.started) < 1 else None
+        return process.status() if abs(seconds_after_boot(process) - location.started) < 1 else None
     except psutil.Error:
         return None
 

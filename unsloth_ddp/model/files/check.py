@@ -116,6 +116,21 @@ def _refuse_impossible_sizes(folder: Path, config: dict[str, Any], stored: dict[
             )
 
 
+def check_no_hub_kernel(model: str, config: Any) -> None:
+    """Refuse a config.json that names a kernel on the Hub, whose code loading would fetch and run where `kernels` is installed.
+
+    Args:
+        config: its content, or that of a part of it.
+    """
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if name.endswith("_implementation") and "/" in (text := json.dumps(value)):
+            raise UserError(
+                f"model {model}: its config.json names code on the Hub ({name} {text[:100]}), which would run; remove that entry, "
+                "or give --trust_remote_code if you trust its source."
+            )
+        check_no_hub_kernel(model, value)
+
+
 def _refuse_impossible_tokens(folder: Path, tokenizer: dict[str, Any]) -> None:
     """Refuse ids for which the tokenizer's library would reserve all memory, and end the process."""
     model = tokenizer.get("model")

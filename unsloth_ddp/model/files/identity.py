@@ -3,10 +3,14 @@
 A model from the Hub is identified by its commit (data/sources/revisions.py), a local folder by checksums of its files. Up to
 4 GiB of weights are read completely; of more, a tenth is sampled. Loading the model reads them again, mostly from the
 page cache. Modification times are not compared, because they differ between copies on different nodes.
+
+Config, tokenizer and weights are known before the model is loaded. Every other file that decides on what is trained (of an
+image processor, a generation config, a reference adapter and its base) is found in what loading opened (see utils/files/opened.py).
 """
 
 import functools
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,16 +18,18 @@ import xxhash
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files.check import ADAPTER_FILE, check_folder
+from unsloth_ddp.model.files.check import ADAPTER_FILE, base_of_reference, check_folder
 from unsloth_ddp.model.files.find import TOKENIZER, model_folder, weight_files
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.checksums import SAMPLE, STRIDE, checksum, sampled_checksum
+from unsloth_ddp.utils.files.opened import MISSING, UNREAD, opened_below, opened_commits
+from unsloth_ddp.utils.files.safe import stays_inside
 from unsloth_ddp.utils.units import GIB, counted
 
 READ_COMPLETELY = 4 * GIB
 # What is compared between nodes, all of which read at once, perhaps from one disk on the network: samples, and their bytes.
 SAMPLES_OF_NODE, SAMPLE_BYTES = 1000, 1 << 16
-# generation_config.json is left out: it changes what a model generates, not what it learns.
+# Checkpoints of earlier releases hold these and nothing of what loading opened.
 PARTS = {
     "model_config": ("config.json", ADAPTER_FILE, "*.py"),
     "model_tokenizer": TOKENIZER,
@@ -76,7 +82,8 @@ def sizes_and_checksums(
         sample: bytes of each sample that is read of many bytes.
         most: about how many samples are read; None reads one every 10 MiB.
     """
-    files = sorted({path for path in paths if path.is_file()})
+    # A name in a forged manifest may be too long for a file system, at which Path.is_file raises.
+    files = sorted({path for path in paths if os.path.isfile(path)})
     sizes = [path.stat().st_size for path in files]
     stride = STRIDE if most is None else max(STRIDE, sum(sizes) // most)
     sampled = functools.partial(sampled_checksum, sample=sample, stride=stride)
@@ -118,7 +125,78 @@ def describe_model(settings: Settings) -> dict[str, str]:
         found = sizes_and_checksums([folder / "config.json", *weight_files(folder)], SAMPLE_BYTES, SAMPLES_OF_NODE)
     except OSError as error:
         raise UserError(f"model {settings.model} cannot be read: {os_reason(error)}; check {folder}.") from None
-    return {path.name: f"{size:,} bytes, xxh3 {digest}" for path, (size, digest) in found.items()}
+    return {path.name: _shown(size, digest) for path, (size, digest) in found.items()}
+
+
+def _shown(size: int, digest: str) -> str:
+    return f"{size:,} bytes, xxh3 {digest}"
+
+
+# ---- what loading opened ----
+
+
+def loaded_folders(settings: Settings) -> dict[str, Path]:
+    """Return the folders and files of this machine that a run's models are loaded from, by their part in the run."""
+    base = base_of_reference(settings)
+    sources = {
+        "model": settings.model,
+        "reference_model": settings.reference_model,
+        "reference_base": base.model if base and base.model != settings.reference_model else None,
+        # Otherwise the rows are compared, which it made.
+        "chat_template": settings.chat_template if settings.streaming else None,
+    }
+    paths = {part: Path(source).expanduser() for part, source in sources.items() if source}
+    return {part: path for part, path in paths.items() if path.exists()}
+
+
+def opened_files(settings: Settings, runtime: Runtime, earlier: Iterable[str] = ()) -> dict[str, str]:
+    """Return size and checksum of each file that loading has opened on any rank; every rank calls this.
+
+    Files are named by their part in the run and their path, as in model/config.json, and Hub repositories, of which the
+    commit is returned, as in hub/OWNER/NAME. Of folders the names of their other files are returned as UNREAD.
+
+    Args:
+        earlier: names of files that are described too, because an earlier start opened them.
+
+    Raises:
+        UserError: on every rank; a node has another file than rank 0.
+    """
+    folders = loaded_folders(settings)
+    names = {name for opened in runtime.gather(opened_names(folders)) for name in opened} | set(earlier)
+    everyones = runtime.gather(runtime.broadcast_from_node_main(lambda: describe_opened(folders, names)))
+    for rank, files in enumerate(everyones):
+        for name in sorted(names & files.keys() & everyones[0].keys()):
+            if files[name] != everyones[0][name]:
+                raise UserError(
+                    f"{name} on {runtime.locations[rank]} ({files[name]}) differs from that on {runtime.locations[0]} "
+                    f"({everyones[0][name]}); each node reads its own files, so copy the same to every node."
+                )
+    return everyones[0]
+
+
+def opened_names(folders: Mapping[str, Path]) -> list[str]:
+    """Return the names of what this process has opened (see opened_files), sorted."""
+    names = [f"hub/{repository}" for repository in opened_commits()]
+    for part, folder in folders.items():
+        opened = opened_below(folder)
+        # The model's weights are compared before it is loaded.
+        weights = weight_files(folder) if opened and part != "model" else []
+        names += [f"{part}/{name}" for name in opened | {path.name for path in weights}]
+    return sorted(names)
+
+
+def describe_opened(folders: Mapping[str, Path], names: Iterable[str]) -> dict[str, str]:
+    """Return the sizes and checksums of these files on this machine (see opened_files)."""
+    described = {f"hub/{repository}": f"commit {commit}" for repository, commit in opened_commits().items()}
+    for part, folder in folders.items():
+        below = [name.removeprefix(f"{part}/") for name in names if name.startswith(f"{part}/")]
+        paths = {folder / name: f"{part}/{name}" for name in below if not name or stays_inside(name)}
+        if paths and folder.is_dir():
+            others = {path for path in folder.iterdir() if path.is_file()} - {*weight_files(folder)}
+            described |= {f"{part}/{path.name}": UNREAD for path in sorted(others)}
+        found = sizes_and_checksums(paths, SAMPLE_BYTES, SAMPLES_OF_NODE)
+        described |= {name: _shown(*found[path]) if path in found else MISSING for path, name in paths.items()}
+    return described
 
 
 def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:

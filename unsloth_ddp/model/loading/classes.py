@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.files.check import check_no_hub_kernel, read_model_file
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.files.opened import recording
 
 # Classes that are trained: auto class of Transformers -> its table of class names.
 TRAINED = {
@@ -25,14 +27,19 @@ CHECKED_TOKENS = 8
 ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
+@recording()
 def read_config(settings: Settings) -> Any:
     """Return Transformers' config of the model.
 
     Raises:
         OSError, ValueError: it cannot be read, or its model_type is not known.
+        UserError: it names a kernel on the Hub.
     """
     import transformers
 
+    if not settings.trust_remote_code:
+        model = str(settings.model)
+        check_no_hub_kernel(model, read_model_file(model, "config.json", settings.model_revision))
     return transformers.AutoConfig.from_pretrained(
         str(settings.model), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
     )

@@ -32,8 +32,9 @@ from unsloth_ddp.model.loading.classes import check_attends_backwards, class_nam
 from unsloth_ddp.model.modules import DTYPES, name_present_layers, without_kernels
 from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.model.towers import trained_beside
-from unsloth_ddp.utils.errors import UserError, one_line, panics_raised
-from unsloth_ddp.utils.known_errors import find_known_error
+from unsloth_ddp.utils.errors import UserError, panics_raised
+from unsloth_ddp.utils.files.opened import recording
+from unsloth_ddp.utils.known_errors import find_known_error, without_address
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:
@@ -91,12 +92,13 @@ def check_class(settings: Settings) -> None:
     try:
         config = read_config(settings)
     except Exception as error:
-        if not is_model_file_error(error):
+        if isinstance(error, UserError) or not is_model_file_error(error):
             raise
         return  # loading the model tells it
     model_class(config, settings)
 
 
+@recording()
 def _load(
     settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None, adapter: Path | None = None
 ) -> tuple[Any, Any]:
@@ -123,6 +125,7 @@ def _load(
     return model, tokenizer
 
 
+@recording()
 def load_tokenizer(settings: Settings) -> Any:
     """Return the same tokenizer as `load_model`, without the model.
 
@@ -164,12 +167,12 @@ def is_model_file_error(error: Exception) -> bool:
 
 
 # Errors whose message names no way out.
-EXPLAINED = ("no network", "flash-attn")
+EXPLAINED = ("no network", "flash-attn", "remote code")
 
 
 def describe_load_error(error: Exception) -> str:
     """Return the library's message, with the class of errors whose message alone says little, such as KeyError."""
-    text = one_line(error, 1000)
+    text = without_address(error)
     if "ignore_mismatched_sizes" in text:
         return "the sizes of its weights differ from its config.json; download it again, or correct config.json."
     named = f"{type(error).__name__}: {text}"

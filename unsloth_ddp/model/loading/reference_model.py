@@ -15,6 +15,7 @@ from unsloth_ddp.data.order.collate import Flatten
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import ADAPTER_FILE, ADAPTER_WEIGHTS, base_of_reference, of_reference
 from unsloth_ddp.model.files.find import is_folder
+from unsloth_ddp.model.files.identity import opened_files
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.model.packing.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.utils.errors import UserError
@@ -64,6 +65,7 @@ def load_reference(
     # Loading seeds the generators, on which the dropout of the trained model depends.
     with torch.random.fork_rng([torch.cuda.current_device()] if runtime.device_type == "cuda" else []):
         model, _ = load_model(reference, runtime, adapter)
+    opened_files(settings, runtime)
     check_positions(reference, model, longest)
     if packed is not None:
         try:

@@ -11,10 +11,18 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.revisions import dataset_revisions, find_cached_commit
 from unsloth_ddp.data.sources.rows import is_file
-from unsloth_ddp.model.files.find import TOKENIZER
-from unsloth_ddp.model.files.identity import describe_files, describe_model
+from unsloth_ddp.distributed.runtime import quiet_imports
+from unsloth_ddp.model.files.check import ADAPTER_FILE, base_of_reference
+from unsloth_ddp.model.files.identity import (
+    describe_files,
+    describe_model,
+    describe_opened,
+    loaded_folders,
+    opened_names,
+)
 from unsloth_ddp.preflight.checks import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.files.opened import UNREAD, recording
 from unsloth_ddp.utils.redaction import is_secret_name
 from unsloth_ddp.utils.units import shown_bytes
 from unsloth_ddp.utils.versions import PACKAGES, kit_checksum, versions
@@ -39,7 +47,7 @@ def collect_identity(
         "code": kit_checksum,
         "settings": lambda: dataclasses.asdict(settings),
         "data": lambda: describe_data(settings),
-        "model": lambda: describe_model_files(settings),
+        "model": lambda: describe_models(settings),
         "flags": lambda: read_variables(environ),
         "gpus": lambda: list(gpus),
     }
@@ -93,20 +101,59 @@ def describe_data(settings: Settings) -> dict[str, dict[str, Any]]:
     return found
 
 
-def describe_model_files(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return an entry for config, tokenizer and each weight file of a local model; a Hub model's commit."""
-    name = str(settings.model)
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        if is_file(name):
-            return {"model": {"missing": str(path)}}
-        return {"model": {"hub": find_cached_commit(name, "model", settings.model_revision)}}
-    try:
-        found = {file: {"content": described} for file, described in describe_model(settings).items()}
-    except UserError as error:
-        return {"model": {"refused": str(error)}}
-    tokenizer = [file for pattern in TOKENIZER for file in path.glob(pattern)]
-    return {**found, "tokenizer": {"content": describe_files(path, tokenizer)}}
+def describe_models(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return an entry for each file that loading the model, a reference model and its base will open; a Hub model's commit."""
+    reference, base = settings.of_reference, base_of_reference(settings)
+    sources = {"model": settings, "reference_model": reference, "reference_base": base if base != reference else None}
+    entries: dict[str, dict[str, Any]] = {}
+    for part, source in sources.items():
+        if source is None:
+            continue
+        name, folder = str(source.model), Path(str(source.model)).expanduser()
+        if is_file(name) and not folder.is_dir():
+            entries[part] = {"missing": name}
+        elif not folder.is_dir():
+            entries[part] = {"hub": find_cached_commit(name, "model", source.model_revision)}
+        else:
+            is_adapter = (folder / ADAPTER_FILE).is_file()
+            try:
+                described = {} if is_adapter else describe_model(source)
+            except UserError as error:
+                entries[part] = {"refused": str(error)}
+                continue
+            entries |= {f"{part}/{file}": {"content": content} for file, content in described.items()}
+            _open_beside_weights(source, is_adapter=is_adapter)
+    folders = loaded_folders(settings)
+    opened = describe_opened(folders, opened_names(folders))
+    entries |= {name: {"content": content} for name, content in opened.items() if content != UNREAD}
+    return {name.removeprefix("model/"): entry for name, entry in entries.items()}
+
+
+def _open_beside_weights(settings: Settings, *, is_adapter: bool) -> None:
+    """Open what loading a model of this machine opens, without its weights; what cannot be opened is refused elsewhere."""
+    quiet_imports()
+    import peft
+    import torch
+    import transformers
+
+    from unsloth_ddp.model.loading.classes import model_class, read_config
+    from unsloth_ddp.model.loading.load import load_tokenizer
+
+    def make_empty() -> None:
+        config = read_config(settings)
+        with torch.device("meta"):
+            model_class(config, settings).from_config(config, trust_remote_code=settings.trust_remote_code)
+
+    folder, trust = str(settings.model), settings.trust_remote_code
+    loads: list[Callable[[], Any]] = [
+        make_empty,
+        lambda: load_tokenizer(settings),
+        lambda: transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust),
+        lambda: transformers.GenerationConfig.from_pretrained(folder),
+    ]
+    for load in [lambda: peft.PeftConfig.from_pretrained(folder)] if is_adapter else loads:
+        with recording(), contextlib.suppress(Exception):
+            load()
 
 
 def _describe_file(path: Path) -> dict[str, Any]:

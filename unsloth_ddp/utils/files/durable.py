@@ -16,7 +16,7 @@ RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def is_write_error(error: Exception) -> bool:
-    """Return whether an exception may come from a disk; torch, safetensors and tokenizers raise exceptions of their own."""
+    """Return whether an exception may come from a write, for which disk, memory or threads ran out; libraries raise their own."""
     import torch
     from safetensors import SafetensorError
 
@@ -24,7 +24,7 @@ def is_write_error(error: Exception) -> bool:
         return False
     # tokenizers raises Exception itself.
     in_rust = type(error) is Exception and RUST_ERROR.search(str(error)) is not None
-    return in_rust or isinstance(error, (OSError, RuntimeError, SafetensorError))
+    return in_rust or isinstance(error, (OSError, RuntimeError, MemoryError, SafetensorError))
 
 
 def reason(error: Exception, folder: Path) -> str:
@@ -38,6 +38,10 @@ def reason(error: Exception, folder: Path) -> str:
         full = False
     if full or code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
         return f"no space is left on the disk of {folder}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "no host memory is left for it"
+    if "can't start new thread" in str(error):
+        return "the system starts no more threads (a limit on processes: ulimit -u, or pids of the container)"
     if code is not None:
         return f"{os.strerror(code)} ({getattr(error, 'filename', None) or folder})"
     if "inline_container" in str(error):

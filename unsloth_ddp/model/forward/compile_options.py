@@ -1,4 +1,4 @@
-"""Compile layers so that two compilations compute the same bits, with products joined, and leave layers uncompiled."""
+"""Compile layers so that two compilations compute the same bits, and leave layers uncompiled."""
 
 import functools
 import inspect
@@ -21,14 +21,11 @@ REPEATABLE = {"test_configs.force_filter_reduction_configs": True, "shape_paddin
 
 @functools.cache
 def layer_options() -> dict[str, Any]:
-    """Return the argument `options` of torch.compile for a layer: joint products, and those of REPEATABLE that this torch has."""
+    """Return the argument `options` of torch.compile for a layer: those of REPEATABLE that this torch has."""
     import torch._inductor.config as config
 
-    from unsloth_ddp.model.forward.joint_products import JoinThinProducts
-
     known = config.get_config_copy()
-    repeatable = {name: value for name, value in REPEATABLE.items() if name in known}
-    return {**repeatable, "post_grad_custom_pre_pass": JoinThinProducts()}
+    return {name: value for name, value in REPEATABLE.items() if name in known}
 
 
 def own_call(module: Any) -> Callable[..., Any]:

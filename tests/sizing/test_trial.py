@@ -74,7 +74,12 @@ def test_what_is_asked_for_is_not_changed(asked, backend, sharding, device, kind
 def test_zero3_recomputes_adapters_in_the_reentrant_way(sharding, method, expected):
     runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200", sharding)
     given: list[Any] = []
-    nothing: Any = SimpleNamespace(disable_input_require_grads=lambda: None, gradient_checkpointing_enable=given.append)
+    nothing: Any = SimpleNamespace(
+        disable_input_require_grads=lambda: None,
+        gradient_checkpointing_enable=lambda *, gradient_checkpointing_kwargs: given.append(
+            gradient_checkpointing_kwargs
+        ),
+    )
     GradientCheckpointing(nothing, runtime, Settings(model="m", method=method)).use("torch")
     assert given == [{"use_reentrant": expected}]
 

@@ -247,7 +247,7 @@ def step_of(kind: str) -> tuple[OptimizerStep, list[dict[str, Any]], LadderFacts
     meter = Meter(
         lambda sums: sums[None], 1, CPU, OwnWorkTimer(CPU), Totals(), TextTask(None, divides=True, fused_head=False)
     )
-    task: Any = SimpleNamespace(units=lambda batch, runner: torch.ones(()))
+    task: Any = SimpleNamespace(units=lambda batch: torch.ones(()), for_step=lambda *_: task)
     step = OptimizerStep(task, checkpointing, trial.collate, None, meter, CPU, 1)
     facts = LadderFacts(("none", "torch"), (1, 2), ("none", "torch"), (1, 2), lambda rows: 3)
     step.begin_with(rung, captured, facts)

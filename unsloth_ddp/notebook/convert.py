@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 
 import libcst as cst
 
+from unsloth_ddp.notebook.analyse.batch_terms import batch_term, only_by_row
 from unsloth_ddp.notebook.analyse.changes import link
 from unsloth_ddp.notebook.analyse.checks import trains_elsewhere, trains_nothing
 from unsloth_ddp.notebook.analyse.draws import assign_seeds
@@ -14,6 +15,7 @@ from unsloth_ddp.notebook.analyse.graph import Graph, build
 from unsloth_ddp.notebook.analyse.main_values import mark_sent
 from unsloth_ddp.notebook.analyse.roles import assign_roles
 from unsloth_ddp.notebook.analyse.tracked_runs import stand_in_for_runs
+from unsloth_ddp.notebook.analyse.unused_weights import without_search
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.read.magics import Lowered, add_automagic, lower
 from unsloth_ddp.notebook.read.normalise import normalise
@@ -49,6 +51,8 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
     link(graph)
     if why := trains_elsewhere(graph):
         raise NotebookError(f"{notebook.name}: {why}")
+    context.batch_term, context.by_row = batch_term(graph), only_by_row(graph)
+    context.search = without_search(graph, context.unsloth)
     _know_configs(graph, context)
     _know_arguments(graph, context)
     assign_roles(graph)

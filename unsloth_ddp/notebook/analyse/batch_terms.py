@@ -42,9 +42,9 @@ def only_by_row(graph: Graph) -> bool:
 def _written_out(graph: Graph) -> Iterator[str]:
     for statement in graph.statements:
         for node in walk(statement.node):
-            if isinstance(node, cst.FunctionDef) and _COMPUTES.match(node.name.value):
-                yield from _across(node.body)
-            elif isinstance(node, cst.For) and contains(node, _goes_backward):
+            if (isinstance(node, cst.FunctionDef) and _COMPUTES.match(node.name.value)) or (
+                isinstance(node, cst.For) and contains(node, _goes_backward)
+            ):
                 yield from _across(node.body)
 
 
@@ -61,8 +61,8 @@ def _across(body: cst.CSTNode) -> Iterator[str]:
                 yield code(node)
             case cst.BinaryOperation(left=left, right=right) if _of_all_pairs(left, right):
                 yield code(node)
-            case cst.Comparison(left=left, comparisons=[cst.ComparisonTarget(comparator=right)]) if (
-                _of_all_pairs(left, right)
+            case cst.Comparison(left=left, comparisons=[cst.ComparisonTarget(comparator=right)]) if _of_all_pairs(
+                left, right
             ):
                 yield code(node)
             case cst.Call(args=[cst.Arg(value=first), *rest]):

@@ -1,6 +1,7 @@
 """Build the graph of a notebook: its top-level statements, and which of them define what each one uses."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +25,7 @@ from unsloth_ddp.notebook.syntax.effects import (
     starts_run,
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import full_path, is_false, root_name
+from unsloth_ddp.notebook.syntax.tree import full_path, is_false, names_in, root_name
 from unsloth_ddp.notebook.syntax.usage import (
     NAMESPACE,
     RETURNED,
@@ -205,6 +206,11 @@ class Graph:
         """Return all calls, those in functions too."""
         found = [site for s in self.statements for site in s.usage.calls]
         return found + [site for body in self.functions.values() for site in body.calls]
+
+    @cached_property
+    def names(self) -> Counter[str]:
+        """Return how often each name stands in the code."""
+        return sum((names_in(statement.node) for statement in self.statements), Counter[str]())
 
     @cached_property
     def prepares(self) -> bool:

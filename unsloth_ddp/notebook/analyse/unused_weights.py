@@ -22,7 +22,11 @@ def without_search(graph: Graph, unsloth: bool) -> str | None:
     if unsloth:
         return None if adapts_idle_tower(graph) else "Unsloth trains, and every weight takes part in the loss"
     adapts = any(path.split(".")[0] == "peft" for path in graph.imports.values())
-    if adapts and any(map(_checkpoints, graph.sites)) and not _says(graph, '"use_reentrant": False', "use_reentrant=False"):
+    if (
+        adapts
+        and any(map(_checkpoints, graph.sites))
+        and not _says(graph, '"use_reentrant": False', "use_reentrant=False")
+    ):
         return "checkpointing computes the adapted layers anew in the backward pass"
     return None
 
@@ -38,8 +42,12 @@ def adapts_idle_tower(graph: Graph) -> bool:
 
 def _checkpoints(site) -> bool:  # type: ignore[no-untyped-def]
     given = keyword(site.node, "gradient_checkpointing")
-    prepares = site.tail == "prepare_model_for_kbit_training" and keyword(site.node, "use_gradient_checkpointing") is None
-    return prepares or site.tail == "gradient_checkpointing_enable" or (given is not None and code(given.value) == "True")
+    prepares = (
+        site.tail == "prepare_model_for_kbit_training" and keyword(site.node, "use_gradient_checkpointing") is None
+    )
+    return (
+        prepares or site.tail == "gradient_checkpointing_enable" or (given is not None and code(given.value) == "True")
+    )
 
 
 def _says(graph: Graph, *texts: str) -> bool:

@@ -1,6 +1,7 @@
 """Answer small questions about names and syntax trees."""
 
 import builtins
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import libcst as cst
@@ -37,6 +38,11 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     yield node
     for part in node.children:
         yield from walk(part)
+
+
+def names_in(node: cst.CSTNode) -> Counter[str]:
+    """Return how often each name stands in code."""
+    return Counter(part.value for part in walk(node) if isinstance(part, cst.Name))
 
 
 def dotted(node: cst.BaseExpression) -> str:

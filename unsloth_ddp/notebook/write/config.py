@@ -15,7 +15,7 @@ from unsloth_ddp.notebook.syntax.arguments import (
     splats,
     with_value,
 )
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import dotted, full_path
 
 CONFIG_NAME = re.compile(
     r"^(\w*TrainingArguments|\w*(SFT|GRPO|DPO|KTO|ORPO|CPO|BCO|GKD|RLOO|PPO|PRM|XPO|NashMD|Reward|GSPO|GOLD)Config"
@@ -77,8 +77,8 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
 
 
 def searches(context: ConversionContext) -> str:
-    """Return the argument by which `ddp_settings` is told not to search for unused weights, or ""."""
-    return "" if context.search is None else ", search=False"
+    """Return the argument by which `ddp_settings` leaves the search for unused weights to Transformers, or ""."""
+    return ", search=None" if context.search is None else ""
 
 
 def _search(call: cst.Call, context: ConversionContext) -> str:
@@ -156,11 +156,15 @@ def _value(call: cst.Call, name: str, path: str, otherwise: int, context: Conver
     """Return the source of an argument's value, or of a look-up of the config's default where it is not given."""
     found = keyword(call, name)
     if found is None or code(found.value) == "None":
+        if not context.unsloth and full_path(path, context.imports).split(".")[0] in ("transformers", "trl"):
+            return str(otherwise)
         return f'{context.names["default_of"]}({path}, "{name}", {otherwise})'
     return code(found.value)
 
 
 def _product(left: str, right: str) -> str:
+    if right == "1":
+        return left
     return " * ".join(
         text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (left, right)
     )

@@ -143,8 +143,8 @@ def default_of(config, name, otherwise):
     parameter = inspect.signature(config).parameters.get(name)
     return parameter.default if parameter and isinstance(parameter.default, int) else otherwise
 # %% ddp_settings
-def ddp_settings(config, search=None):
-    """Return the settings that DDP needs, as far as the installed release has them; `search` is for unused weights."""
+def ddp_settings(config, search=False):
+    """Return the settings that DDP needs, as far as the installed release has them; None leaves the search to it."""
     made = [kind.__init__ for kind in config.__mro__] if isinstance(config, type) else [config]
     known = {name for function in made for name in inspect.signature(function).parameters}
     if IS_MAIN and WORLD_SIZE > 1 and "average_tokens_across_devices" not in known:
@@ -159,7 +159,7 @@ def shared_batch_of(batch, accumulation, per_device, generations):
     per_device = per_device or batch_per_process(batch, accumulation)
     return per_device, accumulation_steps(batch * accumulation, per_device, generations or 1)
 # %% ddp_arguments
-def ddp_arguments(config, per_device, arguments, search=None):
+def ddp_arguments(config, per_device, arguments, search=False):
     """Return a config's arguments, given as a dict, with those that DDP needs and that the config has."""
     settings = ddp_settings(config, search)
     if not {"per_device_train_batch_size", "kwargs"} & set(inspect.signature(config).parameters):
@@ -170,7 +170,7 @@ def ddp_arguments(config, per_device, arguments, search=None):
     shared = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
     return {**arguments, **shared, **settings}
 # %% ddp_configured
-def ddp_configured(args, per_device, search=None):
+def ddp_configured(args, per_device, search=False):
     """Return a trainer's arguments with what DDP needs."""
     if not hasattr(args, "per_device_train_batch_size"):
         return args

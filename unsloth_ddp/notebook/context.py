@@ -33,6 +33,9 @@ class ConversionContext:
     batch_term: str = ""  # what in a loss takes several rows of a batch together
     by_row: bool = False  # every loss of Sentence Transformers in the notebook takes each row alone
     search: str | None = None  # why unused weights are not searched for; None leaves that to Transformers
+    distributors: set[str] = field(default_factory=set)  # names that hold a launcher of Spark
+    texts: dict[str, str] = field(default_factory=dict)  # what names hold that are given a text
+    processes: int = 1  # for which the notebook's launcher starts its function, each with a batch of its own
     on_one_process: bool = False  # inside a statement that a guard keeps off the others
     _marked: dict[int, ReportEntry] = field(default_factory=dict)
 

@@ -172,7 +172,8 @@ class MainValues:
         """Return whether a run is used where its values cannot be sent: passed on whole, or read inside a function."""
         node = self.statement.node
         if isinstance(node, cst.FunctionDef):
-            starts = Effect.TRACK in self.graph.function_effects.get(node.name.value, set())
+            calls = self.graph.functions[node.name.value].calls if node.name.value in self.graph.functions else []
+            starts = any(starts_run(self.graph.full_path(site)) for site in calls)
             return not starts and self.reads_tracker(node.body)
         return self._hands_on(node)
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import SEEDS, TOGETHER, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.analyse.graph import SEEDS, TOGETHER, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import keep_trackers
 from unsloth_ddp.notebook.analyse.plain import makes_plain_values
 from unsloth_ddp.notebook.analyse.read_backs import keep_read_backs
 from unsloth_ddp.notebook.syntax.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
 from unsloth_ddp.notebook.syntax.ipython import command_of, without_installs
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, contains
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, contains, is_dead
 
 _APART = {Role.MAIN, Role.NODE}
 

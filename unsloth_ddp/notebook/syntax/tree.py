@@ -28,6 +28,11 @@ def is_false(test: cst.BaseExpression) -> bool:
     return isinstance(test, cst.Integer) and test.value == "0"
 
 
+def is_dead(node: cst.BaseStatement) -> bool:
+    """Return whether a statement is an `if False:` without an else."""
+    return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
+
+
 def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
     """Return whether a node, or a part of it at whatever depth, is one that is wanted."""
     return any(wanted(part) for part in walk(node))

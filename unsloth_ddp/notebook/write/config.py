@@ -117,6 +117,8 @@ def _edit_batch(
 ) -> cst.Call:
     batch = _value(call, _BATCH, path, 8, context)
     steps = _value(call, _STEPS, path, 1, context)
+    if context.processes > 1:  # the notebook's launcher gave each of them such a batch
+        steps = _product(str(context.processes), steps)
     whole = _product(batch, steps)
     names = context.names
     multiple = raised = ""

@@ -80,7 +80,7 @@ class BlockGuards(LineEditor):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> _Made:
-        return self._with_wait(super().leave_SimpleStatementLine(original_node, updated_node))
+        return self._with_wait(super().leave_SimpleStatementLine(original_node, updated_node))  # type: ignore[arg-type]
 
     def finish_line(self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine) -> cst.BaseStatement:
         """Guard a nested line that saves or runs a command, where the block around it runs on every process."""

@@ -67,9 +67,14 @@ class ConversionContext:
 
     def place(self, script: str) -> str:
         """Remove the marks from the finished script, and give each report entry its line."""
-        lines = script.split("\n")
-        for index, line in enumerate(lines):
+        placed: list[str] = []
+        said: dict[str, int] = {}  # comments right above what is placed next, and their lines
+        for line in script.split("\n"):
+            text = _MARK.sub("", line)
+            said = said if text.lstrip().startswith("# ddp:") else {}
+            if text not in said:
+                placed.append(text)
+                said[text] = len(placed)
             for number in _MARK.findall(line):
-                self._marked[int(number)].line = index + 1
-            lines[index] = _MARK.sub("", line)
-        return "\n".join(lines)
+                self._marked[int(number)].line = said[text]
+        return "\n".join(placed)

@@ -13,7 +13,7 @@ _OTHER_KERNELS = ("ir", "julia", "scala", "almond", "javascript", "deno", "bash"
 
 def read_notebook(path: Path) -> Notebook:
     """Read the notebook at `path`, or raise NotebookError saying why not."""
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
         raise NotebookError(f"{path}: is no file; give the path of an .ipynb notebook.")
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))

@@ -13,6 +13,7 @@ from unsloth_ddp.notebook.syntax.arguments import (
     remove_keyword,
     set_keyword,
     splats,
+    take_comment,
     with_value,
 )
 from unsloth_ddp.notebook.syntax.tree import dotted, full_path
@@ -135,6 +136,10 @@ def _edit_batch(
     least = ", least=2" if contrastive else ""
     kept = f"{names['batch_per_process']}({batch}, {steps}{least})"
     per_device = kept if size is None else str(size)
+    if size is not None and batch != str(size):
+        for name, was in ((_BATCH, batch), (_STEPS, steps)):
+            call, comment = take_comment(call, name)
+            notes += [context.edit("batch", f"was {name} = {was}, {comment}")] if comment else []
     call = set_keyword(call, _STEPS, f"{names['accumulation_steps']}({whole}, {per_device}{multiple})")
     call = set_keyword(call, _BATCH, per_device)
     product = whole if len(whole) < 40 else "of the notebook"

@@ -96,7 +96,7 @@ class MainValues:
         self.graph, self.statement, self.timed = graph, statement, timed
         blocks = cst.BaseComp if statement.effects & {Effect.TRAIN, Effect.TRAINER} else cst.BaseComp | cst.For
         # Calls made once per row: they name rows, not folders, and sending each would take long.
-        found = (part for part in walk(statement.node) if isinstance(part, blocks) and timed is not None)
+        found = (part for part in walk(statement.node) if isinstance(part, blocks)) if timed is not None else ()
         rows = [part.body if isinstance(part, cst.For) else part for part in found]
         self.repeated = {id(call) for part in rows for call in walk(part) if isinstance(call, cst.Call)}
 

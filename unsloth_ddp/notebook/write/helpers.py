@@ -130,8 +130,10 @@ def accumulation_steps(global_batch, per_device, multiple=1):
 accumulation_steps.shared = set()  # batches that are shared among the processes already
 # %% batch_per_process
 def batch_per_process(batch, accumulation, least=1):
-    """Return the notebook's batch, or as much of its global batch as falls to one process."""
-    return max(min(least, batch), min(batch, batch * accumulation // WORLD_SIZE))
+    """Return the notebook's batch, or as much of it as divides what falls to one process of the global batch."""
+    share = max(1, batch * accumulation // WORLD_SIZE)
+    sizes = [size for size in range(min(least, batch), batch + 1) if share % size == 0]
+    return max(sizes, default=max(min(least, batch), min(batch, share)))
 # %% generation_batch
 def generation_batch(batch, accumulation, generations):
     """Return the global batch; Unsloth raises a batch that holds no whole group of generations."""

@@ -172,7 +172,9 @@ def main() -> int:
             runs.append(read_seen(out, processes))
     worst = 0
     for name in names:
-        found = differences(runs[0][0][name], runs[1][0][name], [r[name] for r in runs[2]], alike=not options.steps_only)
+        found = differences(
+            runs[0][0][name], runs[1][0][name], [r[name] for r in runs[2]], alike=not options.steps_only
+        )
         worst = max(worst, len(found))
         print(f"{name}: {'; '.join(found) or 'the same'}")
     return int(worst > 0)
@@ -180,7 +182,13 @@ def main() -> int:
 
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "UNSLOTH_ALLOW_CPU": "1", "OMP_NUM_THREADS": "1"}
-CPU |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PYTHONHASHSEED": "0", "TQDM_DISABLE": "1", "TRITON_INTERPRET": "1"}
+CPU |= {
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "PYTHONHASHSEED": "0",
+    "TQDM_DISABLE": "1",
+    "TRITON_INTERPRET": "1",
+}
 
 if __name__ == "__main__":
     sys.exit(main())

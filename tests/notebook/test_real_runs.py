@@ -39,7 +39,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Seen]]
 def test_a_script_trains_what_its_notebook_trains(name: str, runs: list[list[dict[str, Seen]]]) -> None:
     (notebook,), (alone,), ranks = runs
     assert notebook[name].steps > 1
-    assert differences(notebook[name], alone[name], [seen[name] for seen in ranks], alike=name not in DRAWN | SCALED) == []
+    assert (
+        differences(notebook[name], alone[name], [seen[name] for seen in ranks], alike=name not in DRAWN | SCALED) == []
+    )
 
 
 @pytest.mark.slow
@@ -64,5 +66,3 @@ def test_a_difference_is_seen(field: str, value: object, says: str) -> None:
     bad = dataclasses.replace(good, **{field: value})
     assert differences(good, good, [good, good], alike=True) == []
     assert any(says in text for text in differences(good, bad, [bad, bad], alike=True))
-
-

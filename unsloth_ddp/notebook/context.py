@@ -31,6 +31,7 @@ class ConversionContext:
     shared_loops: set[int] = field(default_factory=set)  # statements whose loop by hand shares rows and gradients
     accelerated: bool = False  # Accelerate prepares the DataLoaders that the notebook makes
     batch_term: str = ""  # what in a loss takes several rows of a batch together
+    idle_tower: bool = False  # Unsloth's adapters reach a tower for images, and no row has one
     by_row: bool = False  # every loss of Sentence Transformers in the notebook takes each row alone
     search: str | None = None  # why unused weights are not searched for; None leaves that to Transformers
     distributors: set[str] = field(default_factory=set)  # names that hold a launcher of Spark

@@ -16,7 +16,7 @@ from unsloth_ddp.notebook.analyse.graph import Graph
 from unsloth_ddp.notebook.analyse.main_values import mark_sent
 from unsloth_ddp.notebook.analyse.roles import assign_roles
 from unsloth_ddp.notebook.analyse.tracked_runs import stand_in_for_runs
-from unsloth_ddp.notebook.analyse.unused_weights import without_search
+from unsloth_ddp.notebook.analyse.unused_weights import adapts_idle_tower, without_search
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.read.bounds import Bounds, room_for_nesting, too_deep
 from unsloth_ddp.notebook.read.hosts import makes_distributor
@@ -63,6 +63,7 @@ def _convert(
     if why := trains_elsewhere(graph):
         raise NotebookError(f"{notebook.name}: {why}")
     context.batch_term, context.by_row = batch_term(graph), only_by_row(graph)
+    context.idle_tower = context.unsloth and adapts_idle_tower(graph)
     context.search = without_search(graph, context.unsloth)
     _know_configs(graph, context)
     _know_arguments(graph, context)

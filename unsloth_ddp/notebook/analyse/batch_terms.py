@@ -19,7 +19,7 @@ _ACROSS = re.compile(
 _BY_ROW = re.compile(r"^(CosineSimilarity|Softmax|MSE|MarginMSE|Triplet|Contrastive|DenoisingAutoEncoder)Loss$")
 # What is called with rows, each of which stays alone, and what computes losses.
 _COMPUTES = re.compile(r"^(compute_loss|forward|__call__|training_step|\w*loss\w*)$", re.IGNORECASE)
-_COUNTS_ROWS = re.compile(r"^len\(|\.(size\(0\)|shape\[0\])$|^(batch_size|bsz|bs|n|N|B)$")
+_COUNTS_ROWS = re.compile(r"^len\(|\.(size\(0\)|shape\[0\])$|^(batch_size|bsz|bs|B)$")
 _TURNS = re.compile(r"\.(T|mT|t\(\)|transpose\((0, ?1|1, ?0)\))$")
 _ROW_AXIS = re.compile(r"\[:, ?None\b|\.unsqueeze\((dim=)?1\)$")
 _COLUMN_AXIS = re.compile(r"\[None\b|\.unsqueeze\((dim=)?0\)$")
@@ -83,4 +83,6 @@ def _turned(node: cst.BaseExpression) -> bool:
 
 def _of_all_pairs(left: cst.BaseExpression, right: cst.BaseExpression) -> bool:
     texts = code(left), code(right)
+    if "arange" in texts[0] + texts[1]:
+        return False  # places in a text
     return any(_ROW_AXIS.search(one) and _COLUMN_AXIS.search(other) for one, other in (texts, texts[::-1]))

@@ -13,7 +13,7 @@ from unsloth_ddp.notebook.read.host_folders import host_paths
 from unsloth_ddp.notebook.read.hosts import HOST_NAMES
 from unsloth_ddp.notebook.syntax.arguments import code, names_arguments, splats
 from unsloth_ddp.notebook.syntax.commands import ending_line, training_line
-from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_remote, is_trainer_call
+from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_keras, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import command_of
 from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, is_dead, walk
 from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
@@ -78,7 +78,7 @@ def trains_elsewhere(graph: Graph) -> str:
                 "there, or give a notebook whose cells train."
             )
         if (
-            graph.import_roots & {"tensorflow", "keras", "tf_keras"}
+            any(map(is_keras, graph.import_roots))
             and site.is_method
             and site.tail in ("fit", "fit_generator", "train_on_batch")
         ):
@@ -200,6 +200,12 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
             yield _STARTERS[path]
         if _STARTS_FEDERATION.match(path):
             yield "sizing", _STARTS_PROCESSES
+    if any(site.tail == "get_peft_model" for site in statement.usage.calls) and context.idle_tower:
+        yield (
+            "unused weights",
+            "adapters reach a tower for images, and no row has one: give finetune_vision_layers=False, or DDP waits for "
+            "their gradients",
+        )
     imported = [site for site in statement.usage.calls if site.root in graph.imports]
     for path in dict.fromkeys(map(graph.full_path, imported)):
         if _TRAINS_ELSEWHERE.search(path):

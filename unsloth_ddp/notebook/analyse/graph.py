@@ -17,6 +17,7 @@ from unsloth_ddp.notebook.syntax.effects import (
     TrainerClasses,
     call_effects,
     downloads_data,
+    is_keras,
     is_remote,
     is_trainer_call,
     makes_accelerator,
@@ -48,18 +49,7 @@ _TRAINS = {"train", "evaluate", "predict"}
 _FITS = re.compile(r"^(fit|fit_one_cycle|fine_?tune|train_model|old_fit)$")
 _OF_LEARNERS = ("fit_one_cycle", "fine_tune")
 _FITS_ARRAYS = {"sklearn", "umap", "hdbscan", "xgboost", "lightgbm", "catboost", "statsmodels", "scipy", "imblearn"}
-_FITS_ARRAYS |= {
-    "bertopic",
-    "prophet",
-    "cuml",
-    "tokenizers",
-    "gensim",
-    "tensorflow",
-    "keras",
-    "tf_keras",
-    "pandas",
-    "numpy",
-}
+_FITS_ARRAYS |= {"bertopic", "prophet", "cuml", "tokenizers", "gensim", "pandas", "numpy"}
 _TRAINING_CODE = re.compile(r"\.backward\(|Trainer\(|\.fit\(")
 _SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
 # Methods of an accelerator that wait for nobody.
@@ -192,7 +182,7 @@ class Graph:
                 made = [full_path(dotted(maker), self.imports)]
             case _:
                 made = [self.full_path(other) for name, other in self.assigned if name == site.root]
-        roots = {path.split(".")[0] for path in made if path.split(".")[0] in self.import_roots}
+        roots = {path.split(".")[0] for path in made if not is_keras(path)} & self.import_roots
         if not made and site.tail in _OF_LEARNERS:
             return "a learner"
         return next(iter(sorted(roots - _FITS_ARRAYS)), "")

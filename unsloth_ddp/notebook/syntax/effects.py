@@ -147,6 +147,8 @@ _SEEDS_ALL = re.compile(
 )
 # Those of tokenizers count words.
 names_trainer = re.compile(r"^(?!(Bpe|WordPiece|WordLevel|Unigram)Trainer$)([A-Z]\w*)?Trainer$").match
+# The libraries and classes of Keras.
+is_keras = re.compile(r"^(\w*keras\w*|tensorflow)(\.|$)|(^|\.)TF[A-Z]\w*(\.from_pretrained)?$").search
 # Libraries whose trainings run on machines of their own.
 is_remote = re.compile(r"^(sagemaker|kubeflow|vertexai|google\.cloud\.aiplatform|azure\.ai\.ml|ray\.train)\.").match
 REMOTE_STARTS = {"train", "fit", "deploy", "run", "submit", "create_job"}

@@ -10,9 +10,7 @@ from unsloth_ddp.notebook.syntax.effects import is_loader_call
 from unsloth_ddp.notebook.syntax.tree import dotted
 
 _MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
-_SPREADS = {
-    '"auto"', "'auto'", '"balanced"', "'balanced'", '"balanced_low_0"', '"sequential"', '"unsloth"', "'unsloth'",
-}  # fmt: skip
+_SPREADS = {"auto", "balanced", "balanced_low_0", "sequential"}
 _ON_CPU = re.compile(r"""(\{\s*["']{2}\s*:\s*)?(torch\.device\()?["']cpu["']\)?(\s*,?\s*\})?""")
 
 
@@ -76,7 +74,7 @@ _LARGEST_GPU = 80  # GB
 
 def _spreads(was: str, call: cst.Call | None, context: ConversionContext) -> bool:
     """Return whether a device map puts a model that training uses on several GPUs: as it says, or since one is too small."""
-    if was not in _SPREADS or "unsloth" in was or context.on_one_process:
+    if was.strip("\"'") not in _SPREADS or context.on_one_process:
         return False
     if "auto" not in was:
         return True

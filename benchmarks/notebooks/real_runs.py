@@ -99,8 +99,8 @@ def _observed(pieces: list[str], folder: Path) -> Seen:
 def differences(notebook: Seen, alone: Seen, ranks: list[Seen], *, alike: bool) -> list[str]:
     """Return what a script does otherwise than its notebook.
 
-    Alone it has to give the same values, to the digit. Several processes have to take as many steps, save the same files
-    and, where each row has a loss of its own and nothing is drawn (`alike`), end with the same weights.
+    Alone it has to give the same values, to the digit. Several processes have to take as many steps, save the same
+    files and, where each row has a loss of its own and nothing is drawn (`alike`), end with the same weights.
     """
     found = [f"{who} ends with {seen.error}" for who, seen in _named(notebook, alone, ranks) if seen.error]
     if found:

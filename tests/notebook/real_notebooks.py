@@ -58,7 +58,8 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
         CLASSIFIER,
         "trainer = Trainer(model=model, train_dataset=rows, args=TrainingArguments(\n    output_dir='o',\n"
         "    per_device_train_batch_size=2, # rows\n    gradient_accumulation_steps=3,\n    num_train_epochs=2,\n"
-        "    weight_decay=0.1, warmup_steps=2, learning_rate=1e-2, report_to='none', use_cpu=True, save_strategy='no'))\n"
+        "    weight_decay=0.1, warmup_steps=2, learning_rate=1e-2, report_to='none', use_cpu=True, "
+        "save_strategy='no'))\n"
         "trainer.train()",
     ),
     "default_batch": (
@@ -79,12 +80,14 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "layer_drop": (
         "import torch\nfrom datasets import Dataset\n"
         "from transformers import Trainer, TrainingArguments, Wav2Vec2Config, Wav2Vec2ForSequenceClassification\n"
-        "torch.manual_seed(0)\nmodel = Wav2Vec2ForSequenceClassification(Wav2Vec2Config(hidden_size=16, num_hidden_layers=2,\n"
+        "torch.manual_seed(0)\nmodel = Wav2Vec2ForSequenceClassification(Wav2Vec2Config(hidden_size=16, "
+        "num_hidden_layers=2,\n"
         "    num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3),\n"
         "    num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.7, classifier_proj_size=8,\n"
         "    mask_time_prob=0.0, mask_feature_prob=0.0))",
         "rows = Dataset.from_list([{'input_values': [0.01 * i] * 200, 'labels': i % 2} for i in range(16)])\n"
-        "args = TrainingArguments(output_dir='o', per_device_train_batch_size=4, num_train_epochs=2, report_to='none',\n"
+        "args = TrainingArguments(output_dir='o', per_device_train_batch_size=4, num_train_epochs=2, "
+        "report_to='none',\n"
         "    use_cpu=True, save_strategy='no')\nTrainer(model=model, args=args, train_dataset=rows).train()",
     ),
     "compares_rows": (
@@ -96,7 +99,8 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "batch_norm": (
         CLASSIFIER,
         "class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.body, self.norm, self.top = torch.nn.Embedding(50, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)\n"
+        "        self.body, self.norm, self.top = torch.nn.Embedding(50, 8), torch.nn.BatchNorm1d(8), "
+        "torch.nn.Linear(8, 2)\n"
         "    def forward(self, input_ids=None, labels=None):\n"
         "        logits = self.top(self.norm(self.body(input_ids).mean(dim=1)))\n"
         "        return {'loss': torch.nn.functional.cross_entropy(logits, labels), 'logits': logits}",
@@ -126,7 +130,8 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     ),
     "arguments_from_a_parser": (
         CLASSIFIER,
-        "from transformers import HfArgumentParser\nwords = ['--output_dir', 'o', '--per_device_train_batch_size', '4',\n"
+        "from transformers import HfArgumentParser\nwords = ['--output_dir', 'o', '--per_device_train_batch_size', "
+        "'4',\n"
         "         '--max_steps', '3', '--report_to', 'none', '--use_cpu', 'True', '--save_strategy', 'no']\n"
         "(given,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses(words)",
         "Trainer(model=model, args=given, train_dataset=rows).train()",
@@ -150,7 +155,8 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     ),
     "saves_in_a_loop": (
         CLASSIFIER,
-        "import csv, json, os\ndef size(path):\n    return os.path.getsize(os.path.join(path, 'config.json'))\nhistory = []",
+        "import csv, json, os\ndef size(path):\n    return os.path.getsize(os.path.join(path, 'config.json'))\n"
+        "history = []",
         "for rate in (1e-2, 1e-3):\n"
         "    args = TrainingArguments('o', per_device_train_batch_size=4, learning_rate=rate, max_steps=2, **plain)\n"
         "    trainer = Trainer(model=model, args=args, train_dataset=rows)\n    done = trainer.train()\n"
@@ -163,7 +169,8 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "seq2seq": (
         "import torch\nfrom datasets import Dataset\n"
         "from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration\n"
-        "torch.manual_seed(0)\nmodel = T5ForConditionalGeneration(T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16,\n"
+        "torch.manual_seed(0)\nmodel = T5ForConditionalGeneration(T5Config(vocab_size=30, d_model=16, d_kv=8, "
+        "d_ff=16,\n"
         "    num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0))",
         "rows = Dataset.from_list([{'input_ids': [1 + i % 20, 2, 3], 'labels': [4, 5 + i % 9]} for i in range(16)])\n"
         "args = Seq2SeqTrainingArguments('o', per_device_train_batch_size=8, num_train_epochs=2, report_to='none',\n"
@@ -171,7 +178,8 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     ),
     "masked": (
         LANGUAGE_MODEL,
-        "from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments\n"
+        "from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, "
+        "TrainingArguments\n"
         "tokenizer.add_special_tokens({'mask_token': '<mask>'})\nmasked = BertForMaskedLM(BertConfig(vocab_size=30,\n"
         "    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))\n"
         "rows = Dataset.from_dict({'input_ids': [[3, 4, 5, 6, 7, 8]] * 16})",
@@ -189,7 +197,8 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
         LOOP,
         "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)\ndef fit(net, batches, opt):\n    net.train()\n"
         "    for x, y in batches:\n        opt.zero_grad()\n        loss = torch.nn.functional.mse_loss(net(x), y)\n"
-        "        loss.backward()\n        opt.step()\n        schedule.step()\n    torch.save(net.state_dict(), 'model.pt')\n"
+        "        loss.backward()\n        opt.step()\n        schedule.step()\n    torch.save(net.state_dict(), "
+        "'model.pt')\n"
         "    net.load_state_dict(torch.load('model.pt'))\nfit(model, loader, optimizer)",
     ),
     "accelerate": (
@@ -205,7 +214,8 @@ OF_TRL: dict[str, tuple[str, ...]] = {
     "sft": (
         LANGUAGE_MODEL,
         "from trl import SFTConfig, SFTTrainer\n"
-        "args = SFTConfig('o', per_device_train_batch_size=4, num_train_epochs=2, report_to='none', use_cpu=True, bf16=False,\n"
+        "args = SFTConfig('o', per_device_train_batch_size=4, num_train_epochs=2, report_to='none', use_cpu=True, "
+        "bf16=False,\n"
         "    save_strategy='no', logging_steps=1, learning_rate=1e-2)\n"
         "trainer = SFTTrainer(model=model, args=args, processing_class=tokenizer,\n"
         "    train_dataset=Dataset.from_dict({'text': texts}))\ntrainer.train()",
@@ -213,21 +223,25 @@ OF_TRL: dict[str, tuple[str, ...]] = {
     "sft_lora": (
         LANGUAGE_MODEL,
         "from peft import LoraConfig\nfrom trl import SFTConfig, SFTTrainer\n"
-        "args = SFTConfig('o', per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, report_to='none',\n"
+        "args = SFTConfig('o', per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, "
+        "report_to='none',\n"
         "    use_cpu=True, bf16=False, save_strategy='no', learning_rate=1e-2, gradient_checkpointing=True)\n"
         "trainer = SFTTrainer(model=model, args=args, processing_class=tokenizer,\n"
         "    train_dataset=Dataset.from_dict({'text': texts}),\n"
-        "    peft_config=LoraConfig(r=2, lora_dropout=0.0, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM'))\n"
+        "    peft_config=LoraConfig(r=2, lora_dropout=0.0, target_modules=['q_proj', 'v_proj'], "
+        "task_type='CAUSAL_LM'))\n"
         "trainer.train()\ntrainer.save_model('lora')",
     ),
     "dpo": (
         LANGUAGE_MODEL,
         "from trl import DPOConfig, DPOTrainer\n"
         "pairs = [{'prompt': t, 'chosen': ' a b', 'rejected': ' p o n'} for t in texts]\n"
-        "args = DPOConfig('o', per_device_train_batch_size=4, max_steps=2, report_to='none', use_cpu=True, bf16=False,\n"
+        "args = DPOConfig('o', per_device_train_batch_size=4, max_steps=2, report_to='none', use_cpu=True, "
+        "bf16=False,\n"
         "    save_strategy='no', learning_rate=1e-2)\n"
         "from peft import LoraConfig\ntrainer = DPOTrainer(model=model, args=args, processing_class=tokenizer,\n"
-        "    train_dataset=Dataset.from_list(pairs), peft_config=LoraConfig(r=2, task_type='CAUSAL_LM', lora_dropout=0.0,\n"
+        "    train_dataset=Dataset.from_list(pairs), peft_config=LoraConfig(r=2, task_type='CAUSAL_LM', "
+        "lora_dropout=0.0,\n"
         "    target_modules=['q_proj', 'v_proj']))\ntrainer.train()",
     ),
 }

@@ -18,8 +18,8 @@ def messages(*cells: str) -> str:
     [
         ((PLAIN, ARGUMENTS, TRAINER), True),
         ((LOAD, TRAIN), False),
-        (("from peft import LoraConfig", PLAIN, ARGUMENTS.replace("16", "16, gradient_checkpointing=True"), TRAINER), False),
-        (("from peft import LoraConfig", PLAIN, "how = {'use_reentrant': False}\nmodel.gradient_checkpointing_enable(how)",
+        (("from peft import LoraConfig", PLAIN, ARGUMENTS[:-1] + ", gradient_checkpointing=True)", TRAINER), False),
+        (("from peft import LoraConfig", PLAIN, "model.gradient_checkpointing_enable({'use_reentrant': False})",
           ARGUMENTS, TRAINER), True),
     ],
 )  # fmt: skip
@@ -65,8 +65,8 @@ def test_a_loss_across_the_batch_keeps_its_batch(loss: str) -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    ["x @ self.weight.T", "scores @ keys.transpose(-2, -1)", "hidden[torch.arange(len(hidden)), last]", "cross_entropy(x, y)",
-     "torch.arange(n).unsqueeze(0) - torch.arange(n).unsqueeze(1)"],
+    ["x @ self.weight.T", "scores @ keys.transpose(-2, -1)", "hidden[torch.arange(len(hidden)), last]",
+     "cross_entropy(x, y)", "torch.arange(n).unsqueeze(0) - torch.arange(n).unsqueeze(1)"],
 )  # fmt: skip
 def test_a_loss_of_each_row_does_not(loss: str) -> None:
     own = f"class Own(Trainer):\n    def compute_loss(self, model, inputs):\n        return {loss}\n"
@@ -74,24 +74,27 @@ def test_a_loss_of_each_row_does_not(loss: str) -> None:
 
 
 def test_what_every_process_reads_every_process_has() -> None:
-    make = "results = {}\ndef count(m):\n    print(m)\n    return 1\nresults['a'] = count(model)\nmodel.extra = count(model)"
+    make = "results = {}\ndef count(m):\n    print(m)\n    return 1\nresults['a'] = count(model)\n"
+    make += "model.extra = count(model)"
     text = body(convert_cells(LOAD, make, TRAIN, "trainer.log(results['a'])\ntrainer.save_model(model.extra)"))
     assert "\nresults['a'] = count(model)\n" in text and "\nmodel.extra = count(model)\n" in text
 
 
 def test_what_only_the_main_process_has_filled_only_it_reads() -> None:
-    fill = "found = []\nfor row in rows:\n    found.append(model.generate(row))\nshare = sum(found) / len(found)\nprint(share)"
-    assert "    share = sum(found) / len(found)\n" in body(convert_cells(LOAD, TRAIN, fill))
+    fill = "texts = []\nfor row in rows:\n    texts.append(model.generate(row))\n"
+    fill += "share = sum(texts) / len(texts)\nprint(share)"
+    assert "    share = sum(texts) / len(texts)\n" in body(convert_cells(LOAD, TRAIN, fill))
 
 
-LOOP = "def size(path):\n    return open(path).read()\nfor rate in (1, 2):\n    t = SFTTrainer(model=model, args=SFTConfig())\n"
-LOOP += "    t.train()\n"
+LOOP = "def size(path):\n    return open(path).read()\nfor rate in (1, 2):\n"
+LOOP += "    t = SFTTrainer(model=model, args=SFTConfig())\n    t.train()\n"
 
 
 @pytest.mark.parametrize(
     ("lines", "made"),
     [
-        ("model.save_pretrained('x')\nsize('x')", "    if IS_MAIN:\n        model.save_pretrained('x')\n    wait_for_everyone()\n"),
+        ("model.save_pretrained('x')\nsize('x')",
+         "    if IS_MAIN:\n        model.save_pretrained('x')\n    wait_for_everyone()\n"),
         ("if rate > 1:\n    model.save_pretrained('x')\nsize('x')",
          "        if IS_MAIN:\n            model.save_pretrained('x')\n    wait_for_everyone()\n    size('x')"),
         ("with open('f', 'w') as f:\n    json.dump(rate, f)", "    if IS_MAIN:\n        with open('f', 'w') as f:\n"),
@@ -111,8 +114,8 @@ def test_blocks_wait_and_write_as_the_top_of_a_script(lines: str, made: str) -> 
 
 def test_no_wait_where_processes_may_go_different_ways() -> None:
     """Each has losses of its own rows: those that do not save must wait as well, and once, behind the batches."""
-    loop = "for x, y in loader:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
-    loop += "    if loss < best:\n        torch.save(model, 'b.pt')\n"
+    loop = "for x, y in loader:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n"
+    loop += "    optimizer.zero_grad()\n    if loss < best:\n        torch.save(model, 'b.pt')\n"
     text = body(
         convert_cells("import torch", "def fit():\n" + "".join(f"    {line}\n" for line in loop.splitlines()), "fit()")
     )
@@ -150,15 +153,16 @@ def test_trainings_under_other_names(made: str, call: str, warns: list[str]) -> 
 
 
 def test_a_launcher_of_spark_is_left_out_and_its_processes_count() -> None:
-    start = "from pyspark.ml.torch.distributor import TorchDistributor\nout = TorchDistributor(num_processes=4).run(fit, 0.1)"
+    start = "from pyspark.ml.torch.distributor import TorchDistributor\n"
+    start += "out = TorchDistributor(num_processes=4).run(fit, 0.1)"
     train = f"def fit(rate):\n    {ARGUMENTS}\n    Trainer(model=model, args=args, train_dataset=d).train()"
     text = body(convert_cells(PLAIN, train, start))
     assert "\nout = fit(0.1)\n" in text and "accumulation_steps(16 * 4, batch_per_process(16, 4))" in text
 
 
 def test_comments_stay_with_their_arguments() -> None:
-    cell = "from trl import SFTConfig\nargs = SFTConfig( # all\n    # the batch\n    per_device_train_batch_size = 2, # two\n)"
-    text = body(convert_cells(LOAD, cell), comments=True)
+    cell = "args = SFTConfig( # all\n    # the batch\n    per_device_train_batch_size = 2, # two\n)"
+    text = body(convert_cells(LOAD, f"from trl import SFTConfig\n{cell}"), comments=True)
     assert "SFTConfig( # all\n    **ddp_settings(SFTConfig),\n" in text
     assert "    # the batch\n    per_device_train_batch_size = 1,\n" in text
     assert "# ddp: was per_device_train_batch_size = 2, # two\n" in text

@@ -53,7 +53,7 @@ def _goes_backward(node: cst.CSTNode) -> bool:
 
 
 def _across(body: cst.CSTNode) -> Iterator[str]:
-    """Yield the expressions of code that take rows together: products and comparisons of all with all, labels by place."""
+    """Yield the expressions that take rows together: products and comparisons of all with all, labels by place."""
     indices = {id(part) for node in walk(body) if isinstance(node, cst.Subscript) for part in walk(node)}
     for node in walk(body):
         match node:

@@ -74,8 +74,8 @@ def trains_elsewhere(graph: Graph) -> str:
             )
         if _STARTS_FEDERATION.match(graph.full_path(site)):
             return (
-                f"its only training, `{site.path}()` in cell {cell}, runs in processes that Flower starts; choose their GPUs "
-                "there, or give a notebook whose cells train."
+                f"its only training, `{site.path}()` in cell {cell}, runs in processes that Flower starts; choose "
+                "their GPUs there, or give a notebook whose cells train."
             )
         if (
             any(map(is_keras, graph.import_roots))
@@ -83,8 +83,8 @@ def trains_elsewhere(graph: Graph) -> str:
             and site.tail in ("fit", "fit_generator", "train_on_batch")
         ):
             return (
-                f"its only training, `{site.path}()` in cell {cell}, is that of Keras, which the launchers of PyTorch do not "
-                "spread over GPUs; use keras.distribution or tf.distribute."
+                f"its only training, `{site.path}()` in cell {cell}, is that of Keras, which the launchers of PyTorch "
+                "do not spread over GPUs; use keras.distribution or tf.distribute."
             )
     return ""
 
@@ -203,8 +203,8 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
     if any(site.tail == "get_peft_model" for site in statement.usage.calls) and context.idle_tower:
         yield (
             "unused weights",
-            "adapters reach a tower for images, and no row has one: give finetune_vision_layers=False, or DDP waits for "
-            "their gradients",
+            "adapters reach a tower for images, and no row has one: give finetune_vision_layers=False, or DDP waits "
+            "for their gradients",
         )
     imported = [site for site in statement.usage.calls if site.root in graph.imports]
     for path in dict.fromkeys(map(graph.full_path, imported)):

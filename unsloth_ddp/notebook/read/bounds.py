@@ -25,7 +25,7 @@ class Bounds:
             raise NotebookError(f"{name}: {why}; put its data into a file.")
 
     def check(self, cell: int, tree: ast.AST) -> None:
-        """Refuse a cell that is nested too deeply, has a command that is too long, or is too much with those before it."""
+        """Refuse a cell that is nested too deeply, has too long a command, or is too much with those before it."""
         queue = [(tree, 0)]
         while queue:
             node, depth = queue.pop()

@@ -94,7 +94,8 @@ _LOGIN = re.compile(
 # Functions of a tracker use its run, but for those that log in, fetch what was stored, or start trials.
 TRACKERS = r"(wandb|trackio|mlflow|comet_ml|neptune|swanlab|clearml|aim|dvclive)"
 _TRACK = re.compile(
-    rf"^({TRACKERS}\.([a-z]\w*\.)*(?!login$|agent$|sweep$|restore$|load_|download)[a-z]\w*|huggingface_hub\.(\w+\.)*Repository"
+    rf"^({TRACKERS}\.([a-z]\w*\.)*(?!login$|agent$|sweep$|restore$|load_|download)[a-z]\w*"
+    r"|huggingface_hub\.(\w+\.)*Repository"
     r"|torch\.utils\.tensorboard\.(\w+\.)*SummaryWriter|tensorboardX\.SummaryWriter)$"
 )
 # What these return is the run itself, which no other process can use.

@@ -164,7 +164,7 @@ class BlockGuards(LineEditor):
         return cst.FlattenSentinel([made, parse_line(f"{self.context.names['wait_for_everyone']}()")])
 
     def _reaches_memory(self, node: cst.BaseStatement) -> bool:
-        """Return whether a line writes into an object that the code made: a buffer, or a file opened outside the line."""
+        """Return whether a line writes into an object that the code made: a buffer, or a file opened before."""
         given = {arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)}
         return isinstance(node, cst.SimpleStatementLine) and bool(given & self.objects)
 
@@ -191,7 +191,7 @@ def _goes_backward(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.Call) and dotted(node.func).endswith(".backward")
 
 
-# What stays on one process ---------------------------------------------------------------------------------------------
+# What stays on one process -------------------------------------------------------------------------------------------
 
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 # What one process does of a statement that all run: the others wait for their turn, or do without.

@@ -73,7 +73,7 @@ _LARGEST_GPU = 80  # GB
 
 
 def _spreads(was: str, call: cst.Call | None, context: ConversionContext) -> bool:
-    """Return whether a device map puts a model that training uses on several GPUs: as it says, or since one is too small."""
+    """Return whether a device map puts a model that training uses on several GPUs: by its name or the model's size."""
     if was.strip("\"'") not in _SPREADS or context.on_one_process:
         return False
     if "auto" not in was:

@@ -55,16 +55,16 @@ def _insert(call: cst.Call, new: cst.Arg) -> cst.Call:
         tail = new if isinstance(comma, cst.MaybeSentinel) else new.with_changes(comma=comma)
         args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=_between(call, index)))
         return call.with_changes(args=[*args, tail])
-    comma = args[index - 1].comma if index else None
-    before = comma.whitespace_after if isinstance(comma, cst.Comma) else call.whitespace_before_args
+    earlier = args[index - 1].comma if index else None
+    before = earlier.whitespace_after if isinstance(earlier, cst.Comma) else call.whitespace_before_args
     between = _between(call, index)
     if isinstance(before, cst.ParenthesizedWhitespace) and isinstance(between, cst.ParenthesizedWhitespace):
         between = between.with_changes(empty_lines=before.empty_lines)  # comments stay above their argument
         before = before.with_changes(empty_lines=[])
     args.insert(index, new.with_changes(comma=cst.Comma(whitespace_after=between)))
-    if not isinstance(comma, cst.Comma):
+    if not isinstance(earlier, cst.Comma):
         return call.with_changes(args=args, whitespace_before_args=before)
-    args[index - 1] = args[index - 1].with_changes(comma=comma.with_changes(whitespace_after=before))
+    args[index - 1] = args[index - 1].with_changes(comma=earlier.with_changes(whitespace_after=before))
     return call.with_changes(args=args)
 
 

@@ -43,6 +43,7 @@ def play(programs: dict[str, list[str]], out: Path, ports: list[int]) -> None:
 
     sys.path.insert(0, str(ROOT))
     rank = int(os.environ.get("RANK", 0))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the launcher's store is at one port only
     results = {}
     for (name, pieces), port in zip(programs.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

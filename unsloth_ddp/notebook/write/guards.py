@@ -88,7 +88,9 @@ class BlockGuards(LineEditor):
             return line
         names = self.context.names
         if tells_tracker(original.body[0], self.graph):
-            return lead(_guard(line, names["IS_MAIN"]), [self.context.edit("once", "only the main process has the run")])
+            return lead(
+                _guard(line, names["IS_MAIN"]), [self.context.edit("once", "only the main process has the run")]
+            )
         if isinstance(line.body[0], cst.Assign):
             return line
         magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None

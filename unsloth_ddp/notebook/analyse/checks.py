@@ -48,7 +48,7 @@ _FITS_SENTENCES = (
 )
 # What may run long on a model that it gets.
 _LONG = re.compile(
-    r"(^|_)(train|fit|tune|finetune|distill|optimi[sz]e|calibrate|quantize|prune|simulate|evaluate)(_|$)"
+    r"(^|_)(train|fit|tune|finetune|distill|optimi[sz]e|simulate)(_|$)"
 )
 _ENDS = ("exit", "quit", "sys.exit", "SystemExit")
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}

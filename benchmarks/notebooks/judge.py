@@ -199,12 +199,18 @@ def in_step(ranks: list[Outcome]) -> list[str]:
     return []
 
 
+UNSLOTH = re.compile(r"^\s*(from|import) unsloth", re.MULTILINE)
+
+
 def settings(plain: Outcome, ranks: list[Outcome], script: str = "") -> list[str]:
     """device_map bound to the local rank at load; the DDP arguments set in every trainer; the global batch kept.
+
+    No search for unused weights with Unsloth; elsewhere Transformers decides, or the notebook.
 
     A trainer that is given no arguments has no place for them; the script must warn of it.
     """
     found = []
+    searches = (None, False, *(event["settings"].get("ddp_find_unused_parameters") for event in plain.trains))
     for rank, outcome in enumerate(ranks):
         if len(outcome.trains) < len(plain.trains):
             found.append(f"rank {rank} does not train: its settings are not seen")
@@ -215,8 +221,9 @@ def settings(plain: Outcome, ranks: list[Outcome], script: str = "") -> list[str
             given = event["settings"]
             if not event.get("arguments", True) and "has no arguments object" in script:
                 continue
-            for name, want in (("ddp_find_unused_parameters", False), ("average_tokens_across_devices", True)):
-                if given.get(name) is not want:
+            search = (False,) if UNSLOTH.search(script) else searches
+            for name, want in (("ddp_find_unused_parameters", search), ("average_tokens_across_devices", (True,))):
+                if given.get(name) not in want:
                     found.append(f"rank {rank} trains with {name} = {given.get(name, 'absent')} at {event['at']}")
     for before, after in zip(plain.trains, ranks[-1].trains, strict=False):
         if after.get("arguments", True) or "has no arguments object" not in script:

@@ -67,7 +67,8 @@ def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
             **rest: Any,
         ) -> None: ...
 
-    made = arithmetic(2)["ddp_arguments"](Current, 1, {"gradient_accumulation_steps": 2, "lr": 1})
+    complete = arithmetic(2)["ddp_arguments"]
+    made = complete(Current, 1, {"gradient_accumulation_steps": 2, "lr": 1})
     assert made == {
         "lr": 1,
         "per_device_train_batch_size": 1,
@@ -75,7 +76,7 @@ def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
         "ddp_find_unused_parameters": False,
         "average_tokens_across_devices": True,
     }
-    assert arithmetic(2)["ddp_arguments"](Current, 1, made) == made  # `**args.to_dict()` of arguments made so
+    assert complete(Current, 1, made) == made  # `**args.to_dict()` of arguments made so
 
 
 @pytest.mark.parametrize("names", [(), ("ddp_find_unused_parameters",), ("average_tokens_across_devices",)])
@@ -97,7 +98,7 @@ DDP = ("**ddp_settings(",)
 def test_inline_arguments() -> None:
     text = body(convert_cells(LOAD, TRAIN))
     assert "    per_device_train_batch_size = 1,\n" in text
-    assert "    gradient_accumulation_steps = accumulation_steps(2 * 4, 1), # note\n" in text
+    assert "    gradient_accumulation_steps = accumulation_steps(2 * 4, 1),\n" in text
     assert all(name in text for name in DDP)
 
 
@@ -195,7 +196,9 @@ def test_a_trainer_built_in_a_function() -> None:
 def test_the_report_says_what_one_row_at_a_time_costs() -> None:
     said = [e.message for e in convert_cells(LOAD, TRAIN).report.edits if e.kind == "batch"]
     assert said == [
-        "share the global batch 2 * 4 among the processes, one row at a time (--per-device-batch-size keep: 2, faster)"
+        "was gradient_accumulation_steps = 4, # note",
+        "share the global batch 2 * 4 among the processes, one row at a time "
+        "(--per-device-batch-size keep: 2, the same and faster)",
     ]
     kept = [e.message for e in convert_cells(LOAD, TRAIN, per_device_batch_size=None).report.edits if e.kind == "batch"]
     assert kept == ["share the global batch 2 * 4 among the processes"]

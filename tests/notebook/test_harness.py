@@ -79,7 +79,7 @@ def findings(plain: Outcome, script: str) -> dict[str, list[str]]:
         "compiles": judge.compiles(script, sys.executable),
         "leftovers": judge.leftovers(script),
         "installs": judge.installs(script) + judge.installs_run(ranks),
-        "settings": judge.settings(plain, ranks),
+        "settings": judge.settings(plain, ranks, script),
         "trains": judge.reaches_training(plain, ranks),
         "rank_1": judge.main_only(ranks[1]),
         "rank_0": judge.kept(plain, ranks[0]),

@@ -36,11 +36,27 @@ def test_several_lines_keep_their_style() -> None:
     ]
 
 
-@pytest.mark.parametrize("old", ['"auto"', '"balanced"', '"sequential"'])
-def test_a_map_that_spreads_the_model_is_replaced_with_a_warning(old: str) -> None:
-    done = convert_cells(f"m, t = FastModel.from_pretrained('m', device_map = {old})")
-    assert 'device_map = {"": LOCAL_RANK}' in body(done) and old not in body(done)
-    assert "model parallel" in kinds(done)
+@pytest.mark.parametrize(
+    ("name", "more", "spreads"),
+    [
+        ("m", "device_map = 'balanced'", True),
+        ("m", "device_map = 'sequential'", True),
+        ("m", "device_map = 'auto'", False),  # it fits on one GPU
+        ("m", "device_map = 'auto', max_memory = sizes", True),
+        ("org/Large-70B", "device_map = 'auto'", True),
+        ("org/Large-70B", "device_map = 'auto', quantization_config = four_bits", False),
+        ("org/Large-8x22B", "device_map = 'auto', load_in_4bit = True", True),
+    ],
+)
+def test_a_map_that_spreads_the_model_is_replaced_with_a_warning(name: str, more: str, spreads: bool) -> None:
+    done = convert_cells(f"name = '{name}'\nm, t = FastModel.from_pretrained(name, {more})")
+    assert 'device_map = {"": LOCAL_RANK}' in body(done) and "'auto'" not in body(done)
+    assert ("model parallel" in kinds(done)) == spreads
+
+
+def test_a_model_that_only_the_main_process_loads_needs_no_warning() -> None:
+    tried = "last = AutoModel.from_pretrained('x-70b', device_map='auto')\nlast.generate(1)"
+    assert kinds(convert_cells(LOAD, TRAIN, f"from transformers import AutoModel\n{tried}")) == []
 
 
 def test_other_loaders_are_left_alone_unless_they_name_a_device() -> None:
@@ -66,7 +82,7 @@ def test_arguments_from_a_dict() -> None:
     [
         ("dict(device_map={'': 0}, dtype=d)", 'dict(device_map={"": LOCAL_RANK}, dtype=d)', []),
         ("{'device_map': 0, 'dtype': d}", "{'device_map': {\"\": LOCAL_RANK}, 'dtype': d}", []),
-        ("dict(device_map='auto')", 'dict(device_map={"": LOCAL_RANK})', ["model parallel"]),
+        ("dict(device_map='balanced')", 'dict(device_map={"": LOCAL_RANK})', ["model parallel"]),
         ("dict(device_map='cpu')", "dict(device_map='cpu')", []),
         ("{'device_map': None}", "{'device_map': None}", []),
         # A variable of that name as key may hold anything.

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 from unsloth_ddp.notebook.types import ConversionOptions, NotebookError
 from unsloth_ddp.utils.files.safe import write_whole
@@ -22,9 +23,10 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument(
         "--per-device-batch-size",
         type=_batch_size,
-        default=1,
+        default="auto",
         metavar="N|keep",
-        help="rows in one forward pass of a process; gradient accumulation keeps the notebook's global batch (default: 1)",
+        help="rows in one forward pass of a process; gradient accumulation keeps the notebook's global batch "
+        "(default: 1 with Unsloth, keep without)",
     )
     training.add_argument(
         "--tensorboard", action="store_true", help="report to TensorBoard instead of the notebook's trackers"
@@ -39,9 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _batch_size(text: str) -> int | None:
-    if text == "keep":
-        return None
+def _batch_size(text: str) -> int | Literal["auto"] | None:
+    if text in ("auto", "keep"):
+        return "auto" if text == "auto" else None
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of rows from 1 nor keep")
     return int(text)

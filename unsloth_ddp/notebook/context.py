@@ -30,8 +30,26 @@ class ConversionContext:
     host_paths: set[str] = field(default_factory=set)  # paths of the host that have been warned of
     shared_loops: set[int] = field(default_factory=set)  # statements whose loop by hand shares rows and gradients
     accelerated: bool = False  # Accelerate prepares the DataLoaders that the notebook makes
+    batch_term: str = ""  # what in a loss takes several rows of a batch together
+    idle_tower: bool = False  # Unsloth's adapters reach a tower for images, and no row has one
+    by_row: bool = False  # every loss of Sentence Transformers in the notebook takes each row alone
+    search: str | None = None  # why unused weights are not searched for; None leaves that to Transformers
+    distributors: set[str] = field(default_factory=set)  # names that hold a launcher of Spark
+    texts: dict[str, str] = field(default_factory=dict)  # what names hold that are given a text
+    processes: int = 1  # for which the notebook's launcher starts its function, each with a batch of its own
     on_one_process: bool = False  # inside a statement that a guard keeps off the others
     _marked: dict[int, ReportEntry] = field(default_factory=dict)
+
+    @property
+    def unsloth(self) -> bool:
+        """Return whether the notebook trains with Unsloth."""
+        return any(path.split(".")[0] == "unsloth" for path in self.imports.values())
+
+    @property
+    def rows_at_once(self) -> int | None:
+        """Return the rows of a pass that the user asks for, or the guide for Unsloth; None keeps the notebook's."""
+        size = self.options.per_device_batch_size
+        return (1 if self.unsloth else None) if size == "auto" else size
 
     def edit(self, kind: str, message: str) -> str:
         """Add an edit to the report and return the comment that marks it in the script."""
@@ -50,9 +68,14 @@ class ConversionContext:
 
     def place(self, script: str) -> str:
         """Remove the marks from the finished script, and give each report entry its line."""
-        lines = script.split("\n")
-        for index, line in enumerate(lines):
+        placed: list[str] = []
+        said: dict[str, int] = {}  # comments right above what is placed next, and their lines
+        for line in script.split("\n"):
+            text = _MARK.sub("", line)
+            said = said if text.lstrip().startswith("# ddp:") else {}
+            if text not in said:
+                placed.append(text)
+                said[text] = len(placed)
             for number in _MARK.findall(line):
-                self._marked[int(number)].line = index + 1
-            lines[index] = _MARK.sub("", line)
-        return "\n".join(lines)
+                self._marked[int(number)].line = said[text]
+        return "\n".join(placed)

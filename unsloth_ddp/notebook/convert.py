@@ -7,14 +7,19 @@ from pathlib import Path, PurePath
 
 import libcst as cst
 
+from unsloth_ddp.notebook.analyse.batch_terms import batch_term, only_by_row
+from unsloth_ddp.notebook.analyse.build import build
 from unsloth_ddp.notebook.analyse.changes import link
 from unsloth_ddp.notebook.analyse.checks import trains_elsewhere, trains_nothing
 from unsloth_ddp.notebook.analyse.draws import assign_seeds
-from unsloth_ddp.notebook.analyse.graph import Graph, build
+from unsloth_ddp.notebook.analyse.graph import Graph
 from unsloth_ddp.notebook.analyse.main_values import mark_sent
 from unsloth_ddp.notebook.analyse.roles import assign_roles
 from unsloth_ddp.notebook.analyse.tracked_runs import stand_in_for_runs
+from unsloth_ddp.notebook.analyse.unused_weights import adapts_idle_tower, without_search
 from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.read.bounds import Bounds, room_for_nesting, too_deep
+from unsloth_ddp.notebook.read.hosts import makes_distributor
 from unsloth_ddp.notebook.read.magics import Lowered, add_automagic, lower
 from unsloth_ddp.notebook.read.normalise import normalise
 from unsloth_ddp.notebook.read.reader import quoted_line, read_notebook
@@ -22,7 +27,7 @@ from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.commands import training_line
 from unsloth_ddp.notebook.syntax.effects import is_trainer_call
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import dotted, full_path
 from unsloth_ddp.notebook.syntax.usage import CallSite, DeferredBody, NameUsage
 from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
 from unsloth_ddp.notebook.write.config import is_config_call
@@ -41,14 +46,25 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
     sources = [cell.source for cell in code_cells]
     if trains_nothing(sources) and not any(training_line(source) for source in sources):
         raise NotebookError(f"{notebook.name}: no cell trains or loads a model; give a fine-tuning notebook.")
+    bounds = Bounds(notebook.name, sources)
+    with room_for_nesting():
+        return _convert(notebook, [(cell, *_parse(cell, notebook.name, bounds)) for cell in code_cells], options)
+
+
+def _convert(
+    notebook: Notebook, parsed: list[tuple[Cell, cst.Module, Lowered]], options: ConversionOptions
+) -> Conversion:
+    """Convert a notebook whose cells are parsed."""
     report = ConversionReport(" ".join(PurePath(notebook.name).name.split()))
-    parsed = [(cell, *_parse(cell, notebook.name)) for cell in code_cells]
     context = _context(parsed, options, report)
     cells = [_normalised(cell, module, lowered, context) for cell, module, lowered in parsed]
     graph = build((cell.number, cell.body) for cell in cells)
     link(graph)
     if why := trains_elsewhere(graph):
         raise NotebookError(f"{notebook.name}: {why}")
+    context.batch_term, context.by_row = batch_term(graph), only_by_row(graph)
+    context.idle_tower = context.unsloth and adapts_idle_tower(graph)
+    context.search = without_search(graph, context.unsloth)
     _know_configs(graph, context)
     _know_arguments(graph, context)
     assign_roles(graph)
@@ -63,14 +79,16 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
     return Conversion(script, report)
 
 
-def _parse(cell: Cell, name: str) -> tuple[cst.Module, Lowered]:
+def _parse(cell: Cell, name: str, bounds: Bounds) -> tuple[cst.Module, Lowered]:
     """Parse a cell, with automagic if it is no Python without."""
     try:
-        return _parsed(cell.source)
+        return _parsed(cell, cell.source, bounds)
     except (cst.ParserSyntaxError, SyntaxError):
         source = add_automagic(cell.source)
+    except (RecursionError, MemoryError):  # of Python's own parser
+        raise too_deep(name, cell.number) from None
     try:
-        return _parsed(source)
+        return _parsed(cell, source, bounds)
     except (cst.ParserSyntaxError, SyntaxError) as error:
         number = error.raw_line if isinstance(error, cst.ParserSyntaxError) else error.lineno
         number, text = quoted_line(cell.source, number or 1)
@@ -79,10 +97,14 @@ def _parse(cell: Cell, name: str) -> tuple[cst.Module, Lowered]:
         ) from None
 
 
-def _parsed(source: str) -> tuple[cst.Module, Lowered]:
+def _parsed(cell: Cell, source: str, bounds: Bounds) -> tuple[cst.Module, Lowered]:
     lowered = lower(source)
     try:
-        compile(lowered.source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        bounds.check(
+            cell.number, compile(lowered.source, "<cell>", "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+        )
+        compile(lowered.source, "<cell>", "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         if not _needs_newer_python(error):
             raise
@@ -103,10 +125,33 @@ def _context(
     imports = {name: path for item in usages for name, path in item.imports.items()}
     rebound = {n for item in usages for n in item.writes if n in MODULES and item.imports.get(n) != n}
     names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
-    if "display" in read - bound:
+    shown = [item.reads.union(item.writes, *(body.reads for body in item.defines.values())) for item in usages]
+    first = next((item for item, known in zip(usages, shown, strict=True) if "display" in known), None)
+    if first is not None and "display" not in first.writes:  # IPython has it before the first cell
         names.used.add("display")
+    started = [
+        (name, site)
+        for item in usages
+        for name, site in [*item.assigned, *(("", site) for site in item.calls)]
+        if makes_distributor(full_path(site.path, imports))
+    ]
     environ = {name for line in lines if written[name := _name_of_environ(line)] == 1}
-    return ConversionContext(options, names, report, bound, imports, environ_names=environ)
+    context = ConversionContext(options, names, report, bound, imports, environ_names=environ)
+    context.texts = dict(filter(None, map(_text_given, lines)))
+    context.distributors = {name for name, _ in started} - {""}
+    counts = [keyword(site.node, "num_processes") for _, site in started]
+    context.processes = max((int(code(n.value)) for n in counts if n and code(n.value).isdigit()), default=1)
+    return context
+
+
+def _text_given(line: cst.BaseStatement) -> tuple[str, str] | None:
+    """Return the name and the text of a line that gives a name a text."""
+    match line:
+        case cst.SimpleStatementLine(
+            body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=cst.SimpleString() as text), *_]
+        ):
+            return name, text.value
+    return None
 
 
 def _name_of_environ(line: cst.BaseStatement) -> str:

@@ -3,7 +3,7 @@
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from unsloth_ddp.utils.errors import UserError
 
@@ -16,12 +16,13 @@ class NotebookError(UserError):
 class ConversionOptions:
     """The user's choices.
 
-    per_device_batch_size: rows a process takes at once; None keeps the notebook's own.
+    per_device_batch_size: rows a process takes at once; None keeps the notebook's own; "auto" keeps it too, but takes
+        one row at once where Unsloth trains.
     tensorboard: report to TensorBoard whatever the notebook reports to.
     seed: for splits, shuffles and samples that have none.
     """
 
-    per_device_batch_size: int | None = 1
+    per_device_batch_size: int | Literal["auto"] | None = "auto"
     tensorboard: bool = False
     seed: int = 3407
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import MainValues
 from unsloth_ddp.notebook.analyse.tracked_runs import stand_in_serves
 from unsloth_ddp.notebook.context import ConversionContext
@@ -13,9 +13,10 @@ from unsloth_ddp.notebook.read.host_folders import host_paths
 from unsloth_ddp.notebook.read.hosts import HOST_NAMES
 from unsloth_ddp.notebook.syntax.arguments import code, names_arguments, splats
 from unsloth_ddp.notebook.syntax.commands import ending_line, training_line
-from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_remote, is_trainer_call
+from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_keras, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import command_of
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, walk
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, is_dead, walk
+from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
 from unsloth_ddp.notebook.write.load import DEVICE_COUNTS
 
 # Code that mentions none of these has nothing to do with a model.
@@ -40,6 +41,15 @@ _LIGHTNING = (
 _TRAINS_ELSEWHERE = re.compile(
     r"^(\w+\.)*\w*(train|finetun|fine_tun)\w*\.(\w+\.)*(run_|main_)?(train|finetune|fine_tune)(_\w+)?$"
 )
+_STARTS_FEDERATION = re.compile(r"^flwr\.(\w+\.)*(start|run)_\w+$")
+_FITS_SENTENCES = (
+    "SentenceTransformer's fit takes a whole batch of its DataLoaders on every process: divide their batch_size by the "
+    "number of processes"
+)
+# What may run long on a model that it gets.
+_LONG = re.compile(
+    r"(^|_)(train|fit|tune|finetune|distill|optimi[sz]e|simulate)(_|$)"
+)
 _ENDS = ("exit", "quit", "sys.exit", "SystemExit")
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
@@ -51,7 +61,7 @@ def trains_elsewhere(graph: Graph) -> str:
     sites = [(statement.cell, site) for statement in live for site in statement.usage.calls]
     effects = set().union(*(statement.effects for statement in live))
     for cell, site in () if effects.union(*graph.function_effects.values()) & SEEDS else sites:
-        if line := training_line(command_of(site.node)):
+        if line := training_line(command_of(site.node), graph.training_scripts):
             return (
                 f"its only training is the command `{line}` in cell {cell}, which starts processes of its own; run that "
                 "command itself on several GPUs, or give a notebook whose cells train."
@@ -61,6 +71,20 @@ def trains_elsewhere(graph: Graph) -> str:
             return (
                 f"its only training, `{site.path}()` in cell {cell}, runs on machines of a service; choose the number of "
                 "GPUs there, or give a notebook whose cells train."
+            )
+        if _STARTS_FEDERATION.match(graph.full_path(site)):
+            return (
+                f"its only training, `{site.path}()` in cell {cell}, runs in processes that Flower starts; choose "
+                "their GPUs there, or give a notebook whose cells train."
+            )
+        if (
+            any(map(is_keras, graph.import_roots))
+            and site.is_method
+            and site.tail in ("fit", "fit_generator", "train_on_batch")
+        ):
+            return (
+                f"its only training, `{site.path}()` in cell {cell}, is that of Keras, which the launchers of PyTorch "
+                "do not spread over GPUs; use keras.distribution or tf.distribute."
             )
     return ""
 
@@ -162,7 +186,8 @@ def _check_paths(statement: Statement, graph: Graph, context: ConversionContext)
 
 def _check_commands(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     commands = [command_of(site.node) for site in statement.usage.calls]
-    for line in dict.fromkeys(filter(None, map(training_line, commands))):
+    starts = [training_line(command, graph.training_scripts) for command in commands]
+    for line in dict.fromkeys(filter(None, starts)):
         yield "command", f"`{line}` starts a training of its own, from one process and with the same GPUs"
     for line in dict.fromkeys(filter(None, map(ending_line, commands))):
         yield "command", f"`{line}` would end this script's processes too: leave it out"
@@ -173,10 +198,35 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
     for path in dict.fromkeys(map(graph.full_path, statement.sites)):
         if path in _STARTERS:
             yield _STARTERS[path]
+        if _STARTS_FEDERATION.match(path):
+            yield "sizing", _STARTS_PROCESSES
+    if any(site.tail == "get_peft_model" for site in statement.usage.calls) and context.idle_tower:
+        yield (
+            "unused weights",
+            "adapters reach a tower for images, and no row has one: give finetune_vision_layers=False, or DDP waits "
+            "for their gradients",
+        )
     imported = [site for site in statement.usage.calls if site.root in graph.imports]
     for path in dict.fromkeys(map(graph.full_path, imported)):
         if _TRAINS_ELSEWHERE.search(path):
             yield "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
+    if statement.role not in (Role.ALL, Role.FIRST):
+        return
+    for site in statement.usage.calls:
+        library = graph.fits(site)
+        if library == "sentence_transformers":
+            yield "sizing", _FITS_SENTENCES
+        elif library or _runs_long(site, graph):
+            yield "training", f"{site.path}() may train: nothing is known to share its rows among the processes"
+
+
+def _runs_long(site: CallSite, graph: Graph) -> bool:
+    """Return whether an unknown function of a library gets a model, and may run long on it, by its name."""
+    if site.root not in graph.imports or graph.effects_of(NameUsage(calls=[site])) or site.tail[:1].isupper():
+        return False
+    models = {name for name, made in graph.assigned if made.tail in ("from_pretrained", "get_peft_model")}
+    own = _TRAINS_ELSEWHERE.search(graph.full_path(site))
+    return not own and bool(site.names & models) and bool(_LONG.search(site.tail))
 
 
 def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
@@ -188,12 +238,18 @@ def _check_trainers(statement: Statement, graph: Graph, context: ConversionConte
             continue
         if full.split(".")[0] in ("lightning", "pytorch_lightning"):
             yield "sizing", _LIGHTNING
-        elif not any(_might_be_arguments(arg, context) for arg in site.node.args):
+        elif _has_rows(site) and not any(_might_be_arguments(arg, context) for arg in site.node.args):
             yield (
                 "arguments",
                 f"{site.tail} has no arguments object: each process takes the default batch, so the global batch "
                 "is that times the number of processes",
             )
+
+
+def _has_rows(site: CallSite) -> bool:
+    """Return whether a trainer gets rows to train on; without them it only predicts."""
+    rows = [arg for arg in site.node.args if arg.keyword is not None and arg.keyword.value.startswith("train_")]
+    return bool(rows) or sum(arg.keyword is None for arg in site.node.args) > 3
 
 
 def _might_be_arguments(arg: cst.Arg, context: ConversionContext) -> bool:

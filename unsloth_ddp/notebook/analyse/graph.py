@@ -1,6 +1,8 @@
 """Build the graph of a notebook: its top-level statements, and which of them define what each one uses."""
 
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,7 +10,6 @@ from functools import cached_property
 
 import libcst as cst
 
-from unsloth_ddp.notebook.read.displayed import is_bare_value
 from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.effects import (
     REMOTE_STARTS,
@@ -16,15 +17,15 @@ from unsloth_ddp.notebook.syntax.effects import (
     TrainerClasses,
     call_effects,
     downloads_data,
+    is_keras,
     is_remote,
     is_trainer_call,
     makes_accelerator,
     makes_trainer,
-    names_trainer,
     starts_run,
 )
-from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import full_path, is_false, root_name
+from unsloth_ddp.notebook.syntax.ipython import FILE_CELLS, ipython_call
+from unsloth_ddp.notebook.syntax.tree import dotted, full_path, names_in, root_name
 from unsloth_ddp.notebook.syntax.usage import (
     NAMESPACE,
     RETURNED,
@@ -32,7 +33,6 @@ from unsloth_ddp.notebook.syntax.usage import (
     DeferredBody,
     NameUsage,
     follow_aliases,
-    given_names,
 )
 
 _COUNTS_PROCESSES = re.compile(
@@ -45,6 +45,12 @@ TOGETHER = SEEDS | {Effect.SYNC, Effect.GATHER}
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL, *TOGETHER}
 
 _TRAINS = {"train", "evaluate", "predict"}
+# Methods that train what they are called on, but for those of libraries that train on arrays, in one process.
+_FITS = re.compile(r"^(fit|fit_one_cycle|fine_?tune|train_model|old_fit)$")
+_OF_LEARNERS = ("fit_one_cycle", "fine_tune")
+_FITS_ARRAYS = {"sklearn", "umap", "hdbscan", "xgboost", "lightgbm", "catboost", "statsmodels", "scipy", "imblearn"}
+_FITS_ARRAYS |= {"bertopic", "prophet", "cuml", "tokenizers", "gensim", "pandas", "numpy"}
+_TRAINING_CODE = re.compile(r"\.backward\(|Trainer\(|\.fit\(")
 _SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
 # Methods of an accelerator that wait for nobody.
 _ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
@@ -166,6 +172,34 @@ class Graph:
         follow_aliases(found, [(whole, part) for s in self.statements for part, whole in s.usage.aliases])
         return found
 
+    def fits(self, site: CallSite) -> str:
+        """Return the library whose object a call trains by a method of another name than a trainer's; or ""."""
+        named = {arg.keyword.value for arg in site.node.args if arg.keyword is not None}
+        if not site.is_method or not (_FITS.match(site.tail) or (site.tail == "train" and named - {"mode"})):
+            return ""
+        match site.node.func:
+            case cst.Attribute(value=cst.Call(func=maker)):
+                made = [full_path(dotted(maker), self.imports)]
+            case _:
+                made = [self.full_path(other) for name, other in self.assigned if name == site.root]
+        roots = {path.split(".")[0] for path in made if not is_keras(path)} & self.import_roots
+        if not made and site.tail in _OF_LEARNERS:
+            return "a learner"
+        return next(iter(sorted(roots - _FITS_ARRAYS)), "")
+
+    @cached_property
+    def import_roots(self) -> set[str]:
+        """Return the packages that the notebook imports, but for those of Python itself."""
+        return {path.split(".")[0] for path in self.imports.values()} - sys.stdlib_module_names
+
+    @cached_property
+    def training_scripts(self) -> frozenset[str]:
+        """Return the files that the notebook writes whose code trains."""
+        cells = [call.args for site in self.sites if (call := ipython_call(site.node)) and len(call.args) > 2]
+        return frozenset(
+            args[1].split()[-1] for args in cells if args[0] in FILE_CELLS and _TRAINING_CODE.search(args[2])
+        )
+
     def _may_train(self, site: CallSite) -> bool:
         """Return whether a library's function gets a trainer (`unsloth_train(trainer)`), or what holds one is trained."""
         if site.root in self.imports:
@@ -205,6 +239,11 @@ class Graph:
         """Return all calls, those in functions too."""
         found = [site for s in self.statements for site in s.usage.calls]
         return found + [site for body in self.functions.values() for site in body.calls]
+
+    @cached_property
+    def names(self) -> Counter[str]:
+        """Return how often each name stands in the code."""
+        return sum((names_in(statement.node) for statement in self.statements), Counter[str]())
 
     @cached_property
     def prepares(self) -> bool:
@@ -265,7 +304,7 @@ class Graph:
             found |= call_effects(site, full, self.trainers, self.trainer_classes)
             if not found and site.root in self.imports and site.tail.startswith(_SETS_LIBRARY):
                 found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
-            if not found and self._may_train(site):
+            if self.fits(site) or (not found and self._may_train(site)):
                 found.add(Effect.TRAIN)
         for name in (site.names & self.functions.keys()).difference(params):
             found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
@@ -351,46 +390,3 @@ class Graph:
 def sets_process(stores: set[str], imports: dict[str, str]) -> bool:
     """Return whether code assigns into a module (`os.environ[...]`), or to the notebook's names through `globals()`."""
     return bool(stores & (imports.keys() | {NAMESPACE}))
-
-
-def is_dead(node: cst.BaseStatement) -> bool:
-    """Return whether a statement is an `if False:` without an else."""
-    return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
-
-
-def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
-    """Build the graph of all cells' statements."""
-    statements = [Statement(number, node, collect(node)) for number, body in cells for node in body]
-    imports = {name: path for statement in statements for name, path in statement.usage.imports.items()}
-    functions = {name: body for statement in statements for name, body in statement.usage.defines.items()}
-    aliases = [pair for statement in statements for pair in statement.usage.aliases]
-    for statement in statements:
-        follow_aliases(statement.usage.mutates, aliases)
-        if sets_process(statement.usage.stores, imports):
-            statement.effects.add(Effect.STATE)
-        # A module's function changes its arguments or the world, not the name it was imported under.
-        statement.usage.mutates -= imports.keys()
-    sites = [(site, functions.get(site.path)) for statement in statements for site in statement.sites]
-    aliases += [pair for site, body in sites if body is not None for pair in given_names(site, body, bound=False)]
-    graph = Graph(statements, imports, functions, _trainer_classes(functions, imports, aliases), aliases)
-    for statement in statements:
-        statement.effects |= graph.effects_of(statement.usage)
-        if statement.usage.iterates & graph.shared:
-            statement.effects.add(Effect.SYNC)
-        if is_bare_value(statement.node):
-            statement.effects.add(Effect.SHOW)
-    return graph
-
-
-def _trainer_classes(
-    functions: dict[str, DeferredBody], imports: dict[str, str], aliases: list[tuple[str, str]]
-) -> TrainerClasses:
-    """Return what the notebook calls trainers' classes: imported, its own that inherit from one, other names."""
-    found = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
-    found |= {name for name, path in imports.items() if names_trainer(path.split(".")[-1])}
-    other = [*aliases, *((name, base) for name, body in functions.items() for base in body.bases)]
-    while further := {name for name, of in other if of in found} - found:
-        found |= further
-    classes = TrainerClasses(found)
-    classes.others = frozenset(functions.keys() - found)
-    return classes

@@ -13,16 +13,45 @@ import libcst as cst
 from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.plain import gives_plain_values
 from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.syntax.arguments import splats
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, starts_run
 from unsloth_ddp.notebook.syntax.lines import LineEditor, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted, walk
-from unsloth_ddp.notebook.syntax.usage import CallSite
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted, full_path, walk
+from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
 
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SHELL}
 # Taken as a whole where a part of them is the main process's: what they ask may not exist elsewhere.
 _WHOLE = cst.IfExp | cst.BooleanOperation | cst.Comparison | cst.UnaryOperation
 _VIEWS = (["items", "()"], ["keys", "()"], ["values", "()"])
+
+
+def can_be_disabled(call: cst.Call, full: str) -> bool:
+    """Return whether a run takes an argument that switches it off: `mode` of W&B."""
+    return full == "wandb.init" and not splats(call)
+
+
+def tells_tracker(small: cst.BaseSmallStatement, graph: Graph) -> bool:
+    """Return whether a line only tells a tracker something: it does nothing else, and what it gives is not taken."""
+    match small:
+        case cst.Assign(targets=[cst.AssignTarget(target=cst.Attribute() | cst.Subscript() as target)]):
+            base, steps = chain(target)
+            root = base.value if isinstance(base, cst.Name) else "?"
+            path = full_path(".".join([root, *(step for step in steps if step != "[]")]), graph.imports)
+            return path.startswith(("wandb.run.", "wandb.summary", "wandb.config")) or root in graph.run_names
+        case cst.Expr():
+            usage = collect(cst.SimpleStatementLine(body=[small]))
+            told = [site for site in usage.calls if _tells(site, graph)]
+            return bool(told) and not graph.effects_of(usage) - {Effect.TRACK, Effect.FILE, Effect.SAVE, Effect.RANDOM}
+    return False
+
+
+def _tells(site: CallSite, graph: Graph) -> bool:
+    full = graph.full_path(site)
+    on_run = site.is_method and site.root in graph.run_names
+    return (on_run or Effect.TRACK in graph.effects_of(NameUsage(calls=[site]))) and not can_be_disabled(
+        site.node, full
+    )
 
 
 # Trackers: roles -----------------------------------------------------------------------------------------------------
@@ -67,7 +96,7 @@ class MainValues:
         self.graph, self.statement, self.timed = graph, statement, timed
         blocks = cst.BaseComp if statement.effects & {Effect.TRAIN, Effect.TRAINER} else cst.BaseComp | cst.For
         # Calls made once per row: they name rows, not folders, and sending each would take long.
-        found = (part for part in walk(statement.node) if isinstance(part, blocks) and timed is not None)
+        found = (part for part in walk(statement.node) if isinstance(part, blocks)) if timed is not None else ()
         rows = [part.body if isinstance(part, cst.For) else part for part in found]
         self.repeated = {id(call) for part in rows for call in walk(part) if isinstance(call, cst.Call)}
 
@@ -143,7 +172,8 @@ class MainValues:
         """Return whether a run is used where its values cannot be sent: passed on whole, or read inside a function."""
         node = self.statement.node
         if isinstance(node, cst.FunctionDef):
-            starts = Effect.TRACK in self.graph.function_effects.get(node.name.value, set())
+            calls = self.graph.functions[node.name.value].calls if node.name.value in self.graph.functions else []
+            starts = any(starts_run(self.graph.full_path(site)) for site in calls)
             return not starts and self.reads_tracker(node.body)
         return self._hands_on(node)
 
@@ -203,6 +233,8 @@ class MainValues:
                 return [part for part in node.children if not self.is_fresh(getattr(part, "comparator", part))]
             case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in (self.timed or ()):
                 return node.children if self.reads_tracker(node.value) else []
+            case cst.SimpleStatementLine(body=[small]) if tells_tracker(small, self.graph):
+                return []  # the main process alone runs it
             case cst.SimpleStatementLine(body=[cst.Expr()]):
                 return [] if self.graph.effects_of(collect(node)) & _GUARDED else node.children
         return node.children

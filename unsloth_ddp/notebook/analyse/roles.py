@@ -6,16 +6,18 @@ together with what only such statements use. Anything unknown runs everywhere, a
 Statements that only install packages are left out, with what only they use.
 """
 
+from collections.abc import Iterator
+
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import SEEDS, TOGETHER, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.analyse.graph import SEEDS, TOGETHER, Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import keep_trackers
 from unsloth_ddp.notebook.analyse.plain import makes_plain_values
 from unsloth_ddp.notebook.analyse.read_backs import keep_read_backs
 from unsloth_ddp.notebook.syntax.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
 from unsloth_ddp.notebook.syntax.ipython import command_of, without_installs
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, contains
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, contains, is_dead
 
 _APART = {Role.MAIN, Role.NODE}
 
@@ -35,8 +37,9 @@ def assign_roles(graph: Graph) -> None:
     keep_read_backs(graph, last)
     while _settle(graph, last):
         pass
+    _repeat_what_all_read(graph)
     for statement in graph.statements:
-        if statement.role in _APART and statement.needed:
+        if statement.role in _APART and (statement.needed or makes_plain_values(graph, statement)):
             statement.share = [name for name in _needed_names(graph, statement) if name not in statement.handles]
 
 
@@ -157,32 +160,70 @@ def _settle(graph: Graph, last: int) -> bool:
         statement.role = _role_of_users(graph, statement)
         moved = True
     for statement in graph.statements:
-        if statement.role is Role.NODE and not statement.needed and _reads_main(graph, statement):
+        if (
+            statement.role is Role.NODE
+            and not statement.needed
+            and _role_of_what_it_reads(graph, statement) is Role.MAIN
+        ):
             statement.role = Role.MAIN
             moved = True
     return moved
 
 
 def _role_of_what_it_reads(graph: Graph, statement: Statement) -> Role | None:
-    roles = set()
-    names = statement.usage.reads | statement.usage.mutates
-    for function in statement.usage.reads & graph.functions.keys():
-        names |= graph.functions[function].reads
-    earlier = [graph.statements[i] for i in statement.uses]
-    for name in names:
-        found = [s for s in earlier if name in s.usage.writes]
-        shared = any(name in s.share or (s.needed and name not in s.handles) for s in found)
-        if not shared and all(s.role not in (Role.ALL, Role.FIRST) for s in found):
-            roles |= {s.role for s in found} & _APART
+    """Return the role of what alone makes, or fills, something that a statement reads; None if every process has it."""
+    roles = {maker.role for _, maker in _made_apart(graph, statement)}
     return Role.MAIN if Role.MAIN in roles else Role.NODE if roles else None
 
 
-def _reads_main(graph: Graph, statement: Statement) -> bool:
-    """Return whether a statement reads what only the main process has, or has filled."""
-    usage = statement.usage
-    made = [graph.statements[i] for i in statement.uses]
-    filled = any(s.role is Role.MAIN and s.usage.mutates & usage.reads - set(s.share) for s in made)
-    return filled or _role_of_what_it_reads(graph, statement) is Role.MAIN
+def _made_apart(graph: Graph, statement: Statement) -> Iterator[tuple[str, Statement]]:
+    """Yield the names that a statement reads and that not every process has, or has filled, with what makes them."""
+    names = _all_reads(graph, statement)
+    earlier = [graph.statements[i] for i in sorted(statement.uses)]
+    for name in sorted(names):
+        made = [s for s in earlier if name in s.usage.writes]
+        shared = any(name in s.share or (s.needed and name not in s.handles) for s in made)
+        bound = [s for s in made if s.role in _APART]
+        if bound and not shared and all(s.role not in (Role.ALL, Role.FIRST) for s in made):
+            yield from ((name, s) for s in bound)
+        if name not in graph.imports:
+            filled = [s for s in earlier if s.role in _APART and not s.needed and name in _filled(s)]
+            yield from ((name, s) for s in filled)
+
+
+def _all_reads(graph: Graph, statement: Statement) -> set[str]:
+    """Return the names that a statement reads, also in the functions that it uses."""
+    names = statement.usage.reads | statement.usage.mutates
+    return names.union(*(graph.functions[name].reads for name in names & graph.functions.keys()))
+
+
+def _filled(statement: Statement) -> set[str]:
+    """Return the names whose contents a statement changes: entries, attributes, elements."""
+    return statement.usage.mutates - statement.usage.writes - statement.handles - set(statement.share)
+
+
+# What a process may do again beside the main one: it changes nothing but what the notebook's names hold.
+_REPEATABLE = {
+    Effect.PRINT,
+    Effect.SHOW,
+    Effect.STATS,
+    Effect.INFER,
+    Effect.RANDOM,
+    Effect.DATA,
+    Effect.LOAD,
+    Effect.MODE,
+}
+
+
+def _repeat_what_all_read(graph: Graph) -> None:
+    """Run on every process what makes, or fills, something that a statement on every process reads."""
+    queue = [s for s in graph.statements if s.role in (Role.ALL, Role.FIRST)]
+    while queue:
+        reader = queue.pop()
+        for _, maker in [] if reader.usage.defines else _made_apart(graph, reader):
+            if maker.role is Role.MAIN and maker.effects <= _REPEATABLE and not maker.handles:
+                maker.role = Role.ALL
+                queue.append(maker)
 
 
 def _role_of_users(graph: Graph, statement: Statement) -> Role:

@@ -1,46 +1,12 @@
 """Edit trackers' runs that start inside code that every process runs, or that such code passes on."""
 
-import re
-
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
-from unsloth_ddp.notebook.analyse.main_values import MainValues, chain
+from unsloth_ddp.notebook.analyse.main_values import MainValues, can_be_disabled
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, splats
+from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword
 from unsloth_ddp.notebook.syntax.effects import starts_run
-from unsloth_ddp.notebook.syntax.tree import dotted, full_path
-
-# What tells a tracker something and gives nothing back that training needs.
-_TELLS = re.compile(
-    r"^(wandb|trackio|mlflow|comet_ml|neptune)\.(\w+\.)*"
-    r"(log\w*|alert|watch|save|define_metric|finish|end\w*|set_\w+|autolog|update)$"
-)
-
-
-def can_be_disabled(call: cst.Call, full: str) -> bool:
-    """Return whether a run takes an argument that switches it off: `mode` of W&B."""
-    return full == "wandb.init" and not splats(call)
-
-
-def tells_tracker(small: cst.BaseSmallStatement, graph: Graph) -> bool:
-    """Return whether a line only tells a tracker something: a bare call, or an assignment to a part of its run."""
-    match small:
-        case cst.Expr(value=cst.Call() as call) | cst.Expr(value=cst.Await(expression=cst.Call() as call)):
-            path = dotted(call.func)
-        case cst.Assign(targets=[cst.AssignTarget(target=cst.Attribute() | cst.Subscript() as target)]):
-            base, steps = chain(target)
-            path = ".".join(
-                [base.value if isinstance(base, cst.Name) else "?", *(step for step in steps if step != "[]")]
-            )
-            return path.startswith(("wandb.run.", "wandb.summary", "wandb.config")) or (
-                path.split(".")[0] in graph.run_names and "." in path
-            )
-        case _:
-            return False
-    root, *rest = path.split(".")
-    full = ".".join(["wandb", *rest]) if root in graph.run_names else full_path(path, graph.imports)
-    return bool(_TELLS.match(full)) and not full.endswith(".login")
 
 
 def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:

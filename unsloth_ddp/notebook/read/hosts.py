@@ -121,11 +121,22 @@ _POSITIONAL = 3
 _OF_THE_LAUNCH = {"args", "num_processes", "num_nodes", "use_port", "master_addr", "node_rank"}
 
 
+# Spark's launcher, whose `run` gets a function and its arguments.
+makes_distributor = re.compile(r"(^|\.)(Deepspeed)?TorchDistributor$").search
+
+
 def call_directly(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Return `function(*args)` for `notebook_launcher(function, args, ...)`; other calls are returned unchanged.
 
     A launcher that also chooses a precision is left, and `checks.py` warns of it.
     """
+    match call:
+        case cst.Call(
+            func=cst.Attribute(value=cst.Name(value=name) | cst.Call(func=cst.Name(value=name)), attr=cst.Name("run")),
+            args=[cst.Arg(value=cst.Name() as function, keyword=None), *rest],
+        ) if name in context.distributors or makes_distributor(context.imports.get(name, "")):
+            note = context.edit("once", "call the function itself: the script's launcher has started the processes")
+            return cst.Call(func=function, args=rest), [note]
     if not full_path(dotted(call.func), context.imports).endswith("accelerate.notebook_launcher"):
         return call, []
     plain = [arg for arg in call.args if arg.keyword is None]

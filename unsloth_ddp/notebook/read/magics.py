@@ -13,11 +13,10 @@ from IPython.core import magics
 from IPython.core.alias import default_aliases
 from IPython.core.inputtransformer2 import TransformerManager
 
-from unsloth_ddp.notebook.syntax.ipython import SHELL_CELLS
+from unsloth_ddp.notebook.syntax.ipython import FILE_CELLS, SHELL_CELLS
 
 # The body of these is ordinary Python that runs as part of the notebook.
 PYTHON_CELLS = {"capture", "time", "timeit", "prun", "debug"}
-FILE_CELLS = {"writefile", "file"}
 DISPLAY_CELLS = {"html", "HTML", "javascript", "js", "latex", "markdown", "svg", "SVG"}
 
 _CELL_MAGIC = re.compile(r"^%%(?P<name>[\w!]+)[ \t]*(?P<line>.*)$")

@@ -13,11 +13,17 @@ _OTHER_KERNELS = ("ir", "julia", "scala", "almond", "javascript", "deno", "bash"
 
 def read_notebook(path: Path) -> Notebook:
     """Read the notebook at `path`, or raise NotebookError saying why not."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+        raise NotebookError(f"{path}: is no file; give the path of an .ipynb notebook.")
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise NotebookError(
             f"{path}: cannot be read ({error.strerror}); give the path of an .ipynb notebook."
+        ) from None
+    except RecursionError:
+        raise NotebookError(
+            f"{path}: not a notebook (its JSON is nested too deeply); give one saved as .ipynb."
         ) from None
     except ValueError as error:  # of the encoding, or of JSON
         raise NotebookError(f"{path}: not JSON ({error}); give a notebook saved as .ipynb.") from None

@@ -55,8 +55,34 @@ def _insert(call: cst.Call, new: cst.Arg) -> cst.Call:
         tail = new if isinstance(comma, cst.MaybeSentinel) else new.with_changes(comma=comma)
         args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=_between(call, index)))
         return call.with_changes(args=[*args, tail])
-    args.insert(index, new.with_changes(comma=cst.Comma(whitespace_after=_between(call, index))))
+    earlier = args[index - 1].comma if index else None
+    before = earlier.whitespace_after if isinstance(earlier, cst.Comma) else call.whitespace_before_args
+    between = _between(call, index)
+    if isinstance(before, cst.ParenthesizedWhitespace) and isinstance(between, cst.ParenthesizedWhitespace):
+        between = between.with_changes(empty_lines=before.empty_lines)  # comments stay above their argument
+        before = before.with_changes(empty_lines=[])
+    args.insert(index, new.with_changes(comma=cst.Comma(whitespace_after=between)))
+    if not isinstance(earlier, cst.Comma):
+        return call.with_changes(args=args, whitespace_before_args=before)
+    args[index - 1] = args[index - 1].with_changes(comma=earlier.with_changes(whitespace_after=before))
     return call.with_changes(args=args)
+
+
+def take_comment(call: cst.Call, name: str) -> tuple[cst.Call, str]:
+    """Return a call without the comment behind one of its keyword arguments, and the comment, or ""."""
+    arg = keyword(call, name)
+    if arg is None:
+        return call, ""
+    space = arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else arg.whitespace_after_arg
+    if not isinstance(space, cst.ParenthesizedWhitespace) or space.first_line.comment is None:
+        return call, ""
+    plain = space.with_changes(first_line=cst.TrailingWhitespace())
+    bare = (
+        arg.with_changes(comma=arg.comma.with_changes(whitespace_after=plain))
+        if isinstance(arg.comma, cst.Comma)
+        else arg.with_changes(whitespace_after_arg=plain)
+    )
+    return call.with_changes(args=[bare if a is arg else a for a in call.args]), space.first_line.comment.value
 
 
 def remove_keyword(call: cst.Call, name: str) -> cst.Call:

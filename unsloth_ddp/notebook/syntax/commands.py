@@ -10,10 +10,11 @@ _LAUNCHER = re.compile(
     r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|PET)_"
 )
 _TRAINS = re.compile(
-    r"""(?:^|[;&|(!%'"])\s*(?:[A-Z_]+=\S+\s+|nohup\s+|sudo\s+|env\s+)*(
+    r"""(?:^|[;&|(!%'"])\s*(?:[A-Z_]+=\S+\s+|nohup\s+|sudo\s+|env\s+|time\s+)*(
       torchrun\s | accelerate\s+launch\s | deepspeed\s+\S | (llamafactory-cli|swift|axolotl|trl|tune|autotrain|litgpt)\s+
       (train|sft|dpo|grpo|pt|rlhf|run|llm|finetune\w*)\b | python[\d.]*\s+(-u\s+)?-m\s+(torch\.distributed|axolotl)\S*
-      | python[\d.]*\s+(-u\s+)?\S*(train|finetune|fine_tune|sft|dpo|grpo|run_\w+)\w*\.py\b )""",
+      | python[\d.]*\s+(-u\s+)?\S*(train|finetune|fine_tune|sft|dpo|grpo|run_\w+)\w*\.py\b
+      | (nsys|ncu|rocprof\w*)\s.*?\bpython[\d.]*\s+.*\.py\b )""",
     re.VERBOSE,
 )
 
@@ -40,9 +41,10 @@ def variable_of(node: cst.BaseExpression) -> str:
     return str(key.evaluated_value) if owner.split(".")[-1] in ("environ", "os") else ""
 
 
-def training_line(command: str) -> str:
-    """Return the line of a command that starts a training by itself, or ""."""
-    return _line(command, _TRAINS)
+def training_line(command: str, scripts: frozenset[str] = frozenset()) -> str:
+    """Return the line of a command that starts a training by itself, one of these scripts too; or ""."""
+    starts = re.compile("|".join(rf"\bpython[\d.]*\s+(-\w\s+)*{re.escape(name)}\b" for name in sorted(scripts)) or "$^")
+    return _line(command, _TRAINS) or _line(command, starts)
 
 
 def ending_line(command: str) -> str:

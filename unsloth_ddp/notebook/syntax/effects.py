@@ -91,9 +91,11 @@ _LOGIN = re.compile(
     r"^(huggingface_hub\.(\w+\.)*(notebook_login|login|interpreter_login)|wandb\.login|kagglehub\.login|ee\.Authenticate"
     r"|trackio\.login|comet_ml\.login|mlflow\.login)$"
 )
+# Functions of a tracker use its run, but for those that log in, fetch what was stored, or start trials.
+TRACKERS = r"(wandb|trackio|mlflow|comet_ml|neptune|swanlab|clearml|aim|dvclive)"
 _TRACK = re.compile(
-    r"^(trackio\.init|wandb\.(init|finish|log|watch|alert)|comet_ml\.(init|start|end|get_\w+_experiment)"
-    r"|neptune\.init_run|mlflow\.(?!login$)\w+|huggingface_hub\.(\w+\.)*Repository"
+    rf"^({TRACKERS}\.([a-z]\w*\.)*(?!login$|agent$|sweep$|restore$|load_|download)[a-z]\w*"
+    r"|huggingface_hub\.(\w+\.)*Repository"
     r"|torch\.utils\.tensorboard\.(\w+\.)*SummaryWriter|tensorboardX\.SummaryWriter)$"
 )
 # What these return is the run itself, which no other process can use.
@@ -146,6 +148,8 @@ _SEEDS_ALL = re.compile(
 )
 # Those of tokenizers count words.
 names_trainer = re.compile(r"^(?!(Bpe|WordPiece|WordLevel|Unigram)Trainer$)([A-Z]\w*)?Trainer$").match
+# The libraries and classes of Keras.
+is_keras = re.compile(r"^(\w*keras\w*|tensorflow)(\.|$)|(^|\.)TF[A-Z]\w*(\.from_pretrained)?$").search
 # Libraries whose trainings run on machines of their own.
 is_remote = re.compile(r"^(sagemaker|kubeflow|vertexai|google\.cloud\.aiplatform|azure\.ai\.ml|ray\.train)\.").match
 REMOTE_STARTS = {"train", "fit", "deploy", "run", "submit", "create_job"}
@@ -211,6 +215,7 @@ def call_effects(site: CallSite, full: str, trainers: set[str], classes: Trainer
     if tail in ("for_inference", "for_training"):
         return {Effect.MODE}
     found = {effect for effect, pattern in _BY_PATH.items() if pattern.search(full)}
+    found -= {Effect.TRACK} if site.passed else set()  # a value of a run, which is not called
     if tail == "backward" and site.is_method:
         found.add(Effect.LOOP)
     # "." also where a library's function was imported under its own name; not for a function of the notebook
@@ -267,7 +272,7 @@ def _is_data(site: CallSite, full: str) -> bool:
 
 
 def _writes_file(site: CallSite, full: str) -> bool:
-    if full in ("open", "io.open", "codecs.open") or (site.tail == "open" and site.root == "?"):
+    if site.tail in ("open", "File", "GFile"):
         return any(_is_write_mode(arg) for arg in site.node.args)
     if site.tail in ("to_csv", "to_json", "to_sql"):
         return bool(site.node.args)

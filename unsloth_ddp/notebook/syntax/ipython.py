@@ -3,6 +3,7 @@
 import ast
 import re
 from dataclasses import dataclass
+from functools import cache
 
 import libcst as cst
 from IPython.utils.text import DollarFormatter
@@ -34,6 +35,7 @@ _TAKES_VALUE = {
 
 # Cell magics that give their body to another program.
 PROGRAMS = {name: name for name in ("python3", "python2", "perl", "ruby", "pypy")} | {"python": "python3"}
+FILE_CELLS = {"writefile", "file"}
 SHELL_CELLS = {"bash", "sh", "script", "shell", "system", "sx", "!", *PROGRAMS}
 
 _MANAGERS = ("pip", "conda", "mamba", "uv")  # of packages, whose magics run a command
@@ -108,7 +110,7 @@ def _is_literal(node: cst.BaseExpression) -> bool:
     return isinstance(node, cst.SimpleString | cst.ConcatenatedString) and isinstance(node.evaluated_value, str)
 
 
-_RUNNERS = {"run", "call", "check_call", "check_output", "system", "Popen"}
+RUNNERS = {"run", "call", "check_call", "check_output", "system", "Popen"}
 
 
 def command_of(node: cst.BaseExpression) -> str:
@@ -119,7 +121,7 @@ def command_of(node: cst.BaseExpression) -> str:
     if not isinstance(node, cst.Call) or not node.args or not isinstance(node.func, cst.Attribute | cst.Name):
         return ""
     name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
-    if name.value not in _RUNNERS:
+    if name.value not in RUNNERS:
         return ""
     first = node.args[0].value
     if isinstance(first, cst.Call) and isinstance(first.func, cst.Attribute) and first.func.attr.value == "split":
@@ -159,8 +161,11 @@ class _Piece:
     conversion: str = ""
 
 
+@cache
 def _pieces(command: str) -> list[_Piece] | None:
     """Split a command as IPython's formatter does; None where it would leave the command as it stands."""
+    if "{" not in command and "$" not in command:
+        return None  # what IPython would leave, and its formatter takes long over
     pieces: list[_Piece] = []
     try:
         for literal, field, spec, conversion in DollarFormatter().parse(command):
@@ -265,6 +270,7 @@ def is_install(command: str) -> bool:
     return bool(_INSTALLERS.match(command.strip() + " "))
 
 
+@cache
 def without_installs(command: str) -> tuple[str, list[str]]:
     """Return a shell command without its installs, and the requirements that those named."""
     kept: list[tuple[str, str]] = []

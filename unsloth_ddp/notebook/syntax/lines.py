@@ -45,7 +45,7 @@ class LineEditor(cst.CSTTransformer):
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.BaseStatement:
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         notes = self._open.pop()
         if not updated_node.body:
             updated_node = updated_node.with_changes(body=[cst.Pass()], trailing_whitespace=cst.TrailingWhitespace())

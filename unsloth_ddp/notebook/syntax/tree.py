@@ -1,7 +1,11 @@
 """Answer small questions about names and syntax trees."""
 
 import builtins
+import dataclasses
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import libcst as cst
 
@@ -20,11 +24,21 @@ HARMLESS = {
 _LEAVES = ("save", "push_to_hub", "print", "show", "log", "to_", "export", "plot", "describe", "head", "info")
 
 
+_NO_CODE = re.compile(
+    "whitespace|[lr](par|brace|bracket)|lines|header|footer|semicolon|comma|colon|equal|newline|indent"
+)
+
+
 def is_false(test: cst.BaseExpression) -> bool:
     """Return whether a condition is a literal that is never true, so that its block is dead."""
     if isinstance(test, cst.Name):
         return test.value in ("False", "None")
     return isinstance(test, cst.Integer) and test.value == "0"
+
+
+def is_dead(node: cst.BaseStatement) -> bool:
+    """Return whether a statement is an `if False:` without an else."""
+    return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
 
 
 def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
@@ -33,10 +47,31 @@ def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield a node and its parts at whatever depth."""
-    yield node
-    for part in node.children:
-        yield from walk(part)
+    """Yield a node and its parts at whatever depth, without whitespace and punctuation."""
+    queue = [node]
+    while queue:
+        node = queue.pop()
+        yield node
+        parts: list[cst.CSTNode] = []
+        for name in _parts_of(type(node)):
+            value = getattr(node, name)
+            if isinstance(value, cst.CSTNode):
+                parts.append(value)
+            elif isinstance(value, list | tuple):
+                parts += value
+        queue += reversed(parts)
+
+
+@cache
+def _parts_of(kind: type[cst.CSTNode]) -> list[str]:
+    """Return the fields of a kind of node that hold code; `children` of libcst is slow."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return [name for name in names if not _NO_CODE.search(name)]
+
+
+def names_in(node: cst.CSTNode) -> Counter[str]:
+    """Return how often each name stands in code."""
+    return Counter(part.value for part in walk(node) if isinstance(part, cst.Name))
 
 
 def dotted(node: cst.BaseExpression) -> str:

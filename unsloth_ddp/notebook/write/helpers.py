@@ -123,11 +123,17 @@ def accumulation_steps(global_batch, per_device, multiple=1):
     steps = max(1, round(global_batch / (at_once * unit))) * unit
     if IS_MAIN and steps * at_once != global_batch:
         print(f"Global batch {steps * at_once} instead of {global_batch}: WORLD_SIZE {WORLD_SIZE} does not divide it.")
+    accumulation_steps.shared.add((per_device, steps))
     return steps
+
+
+accumulation_steps.shared = set()  # batches that are shared among the processes already
 # %% batch_per_process
 def batch_per_process(batch, accumulation, least=1):
-    """Return the notebook's batch, or as much of its global batch as falls to one process."""
-    return max(min(least, batch), min(batch, batch * accumulation // WORLD_SIZE))
+    """Return the notebook's batch, or as much of it as divides what falls to one process of the global batch."""
+    share = max(1, batch * accumulation // WORLD_SIZE)
+    sizes = [size for size in range(min(least, batch), batch + 1) if share % size == 0]
+    return max(sizes, default=max(min(least, batch), min(batch, share)))
 # %% generation_batch
 def generation_batch(batch, accumulation, generations):
     """Return the global batch; Unsloth raises a batch that holds no whole group of generations."""
@@ -139,48 +145,45 @@ def default_of(config, name, otherwise):
     parameter = inspect.signature(config).parameters.get(name)
     return parameter.default if parameter and isinstance(parameter.default, int) else otherwise
 # %% ddp_settings
-def ddp_settings(config):
-    """Return the settings that DDP needs, as far as the installed release has them."""
+def ddp_settings(config, search=False):
+    """Return the settings that DDP needs, as far as the installed release has them; None leaves the search to it."""
     made = [kind.__init__ for kind in config.__mro__] if isinstance(config, type) else [config]
     known = {name for function in made for name in inspect.signature(function).parameters}
     if IS_MAIN and WORLD_SIZE > 1 and "average_tokens_across_devices" not in known:
         print("This release averages the loss on each process separately, so rows weigh less beside long ones.")
-    wanted = {"ddp_find_unused_parameters": False, "average_tokens_across_devices": True}
-    return {name: value for name, value in wanted.items() if name in known}
+    wanted = {"ddp_find_unused_parameters": search, "average_tokens_across_devices": True}
+    return {name: value for name, value in wanted.items() if name in known and value is not None}
+# %% shared_batch_of
+def shared_batch_of(batch, accumulation, per_device, generations):
+    """Return a process's batch and its accumulation; those that this script has shared already stay."""
+    if (batch, accumulation) in accumulation_steps.shared:
+        return batch, accumulation
+    per_device = per_device or batch_per_process(batch, accumulation)
+    return per_device, accumulation_steps(batch * accumulation, per_device, generations or 1)
 # %% ddp_arguments
-def ddp_arguments(config, per_device, arguments):
+def ddp_arguments(config, per_device, arguments, search=False):
     """Return a config's arguments, given as a dict, with those that DDP needs and that the config has."""
+    settings = ddp_settings(config, search)
     if not {"per_device_train_batch_size", "kwargs"} & set(inspect.signature(config).parameters):
-        return {**arguments, **ddp_settings(config)}
-    settings = ddp_settings(config)
-    if len(settings) == 2 and all(arguments.get(name) is value for name, value in settings.items()):
-        return arguments  # of arguments that this script has made: their batch is shared already
+        return {**arguments, **settings}
     batch = arguments.get("per_device_train_batch_size") or default_of(config, "per_device_train_batch_size", 8)
     steps = arguments.get("gradient_accumulation_steps") or default_of(config, "gradient_accumulation_steps", 1)
-    per_device = per_device or batch_per_process(batch, steps)
-    return {
-        **arguments,
-        "per_device_train_batch_size": per_device,
-        "gradient_accumulation_steps": accumulation_steps(
-            batch * steps, per_device, arguments.get("num_generations") or 1
-        ),
-        **settings,
-    }
+    batch, steps = shared_batch_of(batch, steps, per_device, arguments.get("num_generations"))
+    shared = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
+    return {**arguments, **shared, **settings}
 # %% ddp_configured
-def ddp_configured(args, per_device):
-    """Return a trainer's arguments with what DDP needs, unless this script made them with it."""
-    if getattr(args, "ddp_find_unused_parameters", False) is None:
-        batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        args.per_device_train_batch_size = per_device or batch_per_process(batch, steps)
-        args.gradient_accumulation_steps = accumulation_steps(
-            batch * steps, args.per_device_train_batch_size, getattr(args, "num_generations", None) or 1
-        )
-        if hasattr(args, "generation_batch_size"):  # computed from the others when the arguments were made
-            args.steps_per_generation = args.gradient_accumulation_steps
-            at_once = args.per_device_train_batch_size * WORLD_SIZE
-            args.generation_batch_size = at_once * args.steps_per_generation
-        for name, value in ddp_settings(type(args)).items():
-            setattr(args, name, value)
+def ddp_configured(args, per_device, search=False):
+    """Return a trainer's arguments with what DDP needs."""
+    if not hasattr(args, "per_device_train_batch_size"):
+        return args
+    batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    batch, steps = shared_batch_of(batch, steps, per_device, getattr(args, "num_generations", None))
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = batch, steps
+    if hasattr(args, "generation_batch_size"):  # computed from the others when the arguments were made
+        args.steps_per_generation = steps
+        args.generation_batch_size = batch * WORLD_SIZE * steps
+    for name, value in ddp_settings(type(args), search).items():
+        setattr(args, name, value)
     return args
 # %% split_batches
 def split_batches():

@@ -10,9 +10,7 @@ from unsloth_ddp.notebook.syntax.effects import is_loader_call
 from unsloth_ddp.notebook.syntax.tree import dotted
 
 _MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
-_SPREADS = {
-    '"auto"', "'auto'", '"balanced"', "'balanced'", '"balanced_low_0"', '"sequential"', '"unsloth"', "'unsloth'",
-}  # fmt: skip
+_SPREADS = {"auto", "balanced", "balanced_low_0", "sequential"}
 _ON_CPU = re.compile(r"""(\{\s*["']{2}\s*:\s*)?(torch\.device\()?["']cpu["']\)?(\s*,?\s*\})?""")
 
 
@@ -57,16 +55,37 @@ def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext) -> tu
         note = context.edit("load", "load the whole model on this process's GPU, whatever the dict says")
         return call.with_changes(args=[*args, cst.Arg(value=value, star="**")]), note
     was = code(old.value) if old is not None else ""
-    return set_keyword(call, "device_map", target), _note(was, context)
+    return set_keyword(call, "device_map", target), _note(was, call, context)
 
 
-def _note(was: str, context: ConversionContext) -> str:
-    if was in _SPREADS and "unsloth" not in was:
+def _note(was: str, call: cst.Call | None, context: ConversionContext) -> str:
+    if _spreads(was, call, context):
         return context.warn(
-            "model parallel", f"device_map was {was}, which spreads a model: it must now fit on one GPU"
+            "model parallel", f"device_map was {was}, which spreads this model: it must now fit on one GPU"
         )
     given = f" (device_map was {was})" if was else ""
     return context.edit("load", f"load the whole model on this process's GPU{given}")
+
+
+# "auto" takes one GPU where the model fits on it.
+_SIZE = re.compile(r"(?<![\d.])(?:(\d+)x)?(\d+(?:\.\d+)?)b(?![a-z])", re.IGNORECASE)
+_LARGEST_GPU = 80  # GB
+
+
+def _spreads(was: str, call: cst.Call | None, context: ConversionContext) -> bool:
+    """Return whether a device map puts a model that training uses on several GPUs: by its name or the model's size."""
+    if was.strip("\"'") not in _SPREADS or context.on_one_process:
+        return False
+    if "auto" not in was:
+        return True
+    if call is None or not call.args:
+        return False
+    given = keyword(call, "pretrained_model_name_or_path") or keyword(call, "model_name") or call.args[0]
+    name = context.texts.get(code(given.value), code(given.value))
+    sizes = [float(count or 1) * float(billions) for count, billions in _SIZE.findall(name)]
+    text = name + code(call)
+    bytes_each = 0.6 if re.search("4bit|quantization_config|awq|gptq|int4", text, re.IGNORECASE) else 2
+    return keyword(call, "max_memory") is not None or max(sizes, default=0) * bytes_each > _LARGEST_GPU
 
 
 def edit_data_parallel(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
@@ -85,7 +104,7 @@ def edit_dict_call(call: cst.Call, full: str, context: ConversionContext) -> tup
     old = keyword(call, "device_map") if dotted(call.func) == "dict" else None
     if old is None or _stays(code(old.value)):
         return call, []
-    return set_keyword(call, "device_map", _this_gpu(context)), [_note(code(old.value), context)]
+    return set_keyword(call, "device_map", _this_gpu(context)), [_note(code(old.value), None, context)]
 
 
 def edit_dict_element(element: cst.DictElement, context: ConversionContext) -> tuple[cst.DictElement, list[str]]:
@@ -93,7 +112,7 @@ def edit_dict_element(element: cst.DictElement, context: ConversionContext) -> t
     was = code(element.value)
     if code(element.key) not in ('"device_map"', "'device_map'") or _stays(was):
         return element, []
-    return element.with_changes(value=cst.parse_expression(_this_gpu(context))), [_note(was, context)]
+    return element.with_changes(value=cst.parse_expression(_this_gpu(context))), [_note(was, None, context)]
 
 
 def _stays(device_map: str) -> bool:

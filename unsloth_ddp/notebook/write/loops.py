@@ -15,6 +15,7 @@ from unsloth_ddp.notebook.syntax.lines import lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import contains, dotted, root_names
 from unsloth_ddp.notebook.syntax.usage import CallSite
+from unsloth_ddp.notebook.write.config import whole_batch
 
 _SHARED = (
     "a loop by hand: each process takes its part of every batch, and the gradients are averaged; "
@@ -73,6 +74,7 @@ class _Sharer(cst.CSTTransformer):
             return updated_node
         notes = [self.context.edit("loop", _SHARED)]
         notes += [self.context.warn("loop", text) for text in self.loop.warnings]
+        notes += [self.context.warn("contrastive", whole_batch(self.context))] if self.context.batch_term else []
         return cst.FlattenSentinel([lead(self._line("same_weights"), notes), updated_node])
 
     def _line(self, helper: str) -> cst.SimpleStatementLine:

@@ -6,12 +6,11 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Role, Statement
-from unsloth_ddp.notebook.analyse.main_values import send_values
-from unsloth_ddp.notebook.analyse.roles import removes_files
-from unsloth_ddp.notebook.analyse.tracked_runs import can_be_disabled, edit_run, tells_tracker
+from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.main_values import can_be_disabled, send_values
+from unsloth_ddp.notebook.analyse.tracked_runs import edit_run
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax.arguments import code, keyword, with_value
+from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.effects import Effect, is_remote, is_trainer_call, starts_run
 from unsloth_ddp.notebook.syntax.ipython import (
     IPythonCall,
@@ -20,13 +19,14 @@ from unsloth_ddp.notebook.syntax.ipython import (
     ipython_call,
     without_installs,
 )
-from unsloth_ddp.notebook.syntax.lines import LineEditor, Small, comment_line, lead
+from unsloth_ddp.notebook.syntax.lines import Small, comment_line, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import contains, dotted, full_path, is_false, walk
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, full_path
 from unsloth_ddp.notebook.syntax.usage import CallSite
 from unsloth_ddp.notebook.write import load
 from unsloth_ddp.notebook.write.calls import edit_command, edit_generator, edit_login, edit_seed
 from unsloth_ddp.notebook.write.config import edit_config, edit_trainer, is_config_call
+from unsloth_ddp.notebook.write.guards import BlockGuards, elsewhere, guards_inside
 from unsloth_ddp.notebook.write.loops import edit_accelerated
 
 _NOT_TWICE = "the script shares the batch among the processes, so the notebook's own division is left out"
@@ -35,7 +35,7 @@ _NOT_TWICE = "the script shares the batch among the processes, so the notebook's
 def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
     """Return the statement's syntax tree with its edits, and comments above the changed lines."""
     node = send_values(statement, graph, context)
-    guarded, trains = _guards_inside(statement, graph)
+    guarded, trains = guards_inside(statement, graph)
     context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
     editor = _Rewriter(context, graph, guarded, trains, node)
     new = node.visit(editor)
@@ -43,16 +43,11 @@ def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> c
     return lead(new, editor.outer)
 
 
-class _Rewriter(LineEditor):
+class _Rewriter(BlockGuards):
     def __init__(
         self, context: ConversionContext, graph: Graph, guarded: set[Effect], trains: bool, original: cst.CSTNode
     ) -> None:
-        super().__init__()
-        self.context, self.graph, self.guarded, self.trains = context, graph, guarded, trains
-        self.objects = _own_objects(original)
-        self.of_class = isinstance(original, cst.ClassDef)
-        self.nested = 0
-        self.dead = 0
+        super().__init__(context, graph, guarded, trains, original)
         self.formatted = 0
         self.callbacks: list[bool] = []
         self.entered: set[int] = set()  # calls that a `with` enters on the main process only
@@ -99,9 +94,7 @@ class _Rewriter(LineEditor):
         if Effect.FILE not in self.graph.effects_of(collect(line)):
             return updated_node
         self.note(self.context.edit("save", "one process on each node writes this file"))
-        given = keyword(made, "file") or made.args[0]
-        path = f"{code(given.value)} if {self.context.names['LOCAL_RANK']} == 0 else os.devnull"
-        return updated_node.with_changes(value=with_value(made, given, cst.parse_expression(path)))
+        return updated_node.with_changes(value=elsewhere(made, f"{self.context.names['LOCAL_RANK']} == 0"))
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
         element, notes = load.edit_dict_element(updated_node, self.context)
@@ -132,7 +125,7 @@ class _Rewriter(LineEditor):
         return updated_node
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.BaseStatement:
-        super().leave_FunctionDef(original_node, updated_node)
+        updated_node = super().leave_FunctionDef(original_node, updated_node)  # type: ignore[assignment]
         if not (self.callbacks and self.callbacks[-1] and self.depth == 0 and _decides(original_node)):
             return updated_node
         note = comment_line(self.context.edit("callback", "the main process decides for all: each has its own clock"))
@@ -240,82 +233,6 @@ class _Rewriter(LineEditor):
         self.note(self.context.edit("await", "a script has no running event loop"))
         return cst.parse_expression(f"{self.context.names['run_async']}({code(updated_node.expression)})")
 
-    # Guards inside blocks --------------------------------------------------------------------------------------------
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self.nested += 1
-
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        self.nested -= 1
-        return updated_node
-
-    def visit_If_body(self, node: cst.If) -> None:
-        self.dead += is_false(node.test)
-
-    def leave_If_body(self, node: cst.If) -> None:
-        self.dead -= is_false(node.test)
-
-    def finish_line(self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine) -> cst.BaseStatement:
-        """Guard a nested line that saves or runs a command, where the block around it runs on every process."""
-        if not self.nested or self.dead or self.context.on_one_process:
-            return line
-        if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr | cst.Assign):
-            return line
-        names = self.context.names
-        if tells_tracker(original.body[0], self.graph):
-            return _guard(line, names["IS_MAIN"])
-        if isinstance(line.body[0], cst.Assign):
-            return line
-        magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None
-        if magic is not None:
-            return _guard(line, f"{names['LOCAL_RANK']} == 0") if magic.command and not self.depth else line
-        return self._guarded(original, line)
-
-    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.BaseStatement:
-        """Guard a nested `with open(..., "w")` that leaves nothing behind but its file."""
-        if not self.nested or self.dead or self.context.on_one_process:
-            return updated_node
-        usage = collect(original_node)
-        named = {code(item.asname.name) for item in original_node.items if item.asname is not None}
-        loops = {name for part in original_node.body.body if isinstance(part, cst.For) for name in collect(part).writes}
-        leaves = (usage.writes | usage.mutates) - named - loops
-        jumps = contains(
-            original_node, lambda part: isinstance(part, cst.Return | cst.Break | cst.Continue | cst.Yield)
-        )
-        return updated_node if leaves or jumps else self._guarded(original_node, updated_node)
-
-    def _reaches_memory(self, node: cst.BaseStatement) -> bool:
-        """Return whether a line writes into an object that the code made: a buffer, or a file opened outside the line."""
-        given = {arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)}
-        return isinstance(node, cst.SimpleStatementLine) and bool(given & self.objects)
-
-    def _guarded(self, original: cst.BaseStatement, made: _Nested) -> cst.BaseStatement:
-        """Return a part of a block under the guard that its effects need, if any."""
-        effects = self.graph.effects_of(collect(original))
-        if not effects & self.guarded or effects & (TOGETHER | {Effect.STATE}):
-            return made
-        if self.trains and self.of_class and effects & self.guarded == {Effect.FILE} and not removes_files(original):
-            return made  # a method may write what another reads on every process
-        if not self.trains and (effects - _ON_ONE - {Effect.PRINT} or self._reaches_memory(original)):
-            return made
-        on_node = not self.trains and Effect.SAVE not in effects
-        who = "one process on each node does this" if on_node else "only the main process does this"
-        what = (
-            "only the main process saves, inside a block that trains" if self.trains else f"{who}, inside what all run"
-        )
-        test = f"{self.context.names['LOCAL_RANK']} == 0" if on_node else self.context.names["IS_MAIN"]
-        return lead(_guard(made, test), [self.context.edit("save", what)])
-
-
-_Nested = cst.SimpleStatementLine | cst.With
-
-
-def _guard(line: _Nested, test: str) -> cst.If:
-    body = cst.IndentedBlock(body=[line.with_changes(leading_lines=[])])
-    return cst.If(test=cst.parse_expression(test), body=body, leading_lines=line.leading_lines)
-
 
 def _decides(node: cst.FunctionDef) -> bool:
     """Return whether a callback's method sets a flag of its control (`control.should_training_stop = True`)."""
@@ -327,63 +244,3 @@ def _sets_flag(node: cst.CSTNode) -> bool:
         case cst.AssignTarget(target=cst.Attribute(attr=cst.Name(value=name))):
             return name.startswith("should_")
     return False
-
-
-# What stays on one process ---------------------------------------------------------------------------------------------
-
-_GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
-# What one process does of a statement that all run: the others wait for their turn, or do without.
-_ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
-
-
-def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
-    """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
-    if statement.role not in (Role.ALL, Role.FIRST) or isinstance(statement.node, cst.SimpleStatementLine):
-        return set(), False
-    match statement.node:
-        case cst.ClassDef(name=cst.Name(value=name)):
-            # A trainer asks for itself who saves.
-            own_way = name in graph.trainer_classes
-            called = any(base.endswith("Callback") for base in graph.functions[name].bases)
-            effects = graph.effects_inside(name)
-            if (called or effects & TOGETHER) and not own_way:
-                return effects & _GUARDED, True
-            return effects & _ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
-        case cst.FunctionDef(name=cst.Name(value=name)):
-            effects = graph.function_effects.get(name, set())
-            reaches = not effects & TOGETHER and _runs_everywhere(name, graph)
-        case _:
-            effects, reaches = statement.effects, statement.needed or Effect.STATE in statement.effects
-    if effects & TOGETHER:
-        return _GUARDED if effects & _GUARDED else set(), True
-    return effects & _ON_ONE if reaches else set(), False
-
-
-def _runs_everywhere(name: str, graph: Graph) -> bool:
-    """Return whether a statement that all processes run for what it gives the training runs one of the functions.
-
-    In one that trains, a line that only calls the function is under a guard, and one that takes its value is not. What
-    makes a temporary folder has one on each process, and its files with it.
-    """
-    own = graph.functions[name]
-    if any(graph.full_path(site).startswith("tempfile.") for site in own.calls):
-        return False
-    trains = [s.usage for s in graph.statements if s.effects & TOGETHER]
-    trains += [body for body in graph.functions.values() if graph.effects_of(body) & TOGETHER]
-    if any(site.path == name and not site.bare for usage in trains for site in usage.calls):
-        return True
-    return any(
-        body is own
-        for statement in graph.statements
-        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & TOGETHER
-        if statement.needed or Effect.STATE in statement.effects
-        for body in graph.bodies_run(statement.usage)
-    )
-
-
-def _own_objects(node: cst.CSTNode) -> set[str]:
-    """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
-    assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
-    made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
-    items = [item for item in walk(node) if isinstance(item, cst.WithItem)]
-    return made | {code(item.asname.name) for item in items if item.asname is not None}

@@ -80,12 +80,11 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
         quiet = context.edit("print", "code that every process runs prints on the main process only")
     if any(NAMESPACE in graph.stores_of(s.usage) for s in graph.statements if s.role is not Role.DROP):
         context.names.used.add("keep_names")
-    unsloth = any(path.split(".")[0] == "unsloth" for path in context.imports.values())
-    needs_gpu = unsloth or f'{{"": {context.names["LOCAL_RANK"]}}}' in body or _moves_to_gpu(graph)
+    needs_gpu = context.unsloth or f'{{"": {context.names["LOCAL_RANK"]}}}' in body or _moves_to_gpu(graph)
     device, body = _place_device(render_device(context.names, needs_gpu=needs_gpu), body)
     environment = _hoisted(graph, first)
     hashes = _orders_by_hash(body)
-    region = render_region(context.names, environment, quiet, device, unsloth=unsloth, hashes=hashes)
+    region = render_region(context.names, environment, quiet, device, unsloth=context.unsloth, hashes=hashes)
     return _header(context, notes) + "".join(future) + region + "\n" + body
 
 

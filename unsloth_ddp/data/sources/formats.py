@@ -355,6 +355,8 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
     images = place_images(messages, column)
     if column is None and not images and any(MARKER in str(message["content"]) for message in messages):
         unread.append(f"{MARKER} in texts of rows without a column images")
+    elif images and any(m["role"] == "assistant" and MARKER in str(m["content"]) for m in messages):
+        unread.append(f"{MARKER} in answers, where it is text")
     contents = [(str(i), message["content"]) for i, message in enumerate(messages)]
     # JSON, in which examples are stored, has only texts as keys.
     parts = {

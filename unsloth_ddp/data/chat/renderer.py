@@ -14,7 +14,7 @@ from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, too
 from unsloth_ddp.data.chat.parts import REPEATED, Markup, Part, StandIn, stand_in
 from unsloth_ddp.data.chat.scaffold import Places, Scaffold, Slot, not_found_in, places_in, scaffold_of
 from unsloth_ddp.data.chat.template import ChatTemplate, Span, TemplatePair
-from unsloth_ddp.data.chat.turn_spans import SpanFinder, Written
+from unsloth_ddp.data.chat.turn_spans import SpanFinder, Written, same_prompt
 from unsloth_ddp.data.chat.variants import variants
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
@@ -81,6 +81,11 @@ class RenderedChat:
     unread_keys: tuple[str, ...] = ()
     # How many things another form of the row may render better.
     faults: int = 0
+
+    @property
+    def prompt(self) -> str:
+        """The text before what is supervised."""
+        return self.text[: self.spans[0][0]] if self.spans else self.text
 
 
 @dataclass(frozen=True)
@@ -304,7 +309,39 @@ class ChatRenderer:
                 rendered = _read_best(self.training, example)
             except Exception:
                 raise error from None
-        return replace(rendered, notes=(*rendered.notes, "training"))
+        return self._told(rendered, self.training)
+
+    def _told(self, rendered: RenderedChat, reader: RowReader) -> RenderedChat:
+        """Return a rendered chat with a note if it is TRL's variant that rendered it."""
+        return replace(rendered, notes=(*rendered.notes, "training")) if reader is self.training else rendered
+
+
+    def render_pair(self, chosen: Example, rejected: Example) -> tuple[RenderedChat, RenderedChat]:
+        """Render both rows of a pair with one template and in one form, so that they have the same prompt.
+
+        Raises:
+            UserError: no form gives both the same prompt.
+        """
+        found: list[tuple[RenderedChat, RenderedChat]] = []
+        for reader in filter(None, (self.own, self.training)):
+            forms = (
+                variants(one, reader.prints_bare, reader.image_token, beside=other)
+                for one, other in ((chosen, rejected), (rejected, chosen))
+            )
+            for form in zip(*forms, strict=True):
+                try:
+                    one, other = map(reader.read, form)
+                except Exception:
+                    continue
+                if same_prompt(one.prompt, other.prompt):
+                    found.append((self._told(one, reader), self._told(other, reader)))
+        if not found:
+            raise UserError(
+                "the chat template renders the prompt differently before the two answers, for example without the reasoning of earlier "
+                "turns before one of them; write both answers in the same form (both with reasoning or none), take the reasoning out of "
+                "the prompt, or give another template with --chat_template."
+            )
+        return min(found, key=lambda pair: pair[0].faults + pair[1].faults)
 
 
 def _read_best(reader: RowReader, example: Example) -> RenderedChat:

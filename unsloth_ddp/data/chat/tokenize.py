@@ -10,11 +10,12 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
-from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
-from unsloth_ddp.data.chat.renderer import ChatRenderer
+from unsloth_ddp.data.chat.renderer import ChatRenderer, RenderedChat
 from unsloth_ddp.data.chat.template import TRAINING, Span, template_pair
+from unsloth_ddp.data.chat.turn_spans import same_prompt
 from unsloth_ddp.data.chat.variants import as_list_of_parts
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example
@@ -38,6 +39,7 @@ class EncodedRow:
         images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
         pixels: numbers of its images, as the model takes them.
         cuts_image: whether the row was cut before the end of its last image.
+        prompt: the rendered text before what is supervised, of a row that is not plain text.
     """
 
     input_ids: list[int]
@@ -54,6 +56,7 @@ class EncodedRow:
     image_end: int = 0
     pixels: int = 0
     cuts_image: bool = False
+    prompt: str = ""
 
 
 class Encoder:
@@ -106,13 +109,30 @@ class Encoder:
             image_token=self.processing.image_token if self.processing else None,
         )
 
-    def encode(self, example: Example) -> EncodedRow:
+    def encode_pair(self, chosen: Example, rejected: Example) -> tuple[EncodedRow, EncodedRow]:
+        """Tokenize both rows of a pair, without cutting them; the tokens before their answers are the same.
+
+        Raises:
+            UserError: see encode; the template renders their prompt in two ways.
+        """
+        rows = self.encode(chosen), self.encode(rejected)
+        renderer = self.renderers[bool(chosen.tools)]
+        if chosen.text is None and renderer and not same_prompt(*(row.prompt for row in rows)):
+            chats = renderer.render_pair(chosen, rejected)
+            rows = self.encode(chosen, chats[0]), self.encode(rejected, chats[1])
+        supervise_from_same_token([(row.input_ids, row.labels) for row in rows])
+        return rows
+
+    def encode(self, example: Example, chat: RenderedChat | None = None) -> EncodedRow:
         """Tokenize one example, without cutting it.
+
+        Args:
+            chat: the example as it is rendered; by default in the form that suits it best.
 
         Raises:
             UserError: the chat template cannot render the example, or the assistant's spans cannot be found.
         """
-        encoded = self._encode_chat(example) if example.text is None else self._encode_text(example)
+        encoded = self._encode_text(example) if example.text is not None else self._encode_chat(example, chat)
         if not encoded.input_ids:
             raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
         if has_empty_answer(example):
@@ -162,12 +182,12 @@ class Encoder:
             ) from None
         return list(encoded["input_ids"]), encoded["offset_mapping"]
 
-    def _encode_chat(self, example: Example) -> EncodedRow:
+    def _rendered(self, example: Example) -> RenderedChat:
         renderer = self.renderers[bool(example.tools)]
         if renderer is None:
             raise UserError(self._without_template())
         try:
-            chat = renderer.render(example)
+            return renderer.render(example)
         except UserError:
             raise
         except TemplateOverrun as error:
@@ -177,6 +197,9 @@ class Encoder:
                 f"the chat template cannot render the row ({' '.join(str(error).split())}); change the row, or give "
                 "another template with --chat_template."
             ) from None
+
+    def _encode_chat(self, example: Example, chat: RenderedChat | None) -> EncodedRow:
+        chat = chat or self._rendered(example)
         text, spans, images, pixels = chat.text, chat.spans, [], 0
         if self.processing and example.images:
             expanded = self.processing.expand(text, example.images)
@@ -194,7 +217,7 @@ class Encoder:
             last_is_trained = len(example.messages) - 1 not in example.left_out
             ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, last_is_trained]
         encoded = self._encoded(ids, offsets, text, keep)
-        encoded.notes, encoded.unread_keys = chat.notes, chat.unread_keys
+        encoded.notes, encoded.unread_keys, encoded.prompt = chat.notes, chat.unread_keys, chat.prompt
         if images:
             encoded.images, encoded.rendered, encoded.pixels = example.images, chat.text, pixels
             encoded.image_end = max(position for position, shown in enumerate(of_image) if shown) + 1
@@ -328,14 +351,13 @@ def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRo
         UserError: see Encoder.encode.
     """
     if example.rejected is None:
-        row = _encode_and_cut(encoder, example, max_length)
+        row = _cut(encoder.encode(example), max_length)
         row.desirable = [] if example.desirable is None else [int(example.desirable)]
         return row
-    return _join_pair(*(_encode_and_cut(encoder, one, max_length) for one in (example, example.rejected)))
+    return _join_pair(*(_cut(row, max_length) for row in encoder.encode_pair(example, example.rejected)))
 
 
-def _encode_and_cut(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:
-    row = encoder.encode(example)
+def _cut(row: EncodedRow, max_length: int) -> EncodedRow:
     if len(row.input_ids) > max_length:
         row.cuts_image = row.image_end > max_length
         row.input_ids, row.labels = row.input_ids[:max_length], row.labels[:max_length]

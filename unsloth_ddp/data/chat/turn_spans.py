@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Literal, NamedTuple
 
 from unsloth_ddp.data.chat.parts import closes
@@ -328,6 +329,14 @@ def shared(one: str, other: str) -> tuple[int, int]:
             length = here - begun.start() if begun else 0
             return here - length, there - length
     return here, there
+
+
+def same_prompt(one: str, other: str) -> bool:
+    """Return whether two texts are the same but for tags at the end, such as a block that one answer lacks."""
+    common = commonprefix((one, other)) if one != other else one
+    begun = BEGUN_TAG.search(common)
+    end = begun.start() if begun else len(common)
+    return one == other or not any(TAG.sub("", text[end:]).strip() for text in (one, other))
 
 
 def _after_prompt(span: Span, begins: list[int]) -> Span:

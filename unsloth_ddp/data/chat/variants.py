@@ -10,26 +10,35 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 
 
-def variants(example: Example, prints_bare: Callable[[], bool], image_token: str | None = None) -> Iterator[Example]:
+def variants(
+    example: Example,
+    prints_bare: Callable[[], bool],
+    image_token: str | None = None,
+    *,
+    beside: Example | None = None,
+) -> Iterator[Example]:
     """Yield a row with its content parts, as it is, and then in the forms that may suit a template that cannot render it so.
 
     Args:
         image_token: what stands for an image in the text that the model's processor takes.
         prints_bare: whether the template prints a text in arguments without quotation marks, as it prints a number.
+        beside: the other row of a pair, which then has the same forms in the same order.
     """
     given = example
-    if example.parts:
+    messages = [*example.messages, *(beside.messages if beside else ())]
+    has_parts = bool(example.parts or (beside and beside.parts))
+    if has_parts:
         yield _with_parts(example, as_list_of_parts)
     if example.images:
         yield _in_parts_only(example)
         example = _with_parts(example, lambda parts: _marked(parts, image_token))
-    elif example.parts:
+    elif has_parts:
         # As servers join parts for templates that take only text.
         example = _with_parts(example, lambda parts: "\n".join(part for part in parts if part is not None))
     yield example
-    if any(THINK_END in message["content"] for message in example.messages):
+    if any(THINK_END in message["content"] for message in messages):
         yield _changed(example, _with_reasoning_key)
-    if any(message.get("tool_calls") for message in example.messages):
+    if any(message.get("tool_calls") for message in messages):
         if prints_bare():
             yield _changed(example, _with_values_as_text)
         yield _changed(example, with_calls_as_text)

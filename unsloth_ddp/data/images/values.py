@@ -207,9 +207,10 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
             return _before_first_question(messages, given)
         places = marked if column is not None else 0
     if places != len(given):
+        where = "image parts in its messages" if inline else f"{MARKER} outside its answers"
         raise UserError(
-            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({'image parts in its messages' if inline else f'{MARKER} outside its answers'}); "
-            "give as many images as places, in image parts or the column images."
+            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({where}); give as many images as "
+            "places, in image parts or the column images."
         )
     if not inline and places:
         for message in filter(may_hold_markers, messages):

@@ -19,7 +19,7 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
-from unsloth_ddp.data.chat.preview import preview_first_row
+from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.images.processing import load_processing
 from unsloth_ddp.data.order.batch_plan import check_layouts
 from unsloth_ddp.data.order.packing import BatchRequest

@@ -5,14 +5,26 @@ instead if the own template leaves out a part of the row that has to arrive, or 
 cannot be found.
 """
 
+import contextlib
 import re
-from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, tool_keys_left_out, turns_left_out
+from unsloth_ddp.data.chat.markup import notes_on_markup, written_twice
 from unsloth_ddp.data.chat.parts import REPEATED, Markup, Part, StandIn, stand_in
-from unsloth_ddp.data.chat.scaffold import Places, Scaffold, Slot, not_found_in, places_in, scaffold_of
+from unsloth_ddp.data.chat.scaffold import (
+    Places,
+    Position,
+    Scaffold,
+    character_at,
+    not_found_in,
+    places_in,
+    position_of,
+    prints_parts,
+    scaffold_of,
+    unknown_scaffold,
+)
 from unsloth_ddp.data.chat.template import ChatTemplate, Span, TemplatePair
 from unsloth_ddp.data.chat.turn_spans import SpanFinder, Written, same_prompt
 from unsloth_ddp.data.chat.variants import variants
@@ -21,21 +33,7 @@ from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 from unsloth_ddp.data.sources.values import is_empty
 from unsloth_ddp.utils.errors import UserError
 
-# Remarks on how a row was rendered; see NOTES.
-Note = Literal[
-    "own",
-    "training",
-    "reasoning",
-    "reasoning supervised",
-    "text",
-    "text supervised",
-    "plain",
-    "empty",
-    "unprompted",
-    "python",
-    "identical",
-    "repeated",
-]
+# Remarks on how a row was rendered. What stands behind a tab in a note of a row is told in place of {}.
 NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
     "inference (--chat_template training takes TRL's)",
@@ -56,6 +54,18 @@ NOTES: dict[str, str] = {
     "identical": "chosen and rejected are the same tokens, so there is nothing to prefer; remove such rows",
     "repeated": "the answer begins with its prompt, so the model reads it twice and learns to repeat it; take it out of one of them "
     "unless that is meant",
+    "cut": "an answer opens a block of reasoning with {} and does not close it, so the model learns to end inside it; close the "
+    "block, or remove such rows",
+    "unopened": "an answer closes with {} a block of reasoning that it does not open, so the chat template reads the text before it as "
+    "reasoning; leave it out of answers that only mention it",
+    "second block": "the chat template writes an empty block of reasoning before the block in the answer; take the reasoning out of "
+    "such answers, or give a template that reads it with --chat_template",
+    "twice": "{} stands twice at a text, because the row holds it and the chat template writes it too; take it out of the rows",
+    "taken": "the chat template takes {} out of texts; write it in another way where it is meant as text",
+    "prompt": "the generation prompt ends with {}, and these answers do not begin behind it, so generation begins with another text than "
+    "training; give rows for the mode of the generation prompt, or a template whose prompt ends as they do with --chat_template",
+    "unwritten": "the tokenizer cannot write {}, so the model reads and learns another text there; replace such characters, or use a "
+    "model whose tokenizer has them",
     "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as JSON; give "
     "a template that uses tojson with --chat_template, or write these values as text",
 }
@@ -67,8 +77,6 @@ SECOND_BLOCK = re.compile(r"</think>\s*<think>")
 WHOLE = ("tool", "arguments")
 # Rows may be all different.
 MOST_PLANS = 2_000
-# (gap of the scaffold, characters from its start).
-Position = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class RenderedChat:
 
     text: str
     spans: list[Span]
-    notes: tuple[Note, ...] = ()
+    notes: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
     # How many things another form of the row may render better.
     faults: int = 0
@@ -99,14 +107,16 @@ class Plan:
         ending: the end of the last turn, which the template itself renders with the next turn.
         unread_keys: keys of messages that do not change the text.
         second_block: whether the text has two blocks of reasoning, one behind the other.
+        markup: notes on the markup of the rows.
     """
 
     scaffold: Scaffold
     spans: tuple[tuple[Position, Position], ...] | None = None
-    notes: tuple[Note, ...] = ()
+    notes: tuple[str, ...] = ()
     ending: str = ""
     unread_keys: tuple[str, ...] = ()
     second_block: bool = False
+    markup: tuple[str, ...] = ()
 
 
 class RowReader:
@@ -122,7 +132,8 @@ class RowReader:
     ) -> None:
         self.template = template
         self.image_token = image_token
-        self.markup = Markup(template.literals())
+        self.looked_for = template.literals()
+        self.markup = Markup(self.looked_for)
         self.spans = SpanFinder(template, training, eos_token, supervise_all)
         self._plans: dict[str, Plan | None] = {}
         self._bare: bool | None = None
@@ -140,8 +151,8 @@ class RowReader:
         if not places and (made.any_tools or made.any_arguments):
             made, plan = self._planned(example, any_tools=False, any_arguments=False)
             places = places_in(text, plan.scaffold, made) if plan else None
-        scaffold = plan.scaffold if plan else _unknown(made)
-        if any(isinstance(message["content"], list) for message in example.messages) and _prints_parts(scaffold):
+        scaffold = plan.scaffold if plan else unknown_scaffold(made)
+        if any(isinstance(message["content"], list) for message in example.messages) and prints_parts(scaffold):
             raise ValueError("the template prints a list of content parts as Python does")
         missing = scaffold.missing if places else not_found_in(text, scaffold, made)
         lost = turns_left_out(example, missing, made.values, self._missing)
@@ -149,14 +160,18 @@ class RowReader:
         notes = self._notes_on(example, missing, lost)
         if plan and places and plan.spans is not None:
             text += plan.ending
-            spans = [(_at(begin, places, text), _at(end, places, text)) for begin, end in plan.spans]
+            spans = [(character_at(begin, places, text), character_at(end, places, text)) for begin, end in plan.spans]
             notes += plan.notes
         else:
             text, found, more = self.spans.find(example, text, self._left_out(example, lost), ())
             spans, notes = found, (*notes, *more)
         python = places is not None and places.python
         second_block = plan.second_block if plan else bool(SECOND_BLOCK.search(text))
-        notes += ("python",) if python else ()
+        if plan:
+            notes += plan.markup
+        if places:
+            notes += tuple(f"twice\t{tag}" for tag in sorted(written_twice(text, scaffold, places)))
+        notes += ("python",) * python + ("second block",) * second_block
         return RenderedChat(text, spans, notes, plan.unread_keys if plan else (), python + second_block)
 
     def _check_images(self, example: Example, text: str) -> None:
@@ -192,10 +207,10 @@ class RowReader:
     def _left_out(self, example: Example, lost: list[int]) -> set[int]:
         return {*example.left_out, *(() if self.spans.supervise_all else lost)}
 
-    def _notes_on(self, example: Example, missing: frozenset[Part], lost: list[int]) -> tuple[Note, ...]:
+    def _notes_on(self, example: Example, missing: frozenset[Part], lost: list[int]) -> tuple[str, ...]:
         contents = {part.number for part in missing if part.kind == "content"}
         without_text = {i for i in lost if i in contents and is_call_with_text(example.messages[i])}
-        notes: list[Note] = []
+        notes: list[str] = []
         if without_text:
             notes.append("text supervised" if self.spans.supervise_all else "text")
         if set(lost) - without_text:
@@ -232,7 +247,12 @@ class RowReader:
         except Exception:
             return None
         scaffold, places = scaffold_of(text, made)
-        plan = Plan(scaffold, unread_keys=self._unread(example, text), second_block=bool(SECOND_BLOCK.search(text)))
+        plan = Plan(
+            scaffold,
+            unread_keys=self._unread(example, text),
+            second_block=bool(SECOND_BLOCK.search(text)),
+            markup=tuple(sorted(notes_on_markup(made, scaffold, text, self.looked_for))),
+        )
         try:
             lost = turns_left_out(example, scaffold.missing, made.values, lambda other: frozenset(made.values))
             ended, spans, notes = self.spans.find(
@@ -240,7 +260,7 @@ class RowReader:
             )
         except Exception:
             return plan
-        found = [(_position(begin, places, ended), _position(end, places, ended)) for begin, end in spans]
+        found = [(position_of(begin, places, ended), position_of(end, places, ended)) for begin, end in spans]
         inside = tuple((begin, end) for begin, end in found if begin is not None and end is not None)
         if len(inside) < len(found):
             return plan
@@ -315,7 +335,6 @@ class ChatRenderer:
         """Return a rendered chat with a note if it is TRL's variant that rendered it."""
         return replace(rendered, notes=(*rendered.notes, "training")) if reader is self.training else rendered
 
-
     def render_pair(self, chosen: Example, rejected: Example) -> tuple[RenderedChat, RenderedChat]:
         """Render both rows of a pair with one template and in one form, so that they have the same prompt.
 
@@ -329,12 +348,10 @@ class ChatRenderer:
                 for one, other in ((chosen, rejected), (rejected, chosen))
             )
             for form in zip(*forms, strict=True):
-                try:
+                with contextlib.suppress(Exception):
                     one, other = map(reader.read, form)
-                except Exception:
-                    continue
-                if same_prompt(one.prompt, other.prompt):
-                    found.append((self._told(one, reader), self._told(other, reader)))
+                    if same_prompt(one.prompt, other.prompt):
+                        found.append((self._told(one, reader), self._told(other, reader)))
         if not found:
             raise UserError(
                 "the chat template renders the prompt differently before the two answers, for example without the reasoning of earlier "
@@ -366,17 +383,6 @@ def _read_best(reader: RowReader, example: Example) -> RenderedChat:
     raise next((error for error in errors if isinstance(error, UserError)), errors[0])
 
 
-def _prints_parts(scaffold: Scaffold) -> bool:
-    """Return whether content parts stand in a text as objects."""
-    return any(re.search(r"""['"]text['"]:\s*['"]$""", gap) for gap in scaffold.gaps)
-
-
-def _unknown(made: StandIn) -> Scaffold:
-    """Return the scaffold of a row whose stand-in cannot be rendered: its texts in order, with nothing known between them."""
-    texts = [part for part in made.values if part.kind in ("content", "reasoning", "tool call")]
-    return Scaffold(("",) * (len(texts) + 1), tuple(Slot(part) for part in texts), frozenset(), frozenset())
-
-
 def _written(scaffold: Scaffold, places: Places) -> list[Written]:
     """Return the slots with the message that each belongs to, with none (-1) where a part stands once more.
 
@@ -390,22 +396,3 @@ def _written(scaffold: Scaffold, places: Places) -> list[Written]:
         written.append((span, slot.part.number if known else -1))
         seen.add(slot.part)
     return written
-
-
-def _region(gap: int, places: Places, text: str) -> Span:
-    """Return the characters between two slots."""
-    start = places.slots[gap - 1][1] if gap else 0
-    return start, places.slots[gap][0] if gap < len(places.slots) else len(text)
-
-
-def _position(character: int, places: Places, text: str) -> Position | None:
-    """Return the gap that a character stands in; None if it stands inside a slot."""
-    gap = bisect_left(places.slots, character, key=lambda slot: slot[0])
-    start, _ = _region(gap, places, text)
-    return (gap, character - places.gaps[gap]) if start <= character else None
-
-
-def _at(position: Position, places: Places, text: str) -> int:
-    gap, offset = position
-    start, end = _region(gap, places, text)
-    return min(max(places.gaps[gap] + offset, start), end)

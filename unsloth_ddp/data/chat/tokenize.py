@@ -10,6 +10,7 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
+from unsloth_ddp.data.characters import Characters
 from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
@@ -31,7 +32,7 @@ class EncodedRow:
         labels: the same ids, IGNORED where a token is not supervised.
         stop_tokens: special tokens that end the row's last answer, at which generation has to stop.
         overlong: whether the row was cut.
-        notes: keys of chat.renderer.NOTES.
+        notes: keys of chat.renderer.NOTES, some with a tab and what they name.
         unread_keys: keys of messages that the chat template does not read.
         written_tokens: special tokens that the row's own texts hold.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
@@ -94,6 +95,7 @@ class Encoder:
         named = isinstance(tokenizer.chat_template, dict)
         self.renderers = (without_tools, self._renderer(with_tools=True) if named else without_tools)
         added = tokenizer.added_tokens_decoder
+        self.characters = Characters(tokenizer)
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
     def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:
@@ -166,7 +168,7 @@ class Encoder:
         keep = [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
         encoded = self._encoded(ids, offsets, text, keep)
         if example.prompt_chars and self.renderers[0] is not None:
-            encoded.notes = ("plain",)
+            encoded.notes += ("plain",)
         return encoded
 
     def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
@@ -217,7 +219,8 @@ class Encoder:
             last_is_trained = len(example.messages) - 1 not in example.left_out
             ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, last_is_trained]
         encoded = self._encoded(ids, offsets, text, keep)
-        encoded.notes, encoded.unread_keys, encoded.prompt = chat.notes, chat.unread_keys, chat.prompt
+        encoded.notes += chat.notes
+        encoded.unread_keys, encoded.prompt = chat.unread_keys, chat.prompt
         if images:
             encoded.images, encoded.rendered, encoded.pixels = example.images, chat.text, pixels
             encoded.image_end = max(position for position, shown in enumerate(of_image) if shown) + 1
@@ -260,7 +263,9 @@ class Encoder:
     def _encoded(self, ids: list[int], offsets: list[Span], text: str, keep: list[bool]) -> EncodedRow:
         labels = [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]
         blank = [not text[slice(*offset)].strip() for offset in offsets] + [False] * (len(ids) - len(offsets))
-        return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids))
+        unwritable = sorted(self.characters.unwritable_in(text, ids, offsets))
+        notes = tuple(f"unwritten\t{json.dumps(characters, ensure_ascii=False)}" for characters in unwritable)
+        return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids), notes=notes)
 
     def _keep(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> list[bool]:
         """Return which tokens belong to the spans; each span includes the token that ends its turn."""

@@ -29,19 +29,21 @@ class Characters:
             self._tried |= untried
             self._unwritable |= {character for character in untried if not self._writes(character)}
         unknown = self.tokenizer.unk_token_id
-        words = set()
+        words: set[str] = set()
         if unknown is not None and unknown in ids:
-            named = {text[start:end] for token, (start, end) in zip(ids, offsets, strict=False) if token == unknown}
+            words = {text[start:end] for token, (start, end) in zip(ids, offsets, strict=False) if token == unknown}
             # The text may name the token, which is also the EOS of some models.
-            words = {word for word in named if word.strip() not in (self.tokenizer.unk_token, "")}
-        return {word[:LONGEST_SHOWN] for word in words} | (
-            self._unwritable.intersection(text) if self._unwritable else set()
-        )
+            words -= {self.tokenizer.unk_token, ""}
+        lost = self._unwritable.intersection(text) if self._unwritable else set()
+        return lost | {word[:LONGEST_SHOWN] for word in words}
 
     def _writes(self, character: str) -> bool:
         # White space at the ends of a text may be dropped.
         text = f"a{character}a" if character.isspace() else character
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.tokenizer.unk_token_id in ids:
+            # It may stand in words that are tokens; where it does not, the tokens of the row show it.
+            return True
         written = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         # Forms that Unicode defines as equal are no loss.
         return any(unicodedata.normalize(form, text) in unicodedata.normalize(form, written) for form in ("NFC", "NFD"))

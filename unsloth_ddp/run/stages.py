@@ -19,10 +19,10 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
-from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.images.processing import load_processing
 from unsloth_ddp.data.order.batch_plan import check_layouts
 from unsloth_ddp.data.order.packing import BatchRequest
+from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.sources import examples
 from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options

@@ -41,7 +41,9 @@ def supervise_from_same_token(rows: Sequence[tuple[list[int], list[int]]]) -> No
     if len(begins) < len(rows):
         return
     (ids, _), (others, _) = rows
-    same = next((place for place in range(min(begins)) if ids[place] != others[place]), min(begins))
+    same = min(begins)
+    if ids[:same] != others[:same]:
+        same = next(place for place in range(same) if ids[place] != others[place])
     for (row, labels), begin in zip(rows, begins, strict=True):
         labels[same:begin] = row[same:begin]
 

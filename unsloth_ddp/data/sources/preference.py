@@ -290,20 +290,23 @@ def _is_again(message: Any, prompt: list[Any]) -> bool:
 
 def _without(prompt: list[Any], turns: list[Any]) -> list[Any]:
     """Return an answer without messages at its begin that repeat the end of the prompt, behind its system message or not."""
-    both = [list(map(_compared, part)) for part in (prompt, turns)]
     # The system message is often repeated alone.
-    starts = (0, 1) if prompt and _role(prompt[0]) == "system" and both[0][0] == both[1][0] else (0,)
-    for start in starts:
+    repeats_system = prompt and _role(prompt[0]) == "system" and _same(prompt[0], turns[0])
+    for start in (0, 1) if repeats_system else (0,):
         for count in range(min(len(prompt), len(turns) - 1 - start), 0, -1):
-            if both[0][-count:] == both[1][start : start + count]:
+            if all(map(_same, prompt[-count:], turns[start : start + count])):
                 return turns[start + count :]
     return turns
 
 
 def _is_within(part: list[Any], turns: list[Any]) -> bool:
     """Return whether a conversation holds all messages of another, in their order."""
-    remaining = iter(list(map(_compared, turns)))
-    return all(_compared(turn) in remaining for turn in part)
+    remaining = iter(turns)
+    return all(any(_same(turn, other) for other in remaining) for turn in part)
+
+
+def _same(turn: Any, other: Any) -> bool:
+    return bool(turn == other) or (_role(turn) is not None and _compared(turn) == _compared(other))
 
 
 def _compared(turn: Any) -> Any:
@@ -352,7 +355,7 @@ def _turns(answer: list[Any] | str) -> list[Any]:
 def _common_messages(whole: list[list[Any]]) -> list[Any]:
     """Return the messages with which both conversations begin; something is left of each."""
     most = min(map(len, whole)) - 1
-    count = next((i for i in range(most) if _compared(whole[0][i]) != _compared(whole[1][i])), max(most, 0))
+    count = next((i for i in range(most) if not _same(whole[0][i], whole[1][i])), max(most, 0))
     return whole[0][:count]
 
 

@@ -111,8 +111,8 @@ def test_special_tokens_in_the_texts_of_rows_are_told_once(
     rows = [chat("a<|end|>"), chat("<|eos|>", "b<|end|>"), {"text": "<|bos|>Once"}, chat("<|pad|>"), SHORT]
     tokenize(tmp_path, tokenizer, rows, looks_for)
     assert capsys.readouterr().out.splitlines() == [
-        "2 of 5 training rows: <|end|> stands twice at a text, because the row holds it and the chat template writes it too; "
-        f"take it out of the rows. The first is {tmp_path}/rows.jsonl:1.",
+        "2 of 5 training rows: <|end|> is rendered twice, because the rows hold it and the chat template adds it; remove it "
+        f"from the rows. The first is {tmp_path}/rows.jsonl:1.",
         "Special tokens in training texts are read as such and not as text; remove them unless that is meant: "
         "<|end|> (2 rows), <|bos|> (1 row), <|eos|> (1 row).",
     ]

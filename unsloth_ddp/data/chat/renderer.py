@@ -54,18 +54,18 @@ NOTES: dict[str, str] = {
     "identical": "chosen and rejected are the same tokens, so there is nothing to prefer; remove such rows",
     "repeated": "the answer begins with its prompt, so the model reads it twice and learns to repeat it; take it out of one of them "
     "unless that is meant",
-    "cut": "an answer opens a block of reasoning with {} and does not close it, so the model learns to end inside it; close the "
-    "block, or remove such rows",
-    "unopened": "an answer closes with {} a block of reasoning that it does not open, so the chat template reads the text before it as "
-    "reasoning; leave it out of answers that only mention it",
-    "second block": "the chat template writes an empty block of reasoning before the block in the answer; take the reasoning out of "
-    "such answers, or give a template that reads it with --chat_template",
-    "twice": "{} stands twice at a text, because the row holds it and the chat template writes it too; take it out of the rows",
-    "taken": "the chat template takes {} out of texts; write it in another way where it is meant as text",
-    "prompt": "the generation prompt ends with {}, and these answers do not begin behind it, so generation begins with another text than "
-    "training; give rows for the mode of the generation prompt, or a template whose prompt ends as they do with --chat_template",
-    "unwritten": "the tokenizer cannot write {}, so the model reads and learns another text there; replace such characters, or use a "
-    "model whose tokenizer has them",
+    "cut": "an answer opens a block of reasoning with {} and does not close it, so the model learns to stop inside it; close "
+    "the block, or remove such rows",
+    "unopened": "an answer closes with {} a block of reasoning that it does not open, so the chat template reads the text "
+    "before it as reasoning; remove it from answers that only mention it",
+    "second block": "the chat template adds an empty block of reasoning before the block in the answer; remove the reasoning "
+    "of such answers, or give a template that reads it with --chat_template",
+    "twice": "{} is rendered twice, because the rows hold it and the chat template adds it; remove it from the rows",
+    "taken": "the chat template removes {} from texts, because it reads it as a directive; reword texts that mean it as text",
+    "prompt": "the generation prompt ends with {}, which the trained text lacks before these answers, so generation and "
+    "training differ; give rows for the mode of the generation prompt, or a matching template with --chat_template",
+    "unwritten": "the tokenizer cannot encode {}, so the model is trained on other text in its place; replace it, or use a "
+    "model whose tokenizer covers it",
     "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as JSON; give "
     "a template that uses tojson with --chat_template, or write these values as text",
 }

@@ -40,10 +40,10 @@ class Characters:
     def _writes(self, character: str) -> bool:
         # White space at the ends of a text may be dropped.
         text = f"a{character}a" if character.isspace() else character
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
         if self.tokenizer.unk_token_id in ids:
             # It may stand in words that are tokens; where it does not, the tokens of the row show it.
             return True
-        written = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        written = self.tokenizer.decode(token_ids=ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         # Forms that Unicode defines as equal are no loss.
         return any(unicodedata.normalize(form, text) in unicodedata.normalize(form, written) for form in ("NFC", "NFD"))

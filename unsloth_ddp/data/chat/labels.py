@@ -30,8 +30,8 @@ def first_supervised(labels: Sequence[int]) -> int | None:
 def supervise_from_same_token(rows: Sequence[tuple[list[int], list[int]]]) -> None:
     """Supervise both rows of a pair from the first token in which they differ or that either supervises.
 
-    A token may join the end of the prompt to the beginning of one answer, and an answer may lack the tag that the generation
-    prompt ends with. So the tokens before both answers are the same.
+    A token may join the end of the prompt to the beginning of one answer, and an answer may lack the tag that the
+    generation prompt ends with. So the tokens before both answers are the same.
 
     Args:
         rows: input ids and labels of the two rows, which have the same text before their answers.

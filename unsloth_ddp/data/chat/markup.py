@@ -62,7 +62,7 @@ def _taken_out(made: StandIn, scaffold: Scaffold, text: str) -> set[str]:
 
 
 def written_twice(text: str, scaffold: Scaffold, places: Places) -> set[str]:
-    """Return tags and names of speakers that a text of the row begins or ends with, and the template writes around it."""
+    """Return tags and names of speakers that a text begins or ends with, and that the template writes around it."""
     twice: set[str] = set()
     for number, (slot, (start, end)) in enumerate(zip(scaffold.slots, places.slots, strict=True)):
         before, behind = scaffold.around[number]

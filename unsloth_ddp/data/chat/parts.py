@@ -43,7 +43,7 @@ REQUIRED = ("content", "reasoning", "tool call", "arguments", "argument", "tool"
 
 
 class Mark(NamedTuple):
-    """Markup in a text of a row, with the parts of the text beside it, None where the text ends or other markup stands."""
+    """Markup in a text, with the parts of the text beside it, None where the text ends or other markup stands."""
 
     literal: str
     role: str

@@ -354,9 +354,9 @@ class ChatRenderer:
                         found.append((self._told(one, reader), self._told(other, reader)))
         if not found:
             raise UserError(
-                "the chat template renders the prompt differently before the two answers, for example without the reasoning of earlier "
-                "turns before one of them; write both answers in the same form (both with reasoning or none), take the reasoning out of "
-                "the prompt, or give another template with --chat_template."
+                "the chat template renders the prompt differently before the two answers, for example without the "
+                "reasoning of earlier turns before one of them; write both answers in the same form (both with reasoning "
+                "or none), remove the reasoning from the prompt, or give another template with --chat_template."
             )
         return min(found, key=lambda pair: pair[0].faults + pair[1].faults)
 

@@ -1,7 +1,8 @@
 """Read the images that a row names, and put them into their places in its messages. Pure functions of plain values.
 
 An image is a path, or a data URI for bytes that come with the row. It stands in a message as a content part, as the marker
-<image> in a text beside a column of images, or before the first user message if no place is named. In an answer the marker is text.
+<image> in a text beside a column of images, or before the first user message if no place is named. In an answer the
+marker is text.
 """
 
 from __future__ import annotations
@@ -209,8 +210,8 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     if places != len(given):
         where = "image parts in its messages" if inline else f"{MARKER} outside its answers"
         raise UserError(
-            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({where}); give as many images as "
-            "places, in image parts or the column images."
+            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({where}); give as many images "
+            "as places, in image parts or the column images."
         )
     if not inline and places:
         for message in filter(may_hold_markers, messages):

@@ -9,8 +9,8 @@ The columns of the row determine its format:
     text                           plain text, supervised completely
 
 A `system` column adds a system message to every format except text, a column `images` or `image` the images (images/values.py).
-Lists may also be JSON text, as in CSV files (messages_or_text); where such text may as well be an answer, the row is refused
-(refuse_mixed).
+Lists may also be JSON text, as in CSV files (messages_or_text); where such text may as well be an answer, the row is
+refused (refuse_mixed).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 CHAT_KEYS = ("messages", "conversations")
 # Matches messages as Python or NumPy prints them.
 PRINTED_MESSAGES = re.compile(
-    r"\s*(\[\s*|\{\s*'(messages|conversations)':\s*\[\s*)?\{\s*'(?=.*\b(role|from)': ['\"])(?=.*\b(content|value|tool_calls)': )",
+    r"\s*(\[\s*|\{\s*'(messages|conversations)':\s*\[\s*)?\{\s*'"
+    r"(?=.*\b(role|from)': ['\"])(?=.*\b(content|value|tool_calls)': )",
     re.DOTALL,
 )
 # Names that other data sets have for the columns instruction and output.
@@ -232,8 +233,8 @@ def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
     texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
     if lists and texts:
         raise UserError(
-            f"{texts[0]} is text and {lists[0]} is a list of messages; make both text, or both lists of messages (JSON that is "
-            "meant as text can stand as the content of a message)."
+            f"{texts[0]} is text and {lists[0]} is a list of messages; make both text, or both lists of messages (JSON "
+            "that is meant as text can stand as the content of a message)."
         )
     if lists:
         prompt, completion = ([read_message(m, unread) for m in as_list(read[name], name)] for name in read)
@@ -244,11 +245,11 @@ def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
 
 
 def messages_or_text(value: Any, what: str) -> Any:
-    """Return a list of messages for such a list, a message, or an object of CHAT_KEYS, also as JSON text; any other value as it is.
+    """Return the messages of a list, a message, or an object of CHAT_KEYS, also as JSON text; other values as they are.
 
     Raises:
-        UserError: the text is no JSON but messages as Python prints them, or gives a key twice; the value is a list of texts;
-            an object with messages has other keys.
+        UserError: the text is no JSON but messages as Python prints them, or gives a key twice; the value is a list of
+            texts; an object with messages has other keys.
     """
     if isinstance(value, list) and (texts := [item for item in value if isinstance(item, str)]):
         raise UserError(
@@ -269,7 +270,7 @@ def messages_or_text(value: Any, what: str) -> Any:
 
 
 def _messages_of(value: Any, what: str) -> list[Any] | None:
-    """Return the messages that a value consists of, or None if it is no message, list of messages, or object that holds one.
+    """Return the messages of a message, a list of messages, or an object that holds one of them; None for other values.
 
     Raises:
         UserError: the object has other keys than its messages, which would be lost.
@@ -281,8 +282,8 @@ def _messages_of(value: Any, what: str) -> list[Any] | None:
         return None
     if held and (others := [str(key)[:100] for key, item in value.items() if key != held and not is_empty(item)]):
         raise UserError(
-            f"{what} is an object with {held} and {', '.join(others)[:200]}; give the list of {held} alone, and the others as columns "
-            "(JSON that is meant as text can stand as the content of a message)."
+            f"{what} is an object with {held} and {', '.join(others)[:200]}; give the list of {held} alone, and the "
+            "others as columns (JSON that is meant as text can stand as the content of a message)."
         )
     return items
 
@@ -290,7 +291,8 @@ def _messages_of(value: Any, what: str) -> list[Any] | None:
 def refuse_mixed(row: dict[str, Any], read: dict[str, Any]) -> None:
     """Refuse JSON text of messages beside columns that say that it may be meant as text: an answer that is JSON.
 
-    It is read as messages beside other JSON text of messages, and where it is a whole conversation that repeats the texts beside it.
+    It is read as messages beside other JSON text of messages, and where it is a whole conversation that repeats the
+    texts beside it.
 
     Args:
         read: the columns of prompt and answers as messages_or_text returns them.
@@ -305,9 +307,10 @@ def refuse_mixed(row: dict[str, Any], read: dict[str, Any]) -> None:
             is_text = isinstance(value, str) and value.strip() not in ("", "[]", *said)
             is_list = isinstance(value, list) and other not in in_json
             if is_text or (is_list and not whole and name != "prompt"):
+                form = "text" if is_text else "a list of messages"
                 raise UserError(
-                    f"{other} is {'text' if is_text else 'a list of messages'} and {name} is a list of messages as JSON text; make both "
-                    "text, or both lists of messages (JSON that is meant as text can stand as the content of a message)."
+                    f"{other} is {form} and {name} is a list of messages as JSON text; make both text, or both lists of "
+                    "messages (JSON that is meant as text can stand as the content of a message)."
                 )
 
 

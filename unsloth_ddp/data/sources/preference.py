@@ -261,8 +261,8 @@ def _after(
 ) -> tuple[list[Any], list[list[Any]], bool]:
     """Return the prompt of a pair, each answer after it, and whether the answers hold all of the prompt.
 
-    Every message of the prompt and of both answers stands in the result, except with `may_differ`: a question beside conversations
-    that differs from theirs.
+    Every message of the prompt and of both answers stands in the result, except with `may_differ`: a question beside
+    conversations that differs from theirs.
 
     Args:
         repeats: whether an answer holds the whole prompt.
@@ -276,20 +276,20 @@ def _after(
         common = _common_messages(rest)
         if prompt and common and (_role(common[0]) == "system" or _is_again(common[0], prompt)):
             raise UserError(
-                "chosen and rejected begin with messages of the prompt and leave out others, so it is not clear what they answer; give "
-                "them without the prompt, or with all of it."
+                "chosen and rejected begin with messages of the prompt and leave out others, so it is not clear what they "
+                "answer; give them without the prompt, or with all of it."
             )
         prompt, rest = prompt + common, [turns[len(common) :] for turns in rest]
     return prompt, rest, False
 
 
 def _is_again(message: Any, prompt: list[Any]) -> bool:
-    """Return whether a message behind a prompt repeats one of it, and does not follow an answer as a new question does."""
+    """Return whether a message behind a prompt repeats one of it, and is no new question behind an answer."""
     return _role(prompt[-1]) != "assistant" and _is_within([message], prompt)
 
 
 def _without(prompt: list[Any], turns: list[Any]) -> list[Any]:
-    """Return an answer without messages at its begin that repeat the end of the prompt, behind its system message or not."""
+    """Return an answer without the messages at its begin that repeat the end of the prompt."""
     # The system message is often repeated alone.
     repeats_system = prompt and _role(prompt[0]) == "system" and _same(prompt[0], turns[0])
     for start in (0, 1) if repeats_system else (0,):
@@ -310,7 +310,7 @@ def _same(turn: Any, other: Any) -> bool:
 
 
 def _compared(turn: Any) -> Any:
-    """Return a message as it is compared with others: without empty keys, spaces around its text, and its form of content parts."""
+    """Return what of a message is compared: no empty keys, no space around its text, and content parts joined."""
     if not isinstance(turn, dict):
         return turn
     compared = {key: value for key, value in turn.items() if not is_empty(value)}

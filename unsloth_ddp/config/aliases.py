@@ -45,6 +45,7 @@ RENAMED = {
     "lora_target_modules": "target_modules/S",
     "lora_target_parameters": "target_parameters/S",
     "lora_modules_to_save": "modules_to_save/S additional_target/L",
+    "lora_trainable_tokens": "trainable_token_indices/G",
     "use_rslora": "peft_use_rslora/A",
     "dataset": "dataset_name/T data/G data_path/G train_file/G train_data/G data_files/G train_dataset/G",
     "dataset_split": "dataset_train_split/T",

@@ -81,6 +81,12 @@ class LoraSettings:
     lora_modules_to_save: list[str] = option(
         [], "Modules trained in full in addition to the adapter (embed_tokens, lm_head, ...).", "refuse"
     )
+    lora_trainable_tokens: list[str] = option(
+        [],
+        "Tokens of the tokenizer whose rows of the embedding and the output head are trained in addition to the adapter, such as new "
+        "ones (<doc>, ...).",
+        "refuse",
+    )
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", "refuse")
 
 
@@ -407,7 +413,8 @@ class Settings(
         if self.reference_model is None:
             return None
         small: dict[str, Any] = {"lora_r": 1, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
-        small |= {"lora_target_parameters": [], "lora_modules_to_save": [], "train_towers": False}
+        small |= {"lora_target_parameters": [], "lora_modules_to_save": [], "lora_trainable_tokens": []}
+        small |= {"train_towers": False}
         return dataclasses.replace(
             self,
             model=self.reference_model,

@@ -30,6 +30,7 @@ from unsloth_ddp.data.order.packing import BatchRequest, Packing, PackingDecisio
 from unsloth_ddp.data.row_report import column_of, most_frequent, report
 from unsloth_ddp.data.sources.examples import have_images
 from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
@@ -97,7 +98,7 @@ class TokenizedRows:
     rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
     frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if it
     prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...). `processing`
-    turns images into tensors, if a row of the run has some.
+    turns images into tensors, if a row of the run has some. `vocabulary` has the tokens that rows may hold.
     """
 
     dataset: datasets.Dataset
@@ -108,6 +109,7 @@ class TokenizedRows:
     template_date: str | None = None
     added: dict[str, np.ndarray] = field(default_factory=dict)
     processing: ImageProcessing | None = None
+    vocabulary: Vocabulary | None = None
 
     def supervised(self) -> np.ndarray:
         """Return the supervised tokens of each row, and of the filler, int64 (rows + 1,)."""
@@ -160,22 +162,29 @@ class TokenizedRows:
 
 
 def tokenize_examples(
-    settings: Settings, runtime: Runtime, folder: Path, tokenizer: Any, template_date: str | None = None
+    settings: Settings,
+    runtime: Runtime,
+    folder: Path,
+    tokenizer: Any,
+    template_date: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[TokenizedRows, TokenizedRows | None]:
     """Tokenize the training and the evaluation set (None without one) in one process of each node.
 
     Args:
         template_date: the date (ISO format) that a resumed run began with, for chat templates that print one; a new
             run takes today's date in the main process.
+        vocabulary: the tokens that the model has weights for; None where it is not loaded.
 
     Raises:
-        UserError: the chat template cannot render a row, or a set has no supervised token.
+        UserError: the chat template cannot render a row, a row has a token beyond the vocabulary, or a set has no supervised
+            token.
     """
     day = template_date or runtime.broadcast_from_main(lambda: date.today().isoformat())
     processing = load_processing(settings) if have_images(folder) else None
     if processing:
         use_template_of_processor(tokenizer, processing.processor, settings.chat_template)
-    encoder = make_encoder(settings, tokenizer, day, processing)
+    encoder = make_encoder(settings, tokenizer, day, processing, vocabulary)
 
     @room_for_rows(folder)
     def tokenize() -> None:
@@ -189,7 +198,8 @@ def tokenize_examples(
     evaluation = _tokenized_rows(folder / "eval", processing) if (folder / "eval").exists() else None
     train = _tokenized_rows(folder / "train", processing)
     printed = day if prints_date(tokenizer.chat_template) else None
-    return dataclasses.replace(train, streamed=settings.streaming, template_date=printed), evaluation
+    of_run = {"streamed": settings.streaming, "template_date": printed, "vocabulary": vocabulary}
+    return dataclasses.replace(train, **of_run), evaluation
 
 
 def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
@@ -353,7 +363,11 @@ def _tokenized_rows(path: Path, processing: ImageProcessing | None) -> Tokenized
 
 
 def make_encoder(
-    settings: Settings, tokenizer: Any, template_date: str | None, processing: ImageProcessing | None = None
+    settings: Settings,
+    tokenizer: Any,
+    template_date: str | None,
+    processing: ImageProcessing | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Encoder:
     """Return the encoder of a run; `template_date` is the date (ISO format) for templates that print one."""
     return Encoder(
@@ -362,6 +376,7 @@ def make_encoder(
         chat_template=settings.chat_template,
         day=date.fromisoformat(template_date) if template_date else None,
         processing=processing,
+        vocabulary=vocabulary,
     )
 
 

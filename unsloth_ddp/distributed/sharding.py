@@ -222,6 +222,8 @@ def reason_for_transformers(
     if settings.trains_preferences:
         # Log-probabilities of its models were not compared with those of Transformers.
         return f"task {settings.task}"
+    if settings.lora_trainable_tokens and settings.method != "full":
+        return "lora_trainable_tokens"
     if offload == "parameters":
         return "parameters in host memory"
     # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
@@ -251,6 +253,12 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """Refuse settings that do not work with this sharding."""
     if sharding == "none":
         return
+    if settings.lora_trainable_tokens and settings.method != "full" and shards_weights(sharding):
+        raise UserError(
+            f"lora_trainable_tokens {' '.join(settings.lora_trainable_tokens)[:100]} does not work with sharding {sharding}, whose "
+            "weights PEFT cannot read row by row; use accelerate_configs/ddp.yaml or zero2.yaml, or --lora_modules_to_save with the "
+            "embedding and the output head."
+        )
     if settings.reference_model and sharding != "fsdp2":
         raise UserError(
             f"reference_model {settings.reference_model} does not work with sharding {sharding}, as DeepSpeed prepares one model; use "

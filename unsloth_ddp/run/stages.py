@@ -38,6 +38,7 @@ from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.reference_model import check_reference_tokens
 from unsloth_ddp.model.packing.attention import choose_packing, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.packing.tower_attention import join_images
+from unsloth_ddp.model.vocabulary import vocabulary_of
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
@@ -146,7 +147,10 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     # A resumed run keeps the date that its chat template printed when it began.
     template_date = resume.manifest.run.get("chat_template_date") if resume else None
     with runtime.progress.timing("tokenize"):
-        train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+        vocabulary = vocabulary_of(settings, runtime, model, tokenizer)
+        train, evaluation = dataset.tokenize_examples(
+            settings, runtime, run.node_folder, tokenizer, template_date, vocabulary
+        )
     added = load.stop_at(model, train.stop_tokens)
     if added and settings.method != "full":
         names = ", ".join(f"{tokenizer.convert_ids_to_tokens(ids=token)} ({token})" for token in added)

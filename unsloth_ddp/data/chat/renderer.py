@@ -66,6 +66,8 @@ NOTES: dict[str, str] = {
     "training differ; give rows for the mode of the generation prompt, or a matching template with --chat_template",
     "unwritten": "the tokenizer cannot encode {}, so the model is trained on other text in its place; replace it, or use a "
     "model whose tokenizer covers it",
+    "untrained": "the embedding or the output head has nothing learned for {}, and an adapter does not train it; to train it, give "
+    "--lora_trainable_tokens with these tokens, or --lora_modules_to_save with the embedding and the head",
     "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as JSON; give "
     "a template that uses tojson with --chat_template, or write these values as text",
 }

@@ -4,6 +4,7 @@ The token that ends a supervised turn is supervised too, so that the model learn
 """
 
 import json
+import shlex
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from datetime import date
@@ -20,6 +21,7 @@ from unsloth_ddp.data.chat.turn_spans import same_prompt
 from unsloth_ddp.data.chat.variants import as_list_of_parts
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import Panic, UserError, panics_raised
 
 
@@ -71,6 +73,7 @@ class Encoder:
         chat_template: str | None = None,
         day: date | None = None,
         processing: ImageProcessing | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """Prepare the renderers.
 
@@ -78,6 +81,7 @@ class Encoder:
             processing: of images, if a row of the run has some.
             chat_template: --chat_template; a file is already set as the tokenizer's template.
             day: the date that templates print; today by default.
+            vocabulary: the tokens that the model has weights for, if they are known.
 
         Raises:
             UserError: the tokenizer cannot map tokens to characters.
@@ -88,6 +92,7 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.processing = processing
+        self.vocabulary = vocabulary
         self.supervise_all = supervise_all
         self.day = day or date.today()
         self.use_training = chat_template == TRAINING
@@ -142,7 +147,30 @@ class Encoder:
         if repeats_prompt(example):
             encoded.notes = (*encoded.notes, "repeated")
         encoded.written_tokens = self._written_tokens(example, encoded.input_ids)
+        self._compare_with_vocabulary(encoded)
         return encoded
+
+    def _compare_with_vocabulary(self, row: EncodedRow) -> None:
+        """Note the row's tokens whose weights stay untrained, and refuse a token without weights.
+
+        The model replaces the tokens of images before it looks their weights up.
+        """
+        if self.vocabulary is None:
+            return
+        ids = set(row.input_ids)
+        if row.images and self.processing:
+            ids.discard(self.tokenizer.convert_tokens_to_ids(self.processing.image_token))
+        last = max(ids, default=0)
+        if last >= self.vocabulary.rows:
+            raise UserError(
+                f"the row has the token {self.tokenizer.convert_ids_to_tokens(last)} ({last}), and {self.vocabulary.model} has weights for "
+                f"the tokens 0 to {self.vocabulary.rows - 1} only; use the tokenizer that belongs to the model, or add the token to a "
+                "copy of the model (docs/rows.md, New tokens)."
+            )
+        untrained = self.tokenizer.convert_ids_to_tokens(sorted(ids & self.vocabulary.untrained))
+        row.notes += tuple(f"untrained\t{shlex.quote(token)}" for token in untrained)
+        meant = {*untrained, *self.vocabulary.trained}
+        row.written_tokens = tuple(token for token in row.written_tokens if token not in meant)
 
     def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
         """Return the special tokens among `ids` that stand in the row's own texts, except markup that the template looks for."""

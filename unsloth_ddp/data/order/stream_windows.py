@@ -25,6 +25,7 @@ from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_ro
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
+from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
 
@@ -127,13 +128,15 @@ def streamed_windows(
     seed: int,
     template_date: str | None = None,
     processing: ImageProcessing | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> StreamedWindows:
     """Return the windows of a run; call it before the tokenizer changes after the first rows were tokenized.
 
     Args:
         processing: of images, if the first rows have some.
+        vocabulary: the tokens that rows may hold.
     """
-    encoder = make_encoder(settings, tokenizer, template_date, processing)
+    encoder = make_encoder(settings, tokenizer, template_date, processing, vocabulary)
     files = ImageFiles.of(settings, [one for one in streamed_sources(settings.dataset) if is_file(one)])
     revisions = dataset_revisions(settings)
     sizes = _sizes(streamed_sources(settings.dataset))

@@ -118,7 +118,10 @@ def _load(
     _complete_tokenizer(settings, tokenizer)
     if tokenizer.pad_token_id >= full_shape(model.get_input_embeddings().weight)[0]:
         # Padding is masked, so any token with a row serves.
-        print(f"Rows are padded with {tokenizer.eos_token}, as the model has no row for {tokenizer.pad_token}.", flush=True)
+        print(
+            f"Rows are padded with {tokenizer.eos_token}, as the model has no row for {tokenizer.pad_token}.",
+            flush=True,
+        )
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
     beside = trained_beside(model, settings.train_towers)

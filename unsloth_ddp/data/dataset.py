@@ -198,8 +198,8 @@ def tokenize_examples(
     evaluation = _tokenized_rows(folder / "eval", processing) if (folder / "eval").exists() else None
     train = _tokenized_rows(folder / "train", processing)
     printed = day if prints_date(tokenizer.chat_template) else None
-    of_run = {"streamed": settings.streaming, "template_date": printed, "vocabulary": vocabulary}
-    return dataclasses.replace(train, **of_run), evaluation
+    train = dataclasses.replace(train, streamed=settings.streaming, template_date=printed, vocabulary=vocabulary)
+    return train, evaluation
 
 
 def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:

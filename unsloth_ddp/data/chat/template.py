@@ -6,6 +6,8 @@ what the assistant writes; some of these variants also render a chat differently
 
 import contextlib
 import copy
+import itertools
+import json
 import re
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -13,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
-from jinja2.nodes import Template
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Template, TemplateData
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
 from unsloth_ddp.data.sources.messages import Message
@@ -26,6 +30,9 @@ TRAINING = "training"
 # Tags of Transformers' own extension, which plain Jinja does not know.
 GENERATION_TAGS = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
 
+# A template as the value of a key in YAML, or of a variable in code.
+ASSIGNED = re.compile(r"\s*\w*template\w*\s*[:=]", re.IGNORECASE)
+
 # Markup that a template looks for in texts has at least and at most so many characters; longer constants are prose.
 LEAST_MARKUP, MOST_MARKUP = 3, 60
 
@@ -33,8 +40,10 @@ LEAST_MARKUP, MOST_MARKUP = 3, 60
 Span = tuple[int, int]
 
 
-def read_chat_template(wanted: str) -> str:
+def read_chat_template(wanted: str) -> str | dict[str, str]:
     """Read the template of a Jinja file, or one of the kit's own by name.
+
+    A JSON file (chat_template.json, tokenizer_config.json) has it as text, or several by name.
 
     Raises:
         UserError: there is no such file or name, or it cannot be read.
@@ -47,10 +56,25 @@ def read_chat_template(wanted: str) -> str:
                 f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, or {TRAINING} "
                 "(TRL's variant of the tokenizer's template)."
             )
-        return path.read_text(encoding="utf-8")
+        return _template_in(path.read_text(encoding="utf-8"), wanted)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"chat_template {wanted[:200]} cannot be read: {reason}; give a Jinja file in UTF-8.") from None
+
+
+def _template_in(text: str, wanted: str) -> str | dict[str, str]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    content = content.get("chat_template") if isinstance(content, dict) else content
+    if isinstance(content, list) and all(
+        isinstance(one, dict) and {"name", "template"} <= one.keys() for one in content
+    ):
+        content = {str(one["name"]): str(one["template"]) for one in content}
+    if isinstance(content, str) or (isinstance(content, dict) and content):
+        return content
+    raise UserError(f"chat_template {wanted[:200]} is JSON without a chat_template; give a Jinja file.")
 
 
 def parsed(source: str) -> Template:
@@ -66,14 +90,49 @@ def check_chat_template(wanted: str | None) -> None:
     """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read."""
     if wanted in (None, TRAINING):
         return
-    source = read_chat_template(str(wanted))
+    given = read_chat_template(str(wanted))
+    for source in given.values() if isinstance(given, dict) else [given]:
+        try:
+            # What is nested too deeply for the parser is refused when the first row is rendered.
+            with contextlib.suppress(RecursionError):
+                _check_alone(source, parsed(source))
+        except TemplateSyntaxError as error:
+            reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
+            raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
+        except ValueError as error:
+            raise UserError(
+                f"chat_template {str(wanted)[:200]} {error}; give a file with the template alone."
+            ) from None
+
+
+def _check_alone(source: str, tree: Template) -> None:
+    """Find a file that is valid Jinja and no chat template, or that has more around one.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if "messages" not in find_undeclared_variables(tree):
+        raise ValueError("does not read messages")
+    if assigned := ASSIGNED.match(source):
+        raise ValueError(f"begins with {assigned[0].strip()!r}")
+    texts = [text.data for text in tree.find_all(TemplateData)]
+    if "\n" not in source.strip() and any("\\n" in text for text in texts):
+        raise ValueError(r"is escaped as in JSON: it has \n in place of line ends")
+    chat = [{"role": role, "content": f"Zq{role}qZ"} for role in ("user", "assistant")]
+    names = {"messages": chat, "bos_token": "", "eos_token": "", "strftime_now": datetime.now().strftime}
     try:
-        # What is nested too deeply for the parser is refused when the first row is rendered.
-        with contextlib.suppress(RecursionError):
-            parsed(source)
-    except TemplateSyntaxError as error:
-        reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
-        raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
+        with limited_rendering():
+            template = ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            ).from_string(GENERATION_TAGS.sub("", source))
+            whole, asked = (template.render(**names, add_generation_prompt=prompt) for prompt in (False, True))
+    except (Exception, TemplateOverrun):
+        # A template for other messages, or one that needs more: rows show what it does.
+        return
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, asked, strict=False))
+    behind = whole[sum(1 for _ in same) :]
+    if behind.strip() and asked.endswith(behind):
+        raise ValueError(f"writes {behind.strip()[:40]!r} behind the generation prompt")
 
 
 def set_chat_template(tokenizer: Any, wanted: str | None) -> None:

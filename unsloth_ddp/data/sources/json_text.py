@@ -38,9 +38,9 @@ def _open_zstd(file: BinaryIO) -> BinaryIO:
 
 
 # The first bytes of compressed files, and what opens them.
-COMPRESSED: dict[bytes, Callable[[BinaryIO], BinaryIO]] = {
+COMPRESSED: dict[bytes, Callable[..., Any]] = {
     b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd,
-}  # type: ignore[dict-item]  # fmt: skip
+}  # fmt: skip
 SPACE = re.compile(r"[ \t\r\n]*")
 
 

@@ -41,7 +41,8 @@ def is_file(source: str) -> bool:
     """Return whether `source` is a local path rather than a dataset on the Hub ("name" or "owner/name")."""
     path = Path(source)
     looks_local = not HUB_ID.fullmatch(source)
-    return looks_local or row_suffix(path) in SUFFIXES or path.exists()
+    packed = path.suffix.lower() in ARCHIVES and row_suffix(path.with_suffix("")) in SUFFIXES
+    return looks_local or packed or row_suffix(path) in SUFFIXES or path.exists()
 
 
 def row_suffix(path: Path) -> str:

@@ -129,10 +129,14 @@ def _check_alone(source: str, tree: Template) -> None:
     except (Exception, TemplateOverrun):
         # A template for other messages, or one that needs more: rows show what it does.
         return
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, asked, strict=False))
-    behind = whole[sum(1 for _ in same) :]
-    if behind.strip() and asked.endswith(behind):
-        raise ValueError(f"writes {behind.strip()[:40]!r} behind the generation prompt")
+    begun, ended = _common(whole, asked), _common(whole[::-1], asked[::-1])
+    if begun < len(whole) <= begun + ended and (behind := whole[-ended:].strip()):
+        raise ValueError(f"writes {behind[:40]!r} behind the generation prompt")
+
+
+def _common(text: str, other: str) -> int:
+    """Return how many characters two texts have in common at their begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
 def set_chat_template(tokenizer: Any, wanted: str | None) -> None:

@@ -78,7 +78,7 @@ def test_what_mpi_left_in_a_shell_is_ignored_and_a_process_of_mpi_refused(capsys
     launched = {"WORLD_SIZE": "2", "RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}
     forget_mpi(launched)
     assert len(launched) == 3
-    with pytest.raises(UserError, match="OMPI_COMM_WORLD_RANK is 1 .* one of several"):
+    with pytest.raises(UserError, match=r"OMPI_COMM_WORLD_RANK is 1 .* one of several"):
         forget_mpi({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
 
 

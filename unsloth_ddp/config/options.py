@@ -128,6 +128,13 @@ class DataSettings:
         words=("chatml", "training"),
         summary=True,
     )
+    chat_template_kwargs: dict[str, Any] = option(
+        {},
+        "Values for the chat template beside messages and tools, such as {enable_thinking: false}, as a mapping (JSON on the command "
+        "line); a column chat_template_kwargs, or one of a name that the template reads, gives those of a row.",
+        "allow",
+        summary=True,
+    )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
         "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention has "

@@ -32,6 +32,7 @@ from unsloth_ddp.distributed.exit_codes import note_finished
 from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
+from unsloth_ddp.model.files.chat_template import template_variables
 from unsloth_ddp.model.files.check import check_reference, is_padded_by_unsloth
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.loading import load
@@ -79,7 +80,8 @@ def read_examples(run: Run) -> None:
     run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     with run.runtime.progress.timing("rows"):
-        examples.read_examples(run.settings, run.runtime, run.node_folder)
+        variables = template_variables(run.settings)
+        examples.read_examples(run.settings, run.runtime, run.node_folder, variables)
         run.images = examples.have_images(run.node_folder)
 
 

@@ -311,6 +311,7 @@ class ChatRenderer:
             raise UserError(
                 "chat_template training: TRL has no training variant of this tokenizer's template; leave the option out."
             )
+        self.pair = pair
         own = pair.training if use_training and pair.training else pair.own
         training = None if use_training else pair.training
         self.own = RowReader(own, training, eos_token, supervise_all, image_token)

@@ -6,13 +6,14 @@ what the assistant writes; some of these variants also render a chat differently
 
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import Environment, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
@@ -29,6 +30,9 @@ TRAINING = "training"
 
 # Tags of Transformers' own extension, which plain Jinja does not know.
 GENERATION_TAGS = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
+
+# What Transformers gives to every template.
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 # A template as the value of a key in YAML, or of a variable in code.
 ASSIGNED = re.compile(r"\s*\w*template\w*\s*[:=]", re.IGNORECASE)
@@ -84,6 +88,15 @@ def parsed(source: str) -> Template:
         TemplateSyntaxError: it is not valid Jinja.
     """
     return Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(GENERATION_TAGS.sub("", source))
+
+
+def variables_of(template: str | dict[str, str] | None) -> frozenset[str]:
+    """Return the names that a chat template, or a variant of it, reads beside the row and the tokenizer's special tokens."""
+    names: set[str] = set()
+    for source in template.values() if isinstance(template, dict) else [template or ""]:
+        with contextlib.suppress(TemplateSyntaxError, RecursionError):
+            names |= find_undeclared_variables(parsed(source))
+    return frozenset(name for name in names - GIVEN if not name.endswith("_token"))
 
 
 def check_chat_template(wanted: str | None) -> None:
@@ -183,24 +196,8 @@ class ChatTemplate:
         return self._render(messages, tools, False, marked=True)
 
     def literals(self) -> set[str]:
-        """Return the markup that the template looks for in texts, such as </think>.
-
-        These are the constants that it tests with `in`, gives to a method (split, startswith) or a filter, or names. Words
-        and punctuation are left out, because they stand in every text.
-        """
-        from jinja2 import nodes
-
-        try:
-            tree = parsed(self.source)
-        except (TemplateSyntaxError, RecursionError):
-            return set()
-        found: list[nodes.Node] = [one.expr for one in tree.find_all(nodes.Compare)]
-        for call in tree.find_all((nodes.Call, nodes.Filter)):
-            assert isinstance(call, (nodes.Call, nodes.Filter))
-            found += call.args
-        found += [one.node for one in tree.find_all(nodes.Assign)]
-        texts = {one.value.strip() for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)}
-        return {text for text in texts if LEAST_MARKUP <= len(text) <= MOST_MARKUP and re.search(r"[^\w\s]", text)}
+        """Return the markup that the template looks for in texts, such as </think>."""
+        return set(_literals(self.source))
 
     def _render(
         self, messages: list[Message], tools: list[Any] | None, prompt: bool, *, marked: bool = False
@@ -221,12 +218,41 @@ class ChatTemplate:
         return check_length(texts[0]), list(spans[0]) if spans else []
 
 
+@functools.cache
+def _literals(source: str) -> frozenset[str]:
+    """Return the constants that a template tests with `in`, gives to a method (split, startswith) or a filter, or names.
+
+    Words and punctuation are left out, because they stand in every text.
+    """
+    from jinja2 import nodes
+
+    try:
+        tree = parsed(source)
+    except (TemplateSyntaxError, RecursionError):
+        return frozenset()
+    found: list[nodes.Node] = [one.expr for one in tree.find_all(nodes.Compare)]
+    for call in tree.find_all((nodes.Call, nodes.Filter)):
+        assert isinstance(call, (nodes.Call, nodes.Filter))
+        found += call.args
+    found += [one.node for one in tree.find_all(nodes.Assign)]
+    texts = {one.value.strip() for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+    return frozenset(t for t in texts if LEAST_MARKUP <= len(t) <= MOST_MARKUP and re.search(r"[^\w\s]", t))
+
+
 @dataclass(frozen=True)
 class TemplatePair:
     """The tokenizer's own template for a row, and TRL's training variant of it, if it has one and needs one."""
 
     own: ChatTemplate
     training: ChatTemplate | None
+
+    def given(self, values: dict[str, Any]) -> Self:
+        """Return the templates with values that they are rendered with beside the special tokens."""
+        with_values = [
+            one and replace(one, special_tokens=one.special_tokens | values) for one in (self.own, self.training)
+        ]
+        assert with_values[0] is not None
+        return replace(self, own=with_values[0], training=with_values[1])
 
 
 def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePair | None:

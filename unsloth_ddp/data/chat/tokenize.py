@@ -6,7 +6,7 @@ The token that ends a supervised turn is supervised too, so that the model learn
 import json
 import shlex
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,17 @@ from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
 from unsloth_ddp.data.chat.renderer import ChatRenderer, RenderedChat
-from unsloth_ddp.data.chat.template import TRAINING, Span, template_pair
+from unsloth_ddp.data.chat.template import TRAINING, Span, TemplatePair, template_pair, variables_of
 from unsloth_ddp.data.chat.turn_spans import same_prompt
 from unsloth_ddp.data.chat.variants import as_list_of_parts
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.template_values import COLUMN
 from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import Panic, UserError, panics_raised
+
+# Rows may all give their templates other values, such as tools.
+MOST_RENDERERS = 100
 
 
 @dataclass
@@ -99,14 +103,30 @@ class Encoder:
         without_tools = self._renderer(with_tools=False)
         named = isinstance(tokenizer.chat_template, dict)
         self.renderers = (without_tools, self._renderer(with_tools=True) if named else without_tools)
+        self._with_values: dict[str, tuple[ChatRenderer, tuple[str, ...]]] = {}
         added = tokenizer.added_tokens_decoder
         self.characters = Characters(tokenizer)
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
     def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:
         pair = template_pair(self.tokenizer, self.day, with_tools=with_tools)
-        if pair is None:
-            return None
+        return pair and self._renderer_with(pair)
+
+    def _renderer_of(self, example: Example) -> tuple[ChatRenderer | None, tuple[str, ...]]:
+        """Return the renderer of a row with the values that the row gives to its template, and those that are not read."""
+        renderer, values = self.renderers[bool(example.tools)], example.template_values
+        if renderer is None or not values:
+            return renderer, ()
+        key = json.dumps([bool(example.tools), values], sort_keys=True)
+        if key not in self._with_values:
+            if len(self._with_values) >= MOST_RENDERERS:
+                self._with_values.clear()
+            unread = sorted(values.keys() - variables_of(renderer.pair.own.source) - {"documents"})
+            with_values = self._renderer_with(renderer.pair.given(values))
+            self._with_values[key] = with_values, tuple(f"{COLUMN}.{name[:100]}" for name in unread)
+        return self._with_values[key]
+
+    def _renderer_with(self, pair: TemplatePair) -> ChatRenderer:
         eos = self.tokenizer.eos_token
         return ChatRenderer(
             pair,
@@ -123,7 +143,7 @@ class Encoder:
             UserError: see encode; the template renders their prompt in two ways.
         """
         rows = self.encode(chosen), self.encode(rejected)
-        renderer = self.renderers[bool(chosen.tools)]
+        renderer, _ = self._renderer_of(chosen)
         if chosen.text is None and renderer and not same_prompt(*(row.prompt for row in rows)):
             chats = renderer.render_pair(chosen, rejected)
             rows = self.encode(chosen, chats[0]), self.encode(rejected, chats[1])
@@ -175,7 +195,7 @@ class Encoder:
     def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
         """Return the special tokens among `ids` that stand in the row's own texts, except markup that the template looks for."""
         texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
-        renderer = self.renderers[bool(example.tools)]
+        renderer, _ = self._renderer_of(example)
         markup = renderer.own.markup.literals if renderer and example.text is None else ()
         found = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
         return tuple(token for token in found if token in texts and token not in markup)
@@ -213,11 +233,12 @@ class Encoder:
         return list(encoded["input_ids"]), encoded["offset_mapping"]
 
     def _rendered(self, example: Example) -> RenderedChat:
-        renderer = self.renderers[bool(example.tools)]
+        renderer, unread = self._renderer_of(example)
         if renderer is None:
             raise UserError(self._without_template())
         try:
-            return renderer.render(example)
+            chat = renderer.render(example)
+            return replace(chat, unread_keys=(*chat.unread_keys, *unread))
         except UserError:
             raise
         except TemplateOverrun as error:

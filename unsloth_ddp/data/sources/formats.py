@@ -74,7 +74,8 @@ class Example:
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
     supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
     parts of the messages that have several or an image, by the message's index; a part is text, or None for the next of the
-    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read. Of a pair
+    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read,
+    and `template_values` has what the chat template is given beside messages and tools. Of a pair
     (preference.py) this is the chosen answer after its prompt, and `rejected` the other one; of a labelled answer, `desirable` is
     its label.
     """
@@ -88,6 +89,7 @@ class Example:
     parts: dict[str, list[str | None]] = field(default_factory=dict, compare=False, repr=False)
     images: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list, compare=False, repr=False)
+    template_values: dict[str, Any] = field(default_factory=dict)
     rejected: Example | None = None
     desirable: bool | None = None
 

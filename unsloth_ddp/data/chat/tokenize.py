@@ -21,7 +21,7 @@ from unsloth_ddp.data.chat.turn_spans import same_prompt
 from unsloth_ddp.data.chat.variants import as_list_of_parts
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.sources.formats import Example
-from unsloth_ddp.data.sources.template_values import COLUMN
+from unsloth_ddp.data.template_values import COLUMN
 from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import Panic, UserError, panics_raised
 
@@ -110,7 +110,7 @@ class Encoder:
 
     def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:
         pair = template_pair(self.tokenizer, self.day, with_tools=with_tools)
-        return pair and self._renderer_with(pair)
+        return self._renderer_with(pair) if pair else None
 
     def _renderer_of(self, example: Example) -> tuple[ChatRenderer | None, tuple[str, ...]]:
         """Return the renderer of a row with the values that the row gives to its template, and those that are not read."""

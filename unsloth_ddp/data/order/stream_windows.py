@@ -26,7 +26,7 @@ from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_ro
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
-from unsloth_ddp.data.sources.template_values import TemplateColumns
+from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable

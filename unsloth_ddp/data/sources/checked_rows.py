@@ -12,8 +12,8 @@ from unsloth_ddp.data.images.values import COLUMNS
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
-from unsloth_ddp.data.sources.template_values import TemplateColumns
 from unsloth_ddp.data.sources.values import is_empty
+from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.utils.errors import UserError
 
 

@@ -18,7 +18,7 @@ from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.data.sources.formats import SHOWN_COLUMNS, Example
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import checked_files, left_out, of_other_splits
-from unsloth_ddp.data.sources.template_values import TemplateColumns
+from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable

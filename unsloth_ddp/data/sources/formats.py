@@ -22,6 +22,7 @@ from typing import Any
 
 from unsloth_ddp.data.images.values import COLUMNS as IMAGE_COLUMNS
 from unsloth_ddp.data.images.values import MARKER, JoinedText, images_of_row, place_images
+from unsloth_ddp.data.loss_columns import WRITE_FLAGS, loss_directions, with_loss_flags
 from unsloth_ddp.data.sources.messages import (
     ROLES,
     SHAREGPT_ROLES,
@@ -131,8 +132,13 @@ def to_example(row: Any) -> Example:
         raise UserError(_refusal(given, row))
     _refuse_undesired(row, columns)
     unread: list[str] = []
+    read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS}
+    directions = loss_directions({name: value for name, value in row.items() if name not in read})
+    if lists := [name for name, flags in directions.items() if isinstance(flags, list) and columns[0] not in TURNS]:
+        raise UserError(f"the row has {lists[0]} as a list, which is read beside messages only; {WRITE_FLAGS}.")
     if len(columns) == 1 and (read_turn := TURNS.get(columns[0])):
-        example = _chat(row, [], [read_turn(turn, unread) for turn in as_list(row[columns[0]], columns[0])])
+        turns = with_loss_flags(as_list(row[columns[0]], columns[0]), directions)
+        example = _chat(row, [], [read_turn(turn, unread) for turn in turns])
     elif columns == ("instruction", "output"):
         refuse_mixed(row, {"instruction": row["instruction"], "output": messages_or_text(row["output"], "output")})
         example = _chat(row, [], alpaca_turns(row))
@@ -143,9 +149,8 @@ def to_example(row: Any) -> Example:
         example = Example(text=as_text(row["text"], "text"))
     if example.text is not None and images_of_row(row):
         raise UserError("the row has images beside plain text, which has no place for them; write it as messages.")
-    read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS} - (
-        {"tools", "functions"} if example.text is not None else set()
-    )
+    read -= {"tools", "functions"} if example.text is not None else set()
+    read |= directions.keys()
     example.unread += sorted(set(unread))
     others = [name for name, value in row.items() if name not in read and not is_empty(value)]
     example.unread += [str(name)[:100] or "(no name)" for name in others]

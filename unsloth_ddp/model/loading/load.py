@@ -124,6 +124,10 @@ def _load(
         )
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
+    if is_folder(settings):
+        # A relative path, as adapter_config.json would have it, leads to the model from this working folder only.
+        for config in getattr(model, "peft_config", {}).values():
+            config.base_model_name_or_path = str(Path(str(settings.model)).expanduser().resolve())
     beside = trained_beside(model, settings.train_towers)
     if settings.method == "full":
         freeze_beside_text(model, beside)

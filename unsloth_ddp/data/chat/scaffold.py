@@ -164,6 +164,17 @@ def places_in(text: str, scaffold: Scaffold, made: StandIn) -> Places | None:
     return Places(tuple(gaps), tuple(slots), python)
 
 
+def loses_indentation(made: StandIn, text: str, scaffold: Scaffold, places: Places) -> bool:
+    """Return whether an answer begins with spaces or tabs that its place in the text lacks."""
+    for slot, (start, _) in zip(scaffold.slots, places.slots, strict=True):
+        if slot.part.kind == "content" and made.example.messages[slot.part.number]["role"] == "assistant":
+            value = made.values[slot.part]
+            indentation = value[: len(value) - len(value.lstrip())].rpartition("\n")[2]
+            if indentation and not text.endswith(indentation, 0, start):
+                return True
+    return False
+
+
 def not_found_in(text: str, scaffold: Scaffold, made: StandIn) -> frozenset[Part]:
     """Return the required parts that a text lacks, which is not the scaffold of its stand-in.
 

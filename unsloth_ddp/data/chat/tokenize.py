@@ -15,18 +15,15 @@ from unsloth_ddp.data.characters import Characters
 from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
-from unsloth_ddp.data.chat.renderer import ChatRenderer, RenderedChat
-from unsloth_ddp.data.chat.template import TRAINING, Span, TemplatePair, template_pair, variables_of
+from unsloth_ddp.data.chat.renderer import RenderedChat
+from unsloth_ddp.data.chat.template import Span
 from unsloth_ddp.data.chat.turn_spans import same_prompt
 from unsloth_ddp.data.chat.variants import as_list_of_parts
 from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.renderers import Renderers
 from unsloth_ddp.data.sources.formats import Example
-from unsloth_ddp.data.template_values import COLUMN
 from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import Panic, UserError, panics_raised
-
-# Rows may all give their templates other values, such as tools.
-MOST_RENDERERS = 100
 
 
 @dataclass
@@ -38,7 +35,7 @@ class EncodedRow:
         labels: the same ids, IGNORED where a token is not supervised.
         stop_tokens: special tokens that end the row's last answer, at which generation has to stop.
         overlong: whether the row was cut.
-        notes: keys of chat.renderer.NOTES, some with a tab and what they name.
+        notes: keys of row_report.NOTES, some with a tab and what they name.
         unread_keys: keys of messages that the chat template does not read.
         written_tokens: special tokens that the row's own texts hold.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
@@ -98,43 +95,11 @@ class Encoder:
         self.processing = processing
         self.vocabulary = vocabulary
         self.supervise_all = supervise_all
-        self.day = day or date.today()
-        self.use_training = chat_template == TRAINING
-        without_tools = self._renderer(with_tools=False)
-        named = isinstance(tokenizer.chat_template, dict)
-        self.renderers = (without_tools, self._renderer(with_tools=True) if named else without_tools)
-        self._with_values: dict[str, tuple[ChatRenderer, tuple[str, ...]]] = {}
+        image_token = processing.image_token if processing else None
+        self.renderers = Renderers(tokenizer, day or date.today(), supervise_all, chat_template, image_token)
         added = tokenizer.added_tokens_decoder
         self.characters = Characters(tokenizer)
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-
-    def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:
-        pair = template_pair(self.tokenizer, self.day, with_tools=with_tools)
-        return self._renderer_with(pair) if pair else None
-
-    def _renderer_of(self, example: Example) -> tuple[ChatRenderer | None, tuple[str, ...]]:
-        """Return the renderer of a row with the values that the row gives to its template, and those that are not read."""
-        renderer, values = self.renderers[bool(example.tools)], example.template_values
-        if renderer is None or not values:
-            return renderer, ()
-        key = json.dumps([bool(example.tools), values], sort_keys=True)
-        if key not in self._with_values:
-            if len(self._with_values) >= MOST_RENDERERS:
-                self._with_values.clear()
-            unread = sorted(values.keys() - variables_of(renderer.pair.own.source) - {"documents"})
-            with_values = self._renderer_with(renderer.pair.given(values))
-            self._with_values[key] = with_values, tuple(f"{COLUMN}.{name[:100]}" for name in unread)
-        return self._with_values[key]
-
-    def _renderer_with(self, pair: TemplatePair) -> ChatRenderer:
-        eos = self.tokenizer.eos_token
-        return ChatRenderer(
-            pair,
-            eos,
-            supervise_all=self.supervise_all,
-            use_training=self.use_training,
-            image_token=self.processing.image_token if self.processing else None,
-        )
 
     def encode_pair(self, chosen: Example, rejected: Example) -> tuple[EncodedRow, EncodedRow]:
         """Tokenize both rows of a pair, without cutting them; the tokens before their answers are the same.
@@ -143,7 +108,7 @@ class Encoder:
             UserError: see encode; the template renders their prompt in two ways.
         """
         rows = self.encode(chosen), self.encode(rejected)
-        renderer, _ = self._renderer_of(chosen)
+        renderer = self.renderers.of(chosen)
         if chosen.text is None and renderer and not same_prompt(*(row.prompt for row in rows)):
             chats = renderer.render_pair(chosen, rejected)
             rows = self.encode(chosen, chats[0]), self.encode(rejected, chats[1])
@@ -167,35 +132,26 @@ class Encoder:
         if repeats_prompt(example):
             encoded.notes = (*encoded.notes, "repeated")
         encoded.written_tokens = self._written_tokens(example, encoded.input_ids)
-        self._compare_with_vocabulary(encoded)
+        if self.vocabulary:
+            self._compare(encoded, self.vocabulary)
         return encoded
 
-    def _compare_with_vocabulary(self, row: EncodedRow) -> None:
-        """Note the row's tokens whose weights stay untrained, and refuse a token without weights.
-
-        The model replaces the tokens of images before it looks their weights up.
-        """
-        if self.vocabulary is None:
-            return
+    def _compare(self, row: EncodedRow, vocabulary: Vocabulary) -> None:
+        """Note tokens whose weights stay untrained; refuse one without weights, but for images, which the model looks up apart."""
         ids = set(row.input_ids)
         if row.images and self.processing:
             ids.discard(self.tokenizer.convert_tokens_to_ids(self.processing.image_token))
-        last = max(ids, default=0)
-        if last >= self.vocabulary.rows:
-            raise UserError(
-                f"the row has the token {self.tokenizer.convert_ids_to_tokens(last)} ({last}), and {self.vocabulary.model} has weights for "
-                f"the tokens 0 to {self.vocabulary.rows - 1} only; use the tokenizer that belongs to the model, or add the token to a "
-                "copy of the model (docs/rows.md, New tokens)."
-            )
-        untrained = self.tokenizer.convert_ids_to_tokens(sorted(ids & self.vocabulary.untrained))
+        if (last := max(ids, default=0)) >= vocabulary.rows:
+            raise UserError(vocabulary.refusal(self.tokenizer.convert_ids_to_tokens(last), last))
+        untrained = self.tokenizer.convert_ids_to_tokens(sorted(ids & vocabulary.untrained))
         row.notes += tuple(f"untrained\t{shlex.quote(token)}" for token in untrained)
-        meant = {*untrained, *self.vocabulary.trained}
+        meant = {*untrained, *vocabulary.trained}
         row.written_tokens = tuple(token for token in row.written_tokens if token not in meant)
 
     def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
         """Return the special tokens among `ids` that stand in the row's own texts, except markup that the template looks for."""
         texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
-        renderer, _ = self._renderer_of(example)
+        renderer = self.renderers.of(example)
         markup = renderer.own.markup.literals if renderer and example.text is None else ()
         found = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
         return tuple(token for token in found if token in texts and token not in markup)
@@ -215,7 +171,7 @@ class Encoder:
             ids.append(self.tokenizer.eos_token_id)
         keep = [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
         encoded = self._encoded(ids, offsets, text, keep)
-        if example.prompt_chars and self.renderers[0] is not None:
+        if example.prompt_chars and self.renderers.plain is not None:
             encoded.notes += ("plain",)
         return encoded
 
@@ -233,12 +189,12 @@ class Encoder:
         return list(encoded["input_ids"]), encoded["offset_mapping"]
 
     def _rendered(self, example: Example) -> RenderedChat:
-        renderer, unread = self._renderer_of(example)
+        renderer = self.renderers.of(example)
         if renderer is None:
             raise UserError(self._without_template())
         try:
             chat = renderer.render(example)
-            return replace(chat, unread_keys=(*chat.unread_keys, *unread))
+            return replace(chat, unread_keys=chat.unread_keys + self.renderers.unread_values(example))
         except UserError:
             raise
         except TemplateOverrun as error:
@@ -290,12 +246,12 @@ class Encoder:
     @cached_property
     def _around_images(self) -> tuple[str, str]:
         """Return what the chat template writes before and behind the image token of an image part, white space aside."""
-        assert self.processing is not None and self.renderers[0] is not None
+        assert self.processing is not None and self.renderers.plain is not None
         token, words = self.processing.image_token, ("Zq00001qZ", "Zq00002qZ")
         parts = [words[0], None, words[1]]
         chat = [{"role": "user", "content": as_list_of_parts(parts)}]
         try:
-            text = self.renderers[0].own.template.render(chat, None)
+            text = self.renderers.plain.own.template.render(chat, None)
             inside = text[text.index(words[0]) + len(words[0]) : text.index(words[1])]
             before, behind = inside.split(token)
         except Exception:

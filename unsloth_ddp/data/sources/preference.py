@@ -78,8 +78,9 @@ def to_pair(row: Any) -> Example:
     chosen, rejected = (
         _read(name, {**_rest(row, ANSWERS), **half}) for name, half in zip(ANSWERS, halves, strict=True)
     )
-    rejected.unread = []
+    chosen.unread += [name for name in rejected.unread if name not in chosen.unread]
     chosen.unread += _not_shown(row, (*PROMPTS, "completion"), read, chosen)
+    rejected.unread = []
     return dataclasses.replace(chosen, rejected=rejected)
 
 

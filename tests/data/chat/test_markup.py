@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.chat.test_rows_arrive import LOOP, TURN, ask, encoder_of, result, say, template
 from tests.data.test_tokenize import PLAIN, TEXTS, core, from_trl, make_tokenizer, supervised
-from unsloth_ddp.data.chat.renderer import NOTES
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder
+from unsloth_ddp.data.row_report import NOTES
 
 __all__ = ["core"]
 

@@ -135,6 +135,13 @@ class DataSettings:
         "allow",
         summary=True,
     )
+    reasoning_in_content: bool = option(
+        False,
+        "Where the chat template leaves out the reasoning of an answer (reasoning_content and the like): give it under the key that the "
+        "template reads, or write it into the content, between the model's tokens for it or <think> and </think>.",
+        "allow",
+        summary=True,
+    )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
         "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention has "

@@ -377,6 +377,7 @@ def make_encoder(
         day=date.fromisoformat(template_date) if template_date else None,
         processing=processing,
         vocabulary=vocabulary,
+        reasoning_in_content=settings.reasoning_in_content,
     )
 
 

@@ -5,7 +5,7 @@ from datetime import date
 from typing import Any
 
 from unsloth_ddp.data.chat.renderer import ChatRenderer
-from unsloth_ddp.data.chat.template import TRAINING, TemplatePair, template_pair, variables_of
+from unsloth_ddp.data.chat.template import TemplatePair, template_pair, variables_of
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.template_values import COLUMN
 
@@ -16,20 +16,16 @@ MOST_RENDERERS = 100
 class Renderers:
     """Choose the renderer of a row."""
 
-    def __init__(
-        self, tokenizer: Any, day: date, supervise_all: bool, chat_template: str | None, image_token: str | None
-    ) -> None:
+    def __init__(self, tokenizer: Any, day: date, options: dict[str, Any]) -> None:
         """Prepare the renderers of the tokenizer's templates.
 
         Args:
             day: the date that templates print.
-            chat_template: --chat_template; a file is already set as the tokenizer's template.
-            image_token: what stands for an image in a rendered text, if rows have images.
+            options: of ChatRenderer.
         """
         self._tokenizer = tokenizer
         self._day = day
-        self._options: dict[str, Any] = {"supervise_all": supervise_all, "use_training": chat_template == TRAINING}
-        self._options["image_token"] = image_token
+        self._options = options
         without_tools = self._renderer(with_tools=False)
         named = isinstance(tokenizer.chat_template, dict)
         self._by_tools = without_tools, self._renderer(with_tools=True) if named else without_tools

@@ -262,10 +262,12 @@ class ChatRenderer:
         supervise_all: bool,
         use_training: bool,
         image_token: str | None = None,
+        think: tuple[str, str] | None = None,
     ) -> None:
         """Use TRL's variant for every row if `use_training` is set.
 
         Args:
+            think: what begins and ends reasoning that is written into the content where the template leaves it out.
             image_token: what stands for an image in a rendered text, if rows have images.
 
         Raises:
@@ -275,7 +277,7 @@ class ChatRenderer:
             raise UserError(
                 "chat_template training: TRL has no training variant of this tokenizer's template; leave the option out."
             )
-        self.pair = pair
+        self.pair, self.think = pair, think
         own = pair.training if use_training and pair.training else pair.own
         training = None if use_training else pair.training
         self.own = RowReader(own, training, eos_token, supervise_all, image_token)
@@ -288,12 +290,12 @@ class ChatRenderer:
             UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
         """
         try:
-            return _read_best(self.own, example)
+            return _read_best(self.own, example, self.think)
         except Exception as error:
             if self.training is None:
                 raise
             try:
-                rendered = _read_best(self.training, example)
+                rendered = _read_best(self.training, example, self.think)
             except Exception:
                 raise error from None
         return self._told(rendered, self.training)
@@ -311,7 +313,7 @@ class ChatRenderer:
         found: list[tuple[RenderedChat, RenderedChat]] = []
         for reader in filter(None, (self.own, self.training)):
             forms = (
-                variants(one, reader.prints_bare, reader.image_token, beside=other)
+                variants(one, reader.prints_bare, reader.image_token, beside=other, think=self.think)
                 for one, other in ((chosen, rejected), (rejected, chosen))
             )
             for form in zip(*forms, strict=True):
@@ -328,12 +330,12 @@ class ChatRenderer:
         return min(found, key=lambda pair: pair[0].faults + pair[1].faults)
 
 
-def _read_best(reader: RowReader, example: Example) -> RenderedChat:
+def _read_best(reader: RowReader, example: Example, think: tuple[str, str] | None) -> RenderedChat:
     """Return the row in the first of its forms that the template renders without a fault, or else in the best one."""
     read: list[RenderedChat] = []
     errors: list[Exception] = []
     tried: list[Example] = []
-    for variant in variants(example, reader.prints_bare, reader.image_token):
+    for variant in variants(example, reader.prints_bare, reader.image_token, think=think):
         if variant in tried:
             continue
         tried.append(variant)

@@ -75,6 +75,7 @@ class Encoder:
         day: date | None = None,
         processing: ImageProcessing | None = None,
         vocabulary: Vocabulary | None = None,
+        reasoning_in_content: bool = False,
     ) -> None:
         """Prepare the renderers.
 
@@ -95,8 +96,10 @@ class Encoder:
         self.processing = processing
         self.vocabulary = vocabulary
         self.supervise_all = supervise_all
-        image_token = processing.image_token if processing else None
-        self.renderers = Renderers(tokenizer, day or date.today(), supervise_all, chat_template, image_token)
+        options: dict[str, Any] = {"supervise_all": supervise_all, "use_training": chat_template == TRAINING}
+        options["image_token"] = processing.image_token if processing else None
+        options["think"] = think_tokens(tokenizer.get_added_vocab()) if reasoning_in_content else None
+        self.renderers = Renderers(tokenizer, day or date.today(), options)
         added = tokenizer.added_tokens_decoder
         self.characters = Characters(tokenizer)
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}

@@ -1,7 +1,7 @@
 """Write a row in the forms that templates differ in: reasoning apart from the content, arguments as text. Pure functions."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ def variants(
     image_token: str | None = None,
     *,
     beside: Example | None = None,
+    think: tuple[str, str] | None = None,
 ) -> Iterator[Example]:
     """Yield a row with its content parts, as it is, and then in the forms that may suit a template that cannot render it so.
 
@@ -23,6 +24,7 @@ def variants(
         image_token: what stands for an image in the text that the model's processor takes.
         prints_bare: whether the template prints a text in arguments without quotation marks, as it prints a number.
         beside: the other row of a pair, which then has the same forms in the same order.
+        think: what begins and ends reasoning that is written into the content, as a last form.
     """
     given = example
     messages = [*example.messages, *(beside.messages if beside else ())]
@@ -46,6 +48,12 @@ def variants(
     if not example.images:
         # Templates of image-text models may take lists only.
         yield _in_parts_only(given)
+    if think and any(message.get(key) for message in messages for key in REASONING_KEYS):
+        for key in REASONING_KEYS:
+            renamed = _changed(given, lambda message, key=key: _with_reasoning_as(message, key))  # type: ignore[misc]
+            yield from variants(renamed, prints_bare, image_token, beside=beside)
+        written = _changed(given, lambda message: _with_reasoning_in_content(message, think))
+        yield from variants(written, prints_bare, image_token, beside=beside)
 
 
 def with_calls_as_text(message: Message) -> Message:
@@ -106,6 +114,30 @@ def _with_reasoning_key(message: Message) -> Message:
     if message["role"] != "assistant" or not think or before.strip() or any(message.get(key) for key in REASONING_KEYS):
         return message
     return {**message, "reasoning_content": thought.strip("\n"), "content": content.lstrip("\n")}
+
+
+def _with_reasoning_in_content(message: Message, think: tuple[str, str]) -> Message:
+    written = _with_reasoning_as(message, "content")
+    if written is message:
+        return message
+    return {**written, "content": f"{think[0]}\n{written['content']}\n{think[1]}\n\n{message['content']}"}
+
+
+def _with_reasoning_as(message: Message, name: str) -> Message:
+    """Write the reasoning of a message under another key."""
+    reasoning = next((message[key].strip("\n") for key in REASONING_KEYS if message.get(key)), "")
+    if not reasoning or message["role"] != "assistant":
+        return message
+    return {**{key: value for key, value in message.items() if key not in REASONING_KEYS}, name: reasoning}
+
+
+def think_tokens(added: Collection[str]) -> tuple[str, str]:
+    """Return what begins and ends reasoning among a tokenizer's added tokens: <think>, [THINK] or <|START_THINKING|> and its end."""
+    for begin in sorted(token for token in added if "think" in token.lower()):
+        ends = {begin[:1] + "/" + begin[1:], begin.replace("START", "END"), begin.replace("start", "end")} - {begin}
+        if end := next((end for end in sorted(ends) if end in added), None):
+            return begin, end
+    return THINK_START, THINK_END
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:

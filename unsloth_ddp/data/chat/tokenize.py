@@ -16,9 +16,9 @@ from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
 from unsloth_ddp.data.chat.renderer import RenderedChat
-from unsloth_ddp.data.chat.template import Span
+from unsloth_ddp.data.chat.template import TRAINING, Span
 from unsloth_ddp.data.chat.turn_spans import same_prompt
-from unsloth_ddp.data.chat.variants import as_list_of_parts
+from unsloth_ddp.data.chat.variants import as_list_of_parts, think_tokens
 from unsloth_ddp.data.images.processing import ImageProcessing
 from unsloth_ddp.data.renderers import Renderers
 from unsloth_ddp.data.sources.formats import Example
@@ -92,9 +92,7 @@ class Encoder:
             raise UserError(
                 "the tokenizer is a slow one, which cannot map tokens to characters; use a model with a tokenizer.json."
             )
-        self.tokenizer = tokenizer
-        self.processing = processing
-        self.vocabulary = vocabulary
+        self.tokenizer, self.processing, self.vocabulary = tokenizer, processing, vocabulary
         self.supervise_all = supervise_all
         options: dict[str, Any] = {"supervise_all": supervise_all, "use_training": chat_template == TRAINING}
         options["image_token"] = processing.image_token if processing else None

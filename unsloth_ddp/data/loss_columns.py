@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unsloth_ddp.data.sources.messages import directs_loss, is_loss_flag
-from unsloth_ddp.data.sources.values import is_empty
+from unsloth_ddp.data.sources.values import from_json, is_empty
 from unsloth_ddp.utils.errors import UserError
 
 # The lists that say for each message whether it is learned; 1 is yes, although the name is that of a mask.
@@ -29,7 +29,11 @@ def loss_directions(columns: Mapping[str, Any]) -> dict[str, list[int] | None]:
     for name, value in columns.items():
         if is_empty(value) or not directs_loss(name):
             continue
-        flag = WRITTEN.get(value.strip().lower()) if isinstance(value, str) else value
+        flag = value
+        if isinstance(value, str):
+            # As a CSV file has it.
+            is_list = value.lstrip().startswith("[")
+            flag = from_json(value, name[:100]) if is_list else WRITTEN.get(value.strip().lower())
         if flag is None or isinstance(flag, dict):
             continue  # a text, such as the name of a train
         flags = flag if isinstance(flag, list) else [flag]

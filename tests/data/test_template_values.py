@@ -98,6 +98,13 @@ def test_reasoning_that_a_template_leaves_out_is_written_in_its_form(template: s
     assert written in tokenizer.decode([label for label in row.labels if label >= 0])
 
 
+def test_a_template_that_the_sandbox_refuses_is_said_to_be_one() -> None:
+    tokenizer = tokenizer_of("llama3")
+    tokenizer.chat_template = "{% set _ = messages.append(1) %}{{ messages[0].content }}"
+    with pytest.raises(UserError, match=r"does what Jinja's sandbox refuses, .*'append' of 'list' object is unsafe"):
+        Encoder(tokenizer, supervise_all=False).encode(to_example({"messages": CHAT}))
+
+
 @pytest.mark.parametrize(
     ("template", "answer", "notes"),
     [

@@ -14,7 +14,7 @@ from typing import Any
 from unsloth_ddp.data.characters import Characters
 from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
-from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
+from unsloth_ddp.data.chat.render_limits import TemplateOverrun, failure_sentence, overrun_sentence
 from unsloth_ddp.data.chat.renderer import RenderedChat
 from unsloth_ddp.data.chat.template import TRAINING, Span
 from unsloth_ddp.data.chat.turn_spans import same_prompt
@@ -201,10 +201,7 @@ class Encoder:
         except TemplateOverrun as error:
             raise UserError(overrun_sentence(error)) from None
         except Exception as error:
-            raise UserError(
-                f"the chat template cannot render the row ({' '.join(str(error).split())}); change the row, or give "
-                "another template with --chat_template."
-            ) from None
+            raise UserError(failure_sentence(error)) from None
 
     def _encode_chat(self, example: Example, chat: RenderedChat | None) -> EncodedRow:
         chat = chat or self._rendered(example)

@@ -71,7 +71,7 @@ def qwen3(core: Tokenizer) -> Any:
         ),
         (
             {"messages": [TURNS[0], {**TURNS[1], "thinking": "R"}]},
-            "leaves out the thinking of the answer; write it into",
+            "leaves out the thinking of the answer; give --reasoning_in_content",
         ),
     ],
 )

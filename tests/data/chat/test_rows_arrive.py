@@ -236,7 +236,7 @@ OUTCOMES = {
         "call": ("own",), "two calls": ("own",), "call with text": ("own",), "Gemma's block": (),
     },
     "qwen2_5": {
-        "reasoning": "leaves out the reasoning_content of the answer; write it into", "block": (), "two blocks": (), "call": (),
+        "reasoning": "leaves out the reasoning_content of the answer; give --reasoning_in_content", "block": (), "two blocks": (), "call": (),
         "text before a block": (), "block and reasoning": "leaves out the reasoning_content of the answer, which has reasoning twice",
     },
     "llama3_1": {"call": (), "call with text": ("text",), "two calls": "only supports single tool-calls", "block": ()},
@@ -244,7 +244,7 @@ OUTCOMES = {
         "Gemma's block": "leaves out the reasoning in the answer ('thought wr1start is at wr1middle of this", "block": (), "call": (),
     },
     "deepseek_r1_distill": {
-        "plain": ("unprompted",), "block": ("training",), "reasoning": "leaves out the reasoning_content of the answer; write",
+        "plain": ("unprompted",), "block": ("training",), "reasoning": "leaves out the reasoning_content of the answer; give",
     },
     "gptoss": {"thinking": (), "call": (), "two calls": "leaves out tool call 2 of the 2"},
     "qwen3_5_think": {"call": (), "two calls": (), "reasoning": (), "block": ()},

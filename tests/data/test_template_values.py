@@ -98,6 +98,24 @@ def test_reasoning_that_a_template_leaves_out_is_written_in_its_form(template: s
     assert written in tokenizer.decode([label for label in row.labels if label >= 0])
 
 
+def test_text_that_gemma_writes_behind_the_answer_of_a_tool_is_refused_with_what_helps() -> None:
+    call = {"type": "function", "function": {"name": "a", "arguments": {"x": 1}}}
+    turns = [{"role": "tool", "content": "5", "name": "a"}, {"role": "assistant", "content": "no"}]
+    tool = {"type": "function", "function": {"name": "a", "description": "d", "parameters": {"type": "object"}}}
+    encoder = Encoder(tokenizer := tokenizer_of("gemma4_v4"), supervise_all=False)
+
+    def row(**message: Any) -> Example:
+        asked = {"role": "assistant", "tool_calls": [call], **message}
+        return to_example({"messages": [CHAT[0], asked, *turns], "tools": [tool]})
+
+    with pytest.raises(
+        UserError, match="text of message 2, which calls tools, behind the answer of the tool; write the text into"
+    ):
+        encoder.encode(row(content="I look."))
+    helped = encoder.encode(row(content="", reasoning_content="I look."))
+    assert "I look.\n<channel|><|tool_call>" in tokenizer.decode([label for label in helped.labels if label >= 0])
+
+
 def test_a_template_that_the_sandbox_refuses_is_said_to_be_one() -> None:
     tokenizer = tokenizer_of("llama3")
     tokenizer.chat_template = "{% set _ = messages.append(1) %}{{ messages[0].content }}"

@@ -136,11 +136,26 @@ class SpanFinder:
         spans = [(begin, end) for (begin, _), (end, _) in zip(begins, ends, strict=True)]
         found = [(begin, end) for begin, end in spans if begin is not None and end is not None]
         if len(found) < len(spans) or any(map(_holds_others, found, wanted, [written] * len(found))):
-            raise UserError(
-                "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
-                "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
-            )
+            raise UserError(self._refusal(example))
         return ended, found, notes
+
+    def _refusal(self, example: Example) -> str:
+        """Return why spans are not found; a template may write the text of a turn behind the answers of its calls (Gemma 4)."""
+        for index, message in enumerate(example.messages[:-1]):
+            text = message["content"]
+            if not (message.get("tool_calls") and isinstance(text, str) and text.strip()):
+                continue
+            parts = (self.template.render(example.messages[: index + n], example.tools) for n in (1, 2))
+            alone, answered = parts
+            if not answered.startswith(alone.rstrip()) and answered.rfind(text.strip()) >= len(alone) - len(text):
+                return (
+                    f"the chat template writes the text of message {index + 1}, which calls tools, behind the answer of the tool; write the "
+                    "text into the reasoning of the message (reasoning_content), or remove it."
+                )
+        return (
+            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them with {% generation %} in "
+            "a --chat_template file, or use --loss_on all."
+        )
 
     def _marked(
         self, example: Example, text: str, left_out: set[int], written: Sequence[Written]

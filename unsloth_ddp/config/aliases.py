@@ -150,7 +150,10 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"true": {"loss_on": "assistant"}, "false": {"loss_on": "all"}}, "give loss_on assistant or all",
     ),
     "enable_thinking/L": (
-        {"true": {"chat_template_kwargs": {"enable_thinking": True}}, "false": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {
+            "true": {"chat_template_kwargs": {"enable_thinking": True}},
+            "false": {"chat_template_kwargs": {"enable_thinking": False}},
+        },
         "give chat_template_kwargs",
     ),
     "loss_scale/S": ({"default": {"loss_on": "assistant"}, "all": {"loss_on": "all"}}, "give loss_on assistant or all"),
@@ -229,7 +232,8 @@ WITHOUT = {
     "tokenizer_legacy/A is_llama_derived_model/A is_mistral_derived_model/A is_falcon_derived_model/A is_qwen_derived_model/A "
     "tokenizer_name_or_path/G config_name/G rope_scaling/ALS low_cpu_mem_usage/ALG use_cache/T": _BY_CONFIG,
     "special_tokens/A eos_token/T pad_token/T added_tokens_overrides/A eot_tokens/A split_special_tokens/L": _TOKENIZER,
-    "tokens/A resize_token_embeddings_to_32x/A add_tokens/L add_special_tokens/L resize_vocab/L new_special_tokens/S": _NEW_TOKENS,
+    "tokens/A resize_token_embeddings_to_32x/A add_tokens/L add_special_tokens/L resize_vocab/L "
+    "new_special_tokens/S": _NEW_TOKENS,
     "template/LS conversation_template/G default_system/L system/S default_system_message/A tool_format/L "
     "agent_template/S": "the tokenizer's own chat template is used; give another as chat_template, and a system message in the rows",
     "chat_template_jinja/A": "write it to a file and give that as chat_template",

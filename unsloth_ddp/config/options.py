@@ -83,7 +83,8 @@ class LoraSettings:
     )
     lora_trainable_tokens: list[str] = option(
         [],
-        "Tokens of the tokenizer whose rows of the embedding and the output head are trained in addition to the adapter, such as new "
+        "Tokens of the tokenizer whose rows of the embedding and the output head are trained in addition to the "
+        "adapter, such as new "
         "ones (<doc>, ...).",
         "refuse",
     )
@@ -130,14 +131,16 @@ class DataSettings:
     )
     chat_template_kwargs: dict[str, Any] = option(
         {},
-        "Values for the chat template beside messages and tools, such as {enable_thinking: false}, as a mapping (JSON on the command "
+        "Values for the chat template beside messages and tools, such as {enable_thinking: false}, as a mapping "
+        "(JSON on the command "
         "line); a column chat_template_kwargs, or one of a name that the template reads, gives those of a row.",
         "allow",
         summary=True,
     )
     reasoning_in_content: bool = option(
         False,
-        "Where the chat template leaves out the reasoning of an answer (reasoning_content and the like): give it under the key that the "
+        "Where the chat template leaves out the reasoning of an answer (reasoning_content and the like): give it "
+        "under the key that the "
         "template reads, or write it into the content, between the model's tokens for it or <think> and </think>.",
         "allow",
         summary=True,

@@ -177,8 +177,8 @@ def tokenize_examples(
         vocabulary: the tokens that the model has weights for; None where it is not loaded.
 
     Raises:
-        UserError: the chat template cannot render a row, a row has a token beyond the vocabulary, or a set has no supervised
-            token.
+        UserError: the chat template cannot render a row, a row has a token beyond the vocabulary, or a set has no
+            supervised token.
     """
     day = template_date or runtime.broadcast_from_main(lambda: date.today().isoformat())
     processing = load_processing(settings) if have_images(folder) else None

@@ -1,4 +1,4 @@
-"""Obey columns that say which messages of a row are learned, and refuse those whose meaning is not clear. Pure functions."""
+"""Obey columns that say which messages are learned, and refuse those whose meaning is not clear. Pure functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +40,8 @@ def loss_directions(columns: Mapping[str, Any]) -> dict[str, list[int] | None]:
         if not all(isinstance(one, bool | int | float) and one in (0, 1) for one in flags) or not _is_read(name):
             if isinstance(flag, list) or flag:
                 raise UserError(
-                    f"the row has {name[:100]} ({str(value)[:40]}), which says what is learned and is not read; {WRITE_FLAGS}."
+                    f"the row has {name[:100]} ({str(value)[:40]}), which says what is learned and is not read; "
+                    f"{WRITE_FLAGS}."
                 )
             continue  # nothing is masked
         if isinstance(flag, list):
@@ -73,7 +74,8 @@ def with_loss_flags(turns: list[Any], directions: Mapping[str, list[int] | None]
             continue
         if len(flags) != len(turns):
             raise UserError(
-                f"the row has {len(flags)} values in {name[:100]} and {len(turns)} messages; give one for each, or {WRITE_FLAGS}."
+                f"the row has {len(flags)} values in {name[:100]} and {len(turns)} messages; give one for each, or "
+                f"{WRITE_FLAGS}."
             )
         turns = [
             {**turn, KEY: flag} if isinstance(turn, dict) else turn for turn, flag in zip(turns, flags, strict=True)

@@ -1,4 +1,4 @@
-"""Take from a row what its chat template is given beside messages and tools: chat_template_kwargs, enable_thinking and the like."""
+"""Take from a row what its chat template is given beside messages and tools, such as enable_thinking."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -11,10 +11,11 @@ from unsloth_ddp.utils.errors import UserError
 
 COLUMN = "chat_template_kwargs"
 # What the row and the kit give to a template.
-RESERVED = {"messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt", "tokenize"} | {
+RESERVED = {
+    "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt", "tokenize",
     "continue_final_message", "return_assistant_tokens_mask", "strftime_now",
 }  # fmt: skip
-# A longer text, or one with spaces, is no switch: a column thinking may hold reasoning, and a variable thinking turns it on.
+# A longer text, or one with spaces, is no switch: a column thinking may hold reasoning, which a variable turns on.
 LONGEST_WORD = 20
 
 

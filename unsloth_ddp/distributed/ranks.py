@@ -65,7 +65,8 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     if world_size > 1 and (missing := [name for name in ("RANK", "LOCAL_RANK") if name not in environ]):
         raise UserError(
             f"The environment variable WORLD_SIZE is {world_size}, and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set, so no launcher started this process; unset WORLD_SIZE, or start with "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so no launcher started this process; unset WORLD_SIZE, "
+            "or start with "
             "accelerate launch or torchrun."
         )
     ranks = Ranks(number("RANK", 0), number("LOCAL_RANK", 0), world_size, number("LOCAL_WORLD_SIZE", world_size))
@@ -95,8 +96,10 @@ def forget_mpi(environ: MutableMapping[str, str] = os.environ) -> None:
         count, number = environ.get(size, "1"), environ.get(rank, "0")
         if number != "0":
             raise UserError(
-                f"{rank} is {number} and {size} is {count}, so srun or mpirun started this process as one of several; start with accelerate "
-                f"launch or torchrun, once per machine (cluster/slurm.sbatch), or unset {rank} and {size} for a single process."
+                f"{rank} is {number} and {size} is {count}, so srun or mpirun started this process as one of "
+                "several; start with accelerate "
+                f"launch or torchrun, once per machine (cluster/slurm.sbatch), or unset {rank} and {size} for a "
+                "single process."
             )
         if count != "1":
             print(f"{size} {count} is ignored: no accelerate launch or torchrun started this process.", flush=True)

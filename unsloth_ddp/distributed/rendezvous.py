@@ -77,8 +77,10 @@ def told_after(seconds: float, ranks: Ranks) -> Iterator[None]:
     others = f"ranks 1 to {ranks.world_size - 1}" if ranks.world_size > 2 else "rank 1"
     place = " and ".join(f"{name} {os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
     sentence = (
-        f"Rank {ranks.rank} of WORLD_SIZE {ranks.world_size} waits for {others if ranks.is_main else 'rank 0'} at {place} ... If no launcher "
-        "started them, these variables are left from another job: unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+        f"Rank {ranks.rank} of WORLD_SIZE {ranks.world_size} waits for {others if ranks.is_main else 'rank 0'} at "
+        f"{place} ... If no launcher "
+        "started them, these variables are left from another job: unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR "
+        "and MASTER_PORT."
     )
     timer = threading.Timer(seconds, lambda: print(sentence, file=sys.stderr, flush=True))
     timer.daemon = True

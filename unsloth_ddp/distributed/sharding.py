@@ -255,8 +255,10 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
         return
     if settings.lora_trainable_tokens and settings.method != "full" and shards_weights(sharding):
         raise UserError(
-            f"lora_trainable_tokens {' '.join(settings.lora_trainable_tokens)[:100]} does not work with sharding {sharding}, whose "
-            "weights PEFT cannot read row by row; use accelerate_configs/ddp.yaml or zero2.yaml, or --lora_modules_to_save with the "
+            f"lora_trainable_tokens {' '.join(settings.lora_trainable_tokens)[:100]} does not work with sharding "
+            f"{sharding}, whose "
+            "weights PEFT cannot read row by row; use accelerate_configs/ddp.yaml or zero2.yaml, or "
+            "--lora_modules_to_save with the "
             "embedding and the output head."
         )
     if settings.reference_model and sharding != "fsdp2":

@@ -91,7 +91,7 @@ def parsed(source: str) -> Template:
 
 
 def variables_of(template: str | dict[str, str] | None) -> frozenset[str]:
-    """Return the names that a chat template, or a variant of it, reads beside the row and the tokenizer's special tokens."""
+    """Return the names that a chat template reads beside the row and the tokenizer's special tokens."""
     names: set[str] = set()
     for source in template.values() if isinstance(template, dict) else [template or ""]:
         with contextlib.suppress(TemplateSyntaxError, RecursionError):
@@ -220,7 +220,7 @@ class ChatTemplate:
 
 @functools.cache
 def _literals(source: str) -> frozenset[str]:
-    """Return the constants that a template tests with `in`, gives to a method (split, startswith) or a filter, or names.
+    """Return the constants that a template tests with `in`, gives to a method or a filter, or names.
 
     Words and punctuation are left out, because they stand in every text.
     """

@@ -138,7 +138,7 @@ class Encoder:
         return encoded
 
     def _compare(self, row: EncodedRow, vocabulary: Vocabulary) -> None:
-        """Note tokens whose weights stay untrained; refuse one without weights, but for images, which the model looks up apart."""
+        """Note tokens whose weights stay untrained; refuse one without weights, other than the token of images."""
         ids = set(row.input_ids)
         if row.images and self.processing:
             ids.discard(self.tokenizer.convert_tokens_to_ids(self.processing.image_token))

@@ -140,7 +140,7 @@ class SpanFinder:
         return ended, found, notes
 
     def _refusal(self, example: Example) -> str:
-        """Return why spans are not found; a template may write the text of a turn behind the answers of its calls (Gemma 4)."""
+        """Return why spans are not found; Gemma 4's template writes the text of a turn behind the answers of its calls."""
         for index, message in enumerate(example.messages[:-1]):
             text = message["content"]
             if not (message.get("tool_calls") and isinstance(text, str) and text.strip()):
@@ -149,11 +149,13 @@ class SpanFinder:
             alone, answered = parts
             if not answered.startswith(alone.rstrip()) and answered.rfind(text.strip()) >= len(alone) - len(text):
                 return (
-                    f"the chat template writes the text of message {index + 1}, which calls tools, behind the answer of the tool; write the "
+                    f"the chat template writes the text of message {index + 1}, which calls tools, behind the answer "
+                    "of the tool; write the "
                     "text into the reasoning of the message (reasoning_content), or remove it."
                 )
         return (
-            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them with {% generation %} in "
+            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them "
+            "with {% generation %} in "
             "a --chat_template file, or use --loss_on all."
         )
 

@@ -132,7 +132,7 @@ def _with_reasoning_as(message: Message, name: str) -> Message:
 
 
 def think_tokens(added: Collection[str]) -> tuple[str, str]:
-    """Return what begins and ends reasoning among a tokenizer's added tokens: <think>, [THINK] or <|START_THINKING|> and its end."""
+    """Return the added tokens that begin and end reasoning, such as [THINK] and [/THINK]; otherwise <think> and </think>."""
     for begin in sorted(token for token in added if "think" in token.lower()):
         ends = {begin[:1] + "/" + begin[1:], begin.replace("START", "END"), begin.replace("start", "end")} - {begin}
         if end := next((end for end in sorted(ends) if end in added), None):

@@ -39,7 +39,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path, variables:
     If training rows are streamed, read only the first STREAM_HEAD of them.
 
     Args:
-        variables: the names that the chat template reads beside messages and tools; columns with such names are given to it.
+        variables: the names that the chat template reads beside messages and tools; it is given columns of these names.
     """
     template = TemplateColumns(settings.chat_template_kwargs, variables)
     datasets.disable_progress_bars()

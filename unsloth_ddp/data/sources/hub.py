@@ -30,7 +30,8 @@ def use_cache_if_hub_is_unreachable(settings: Settings) -> None:
     except (OSError, TooLate) as error:
         reason = getattr(error, "reason", None) or error or f"no answer within {SECONDS} s"
         print(
-            f"{endpoint} cannot be reached ({reason}), so {names[0]} has to be in this machine's cache of the Hub; HF_HUB_OFFLINE=0 tries "
+            f"{endpoint} cannot be reached ({reason}), so {names[0]} has to be in this machine's cache of the Hub; "
+            "HF_HUB_OFFLINE=0 tries "
             "the network all the same.",
             flush=True,
         )
@@ -47,7 +48,8 @@ def _ask(endpoint: str) -> None:
         return  # for which urllib has no client
     try:
         with contextlib.suppress(urllib.error.HTTPError, ValueError):
-            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS / 2).close()  # noqa: S310
+            request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310
+            urllib.request.urlopen(request, timeout=SECONDS / 2).close()  # noqa: S310
     except urllib.error.URLError as error:
         # The Hub's libraries may know certificates that Python does not.
         if not isinstance(error.reason, ssl.SSLCertVerificationError):

@@ -76,7 +76,8 @@ def check_source(source: str) -> None:
             )
         if path.suffix.lower() in (*COMPRESSED_SUFFIXES, *ARCHIVES) and row_suffix(path) not in SUFFIXES:
             raise UserError(
-                f"dataset {source} is compressed, and its name does not say that it is one text file; unpack it and give the "
+                f"dataset {source} is compressed, and its name does not say that it is one text file; unpack it and "
+                "give the "
                 f"{', '.join(SUFFIXES)} file in it, or name it .jsonl.gz (.csv.zst, ...) if it is one."
             )
         if not path.is_file() or row_suffix(path) not in SUFFIXES:

@@ -28,7 +28,7 @@ def without_filled_nulls(columns: Any) -> Any:
 
 
 def is_of_table(columns: Any) -> bool:
-    """Return whether a table was written as JSON: a tool has a property that is null, or a list of messages has the same keys.
+    """Return whether a table was written as JSON: a tool has a property that is null, or all messages have the same keys.
 
     No schema has such a property. A table gives the key of calls to every message, and null where there are none.
     """

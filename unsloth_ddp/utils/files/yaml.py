@@ -79,7 +79,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return a number as YAML 1.2 reads it: 010 is 10, and not octal; 1:30:00 is text, and not written in base 60."""
+        """Return a number as YAML 1.2 reads it: 010 is 10, not octal, and 1:30:00 is text, not a number in base 60."""
         text = str(self.construct_scalar(node))
         if ":" in text:
             return text

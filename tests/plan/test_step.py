@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
-from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 
 from benchmarks.common.rows import chat_rows
 from tests.conftest import REPO
@@ -32,6 +31,7 @@ from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.sizing.micro_batch import largest_tokens, with_micro_batch
 from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.training.step import cuda_graphs
+from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 
 SPEED = REPO / "benchmarks" / "results" / "speed"
 PACKED = PackingDecision(True, "a kernel keeps rows apart")

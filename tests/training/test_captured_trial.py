@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 
 from tests.data.test_fixed_shape import pack_of
 from tests.training.test_captured_step import (
@@ -40,6 +39,7 @@ from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals
 from unsloth_ddp.training.step import cuda_graphs
 from unsloth_ddp.training.step.capture_check import OUT_OF_MEMORY
 from unsloth_ddp.training.step.captured_step import CaptureFailed
+from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.training.trainer import DDPTrainer

@@ -18,7 +18,7 @@ import sys
 
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, exit_with, note_exit_code, quiet
-from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.ranks import Ranks, forget_mpi, ranks_from_environment
 from unsloth_ddp.distributed.runtime import keep_tuned_kernels, let_idle_threads_sleep, let_memory_segments_grow
 from unsloth_ddp.run.context import Run, open_run
 from unsloth_ddp.run.outcomes import RunEnd
@@ -57,6 +57,7 @@ def main() -> None:
     let_memory_segments_grow()
     ranks = Ranks()
     try:
+        forget_mpi()
         ranks = ranks_from_environment()
         # Only the main process prints; the others write to their logs.
         with (

@@ -85,6 +85,7 @@ def test_both_spellings_and_every_kind_of_value(words: list[str], name: str, val
         ("merge: yes", "merge", True),
         ("merge: 'false'", "merge", False),
         ("max_time: 1:30:00", "max_time", "1:30:00"),  # 5400 to PyYAML
+        ("seed: 010", "seed", 10),  # 8 to PyYAML
         ("eval_dataset:", "eval_dataset", []),
         ("report_to: none", "report_to", []),
         ("global_batch_size: null", "global_batch_size", None),
@@ -253,6 +254,7 @@ def test_a_tools_own_options_are_read_with_dashes_too() -> None:
     ("words", "sentence"),
     [
         ("--lora_r 0", "lora_r is 0, but it has to be above 0."),
+        ("--learning_rate -1e-4", "learning_rate is -0.0001, but it has to be above 0."),
         ("--global_batch_size -8", "global_batch_size is -8, but it has to be above 0."),
         ("--global_batch_tokens 0", "global_batch_tokens is 0, but it has to be above 0."),
         ("--packing off --global_batch_tokens 9", "global_batch_tokens 9 needs packed rows, but packing is off; give"),

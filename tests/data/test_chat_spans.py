@@ -67,11 +67,11 @@ def qwen3(core: Tokenizer) -> Any:
         ),
         (
             {"messages": REASONED},
-            "leaves out the reasoning_content of the answer; write it into the content as <think>",
+            "leaves out the reasoning_content of the answer; give --reasoning_in_content, which writes it into the content",
         ),
         (
             {"messages": [TURNS[0], {**TURNS[1], "thinking": "R"}]},
-            "leaves out the thinking of the answer; write it into",
+            "leaves out the thinking of the answer; give --reasoning_in_content",
         ),
     ],
 )

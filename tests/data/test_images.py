@@ -169,8 +169,8 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, or give a path."),
         (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places, in image parts or the column images."),
         ({**SHOWN, "images": ["good.png", "good.png"]}, "the row has 2 images for 1 place (image parts in its messages)"),
-        ({"messages": [{"role": "user", "content": "<image> and <image>"}, ANSWER], "images": ["good.png"]}, "the row has 1 image for 2 places (<image> in its messages)"),
-        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": []}, "the row has 0 images for 1 place (<image> in its messages)"),
+        ({"messages": [{"role": "user", "content": "<image> and <image>"}, ANSWER], "images": ["good.png"]}, "the row has 1 image for 2 places (<image> outside its answers)"),
+        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": []}, "the row has 0 images for 1 place (<image> outside its answers)"),
         ({"messages": [asking({"type": "image", "image": "good.png"}), ANSWER], "images": ["good.png"]}, "the content parts name their images, and the row has a column of images too"),
         ({**SHOWN, "images": "good.png", "image": "good.png"}, "the row has images and image; keep one of these columns."),
         ({**SHOWN, "images": 5}, "images is a number, not an image or a list of images."),
@@ -231,6 +231,20 @@ def test_a_marker_without_a_column_of_images_stays_text_and_is_told() -> None:
     assert (found.messages[0]["content"], found.parts, found.images) == ("<image>What is this?", {}, [])
     assert found.unread == ["<image> in texts of rows without a column images", "image_path"]
     assert not to_example({"messages": [ASK, ANSWER]}).unread
+
+
+def test_a_marker_in_an_answer_is_text_beside_images_too() -> None:
+    feed = {"role": "assistant", "content": "<rss><image><url>x</url></image></rss>"}
+    found = to_example({"messages": [ASK, feed], "images": ["a.png"]})
+    assert (found.messages[1], found.parts, found.images) == (feed, {"0": [None, "What is this?"]}, ["a.png"])
+    assert found.unread == ["<image> in answers, where it is text"]
+    assert (
+        to_example({"messages": [{"role": "user", "content": "<image> What?"}, feed], "images": ["a.png"]}).messages[1]
+        == feed
+    )
+    assert to_example({"messages": [ASK, feed], "images": []}).messages[1] == feed
+    with pytest.raises(UserError, match=r"2 images for 1 place \(<image> outside its answers\)"):
+        to_example({"messages": [{"role": "user", "content": "<image> What?"}, feed], "images": ["a.png", "b.png"]})
 
 
 def test_an_image_is_upright_in_rgb_and_at_most_as_large_as_asked(tmp_path: Path) -> None:

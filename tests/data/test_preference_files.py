@@ -216,7 +216,7 @@ TOLD: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_mistake_in_many_rows_is_told_once(mistake: str, tmp_path: Path, runtime: Any, capsys: Any) -> None:
     options, row, said = TOLD[mistake]
     arrived(write_jsonl(tmp_path / "a.jsonl", [row] * 2), options, runtime)
-    assert capsys.readouterr().out.splitlines().count(said) == 1
+    assert sum(line.startswith(said) for line in capsys.readouterr().out.splitlines()) == 1
 
 
 def test_a_greeting_may_be_answered_with_itself(tmp_path: Path, runtime: Any, capsys: Any) -> None:

@@ -56,6 +56,9 @@ def sharegpt(message: dict[str, str]) -> dict[str, str]:
         {"chosen": json.dumps([ASK, GOOD]), "rejected": json.dumps([ASK, BAD]), "prompt": "Q"},
         {"conversations": json.dumps([sharegpt(ASK)]), "chosen": json.dumps(sharegpt(GOOD)), "rejected": json.dumps(sharegpt(BAD))},
         {"chosen": json.dumps([sharegpt(ASK), sharegpt(GOOD)]), "rejected": json.dumps([sharegpt(ASK), sharegpt(BAD)])},
+        {"chosen": json.dumps({"messages": [ASK, GOOD]}), "rejected": json.dumps({"conversations": [sharegpt(ASK), sharegpt(BAD)]})},
+        {"chosen": {"messages": [ASK, GOOD]}, "rejected": {"messages": [ASK, BAD]}},
+        {"conversations": json.dumps([ASK]), "chosen": "good", "rejected": "bad"},
     ],
 )  # fmt: skip
 def test_every_form_of_a_pair_is_read(row: dict[str, Any]) -> None:
@@ -84,6 +87,79 @@ def test_systems_tools_and_long_conversations_are_read_as_in_other_rows() -> Non
     # Nothing but the last message may differ.
     same = to_pair({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]})
     assert same.prompt_messages == 1 and same.rejected == Example([ASK, GOOD], prompt_messages=1)
+
+
+TALK = [SYSTEM, {"role": "user", "content": "Q1"}, {"role": "assistant", "content": "A1"}, ASK]
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
+@pytest.mark.parametrize(
+    ("beside", "repeated"),
+    [
+        (TALK, TALK[3:]),
+        (TALK, TALK),
+        (TALK, TALK[2:]),
+        (TALK, []),
+        # The system message and the last question alone, as some sets write whole chats.
+        (TALK, [SYSTEM, ASK]),
+        (TALK[3:], TALK),
+        (TALK[1:2], TALK),
+        ([{"role": "developer", "content": "S"}, *TALK[1:3], {**ASK, "name": None}], TALK),
+        ([*TALK[:3], {"role": "user", "content": [{"type": "text", "text": "Q"}]}], [ASK]),
+    ],
+)
+def test_no_message_of_a_prompt_is_lost_or_doubled(column: str, beside: list[Any], repeated: list[Any]) -> None:
+    row = {column: beside, "chosen": [*repeated, GOOD], "rejected": [*repeated, BAD]}
+    expected = [message["content"] for message in TALK]
+    found = to_pair(row)
+    assert [message["content"] for message in found.messages] == [*expected, "good"]
+    assert found.rejected is not None
+    assert [message["content"] for message in found.rejected.messages] == [*expected, "bad"]
+    assert found.prompt_messages == found.rejected.prompt_messages == 4 and not found.unread
+    labelled = to_labelled({column: beside, "completion": row["chosen"], "label": True})
+    assert (labelled.messages, labelled.prompt_messages, labelled.unread) == (found.messages, 4, [])
+
+
+@pytest.mark.parametrize("repeated", [TALK[:2], TALK[1:2]])
+def test_answers_that_leave_out_a_part_of_the_prompt_are_refused(repeated: list[Any]) -> None:
+    with pytest.raises(UserError, match="begin with messages of the prompt and leave out others"):
+        to_pair({"messages": TALK, "chosen": [*repeated, GOOD], "rejected": [*repeated, BAD]})
+
+
+def test_the_history_of_a_question_is_kept_beside_conversations() -> None:
+    found = to_pair({"instruction": "Q", "history": [["a", "b"]], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]})
+    assert [message["content"] for message in found.messages] == ["a", "b", "Q", "good"]
+
+
+# What may be an answer that is JSON is read as messages only where the row says so.
+ANSWER_AS_TEXT = {"chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)}
+CHATS_AS_TEXT = {"chosen": json.dumps([ASK, GOOD]), "rejected": json.dumps({"messages": [ASK, BAD]})}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "Q", **ANSWER_AS_TEXT}, "prompt is text and chosen is a list of messages as JSON text; make both text"),
+        ({"instruction": "Q", **ANSWER_AS_TEXT}, "instruction is text and chosen is a list of messages as JSON text"),
+        ({"prompt": [ASK], **ANSWER_AS_TEXT}, "prompt is a list of messages and chosen is a list of messages as JSON text"),
+        ({"prompt": "Other", **CHATS_AS_TEXT}, "prompt is text and chosen is a list of messages as JSON text"),
+        ({"prompt": "Q", "completion": json.dumps(GOOD)}, "prompt is text and completion is a list of messages as JSON text"),
+        ({"prompt": [ASK], "completion": json.dumps(GOOD)}, "prompt is a list of messages and completion is a list"),
+        ({"prompt": json.dumps([ASK]), "completion": "good"}, "completion is text and prompt is a list of messages as JSON"),
+        ({"instruction": "Q", "output": json.dumps([GOOD])}, "instruction is text and output is a list of messages as JSON"),
+        ({"text": json.dumps([ASK, GOOD])}, "text is messages as JSON text; write the list of messages as a column messages."),
+        ({"text": json.dumps({"conversations": [sharegpt(ASK)]})}, "text is messages as JSON text"),
+        ({"text": str([{"content": "Q", "role": "user"}])}, "text is a list or object as Python or NumPy prints it"),
+        ({"prompt": "Q", "chosen": str({"messages": [ASK, GOOD]}), "rejected": "b"}, "chosen is a list or object as Python"),
+        ({"chosen": json.dumps({"messages": [ASK, GOOD], "id": 1}), "rejected": "b"}, "chosen is an object with messages and id"),
+    ],
+)  # fmt: skip
+def test_json_text_that_may_be_meant_as_text_is_refused_by_every_task(row: dict[str, Any], said: str) -> None:
+    converters = [to_pair] if "chosen" in row else [to_example, to_labelled]
+    for convert in converters[: 1 if "text" in row else None]:
+        with pytest.raises(UserError) as refused:
+            convert({**row, "label": True} if convert is to_labelled else row)
+        assert said in str(refused.value)
 
 
 def test_parts_of_a_row_that_are_not_read_are_told() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from unsloth_ddp.data.chat.preview import MOST_CHARACTERS, preview_first_row, preview_row
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
+from unsloth_ddp.data.preview import MOST_CHARACTERS, preview_first_row, preview_row
 
 FIRST = "The first training row"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import errno
 import gzip
 import json
+import lzma
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +24,7 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import json_text
 from unsloth_ddp.data.sources.json_text import LFS_POINTER
-from unsloth_ddp.data.sources.rows import check_source, is_file, read_rows
+from unsloth_ddp.data.sources.rows import check_source, is_file, left_out, read_rows, streamed_sources
 from unsloth_ddp.utils.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -39,6 +42,10 @@ def refusal(path: Path) -> str:
     assert "\n" not in message
     assert message.startswith(str(path))
     return message.removeprefix(str(path))
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pyarrow.Codec("zstd").compress(content, asbytes=True))
 
 
 def write(folder: Path, name: str, content: bytes | str) -> Path:
@@ -76,6 +83,37 @@ def test_a_csv_cell_may_hold_lines_commas_quotes_and_long_json(tmp_path: Path) -
     assert second == (":4", {"text": "plain", "messages": ""})
 
 
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstd, bytes])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", b'{"n": "1"}\n{"n": "2"}\n'), ("a.ndjson.zst", b'{"n": "1"}\n{"n": "2"}\n'), ("a.CSV.bz2", b"n\n1\n2\n"),
+        ("a.json.xz", b'[{"n": "1"}, {"n": "2"}]'), ("a.jsonl", b'{"n": "1"}\n{"n": "2"}'), ("a.ndjson", b'{"n": "1"}\n{"n": "2"}'),
+    ],
+)  # fmt: skip
+def test_compressed_text_is_read_by_its_content(
+    tmp_path: Path, name: str, content: bytes, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(compress(content))
+    check_source(str(path))
+    assert [row.columns for row in read_rows(str(path), "train")] == [{"n": "1"}, {"n": "2"}]
+
+
+def test_a_folder_is_read_with_compressed_files_and_linked_folders(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "rows", tmp_path / "elsewhere"
+    (folder / "real").mkdir(parents=True)
+    elsewhere.mkdir()
+    for path in (folder / "real" / "a.jsonl", folder / "b.ndjson.gz", elsewhere / "c.jsonl", folder / "d.zip"):
+        path.write_text("")
+    (folder / "linked").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)
+    assert streamed_sources([str(folder)]) == [
+        str(folder / name) for name in ("b.ndjson.gz", "linked/c.jsonl", "real/a.jsonl")
+    ]
+    assert left_out([str(folder)]) == [str(folder / "d.zip")]
+
+
 def test_parquet_rows_keep_lists_objects_and_nulls(tmp_path: Path) -> None:
     table = [{"messages": [{"role": "user", "content": "Hi"}], "n": None}, {"messages": None, "n": 5}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
@@ -101,8 +139,10 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.jsonl", '{"a": 1, "a": 2}', ":1 is not JSON ('a' is given twice); fix or remove it."),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2 is not UTF-8 text (invalid start byte at byte 8 of the line); "),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), ":1 is not UTF-8 text (invalid start byte at byte 1 of the line"),
-        ("a.jsonl", gzip.compress(b'{"a": 1}', mtime=0), " is packed with gzip, not text, despite its name; unpack it."),
-        ("a.json", gzip.compress(b'[{"a": 1}]', mtime=0), " is packed with gzip, not text, despite its name; unpack it."),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], " is damaged: Compressed file ended before the"),
+        ("a.csv.xz", lzma.compress(b"a\n1")[:-9], " is damaged: Compressed file ended before the end-of-stream marker"),
+        ("a.jsonl.zst", zstd(b'{"a": 1}\n' * 99)[:-9], " is damaged: "),
+        ("a.jsonl.bz2", bz2.compress(b'{"a": 1}\n{"a":'), ":2 is not JSON (Expecting value at column 6)"),
         ("a.csv", b"PK\x03\x04rest", " is a zip archive or an Excel file, not text, despite its name; unpack it, or"),
         ("a.jsonl", b"ARROW1\0\0", " is Arrow, not text, despite its name; write it as Parquet."),
         ("a.jsonl", b"PAR1\x15\x04\n\xff", " is Parquet, not text, despite its name; name it .parquet."),
@@ -218,7 +258,8 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
             "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes folders.",
         ),
         ("{}/notes.txt", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
-        ("{}/a.jsonl.gz", "is compressed; decompress it and give the .jsonl, .json, .parquet, .csv file in it."),
+        ("{}/a.gz", "is compressed, and its name does not say that it is one text file; unpack it"),
+        ("{}/a.tar.gz", "is compressed, and its name does not say that it is one text file; unpack it"),
         ("{}/pipe.jsonl", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
         ("{}/" + "x" * 300 + ".jsonl", "cannot be looked up: File name too long."),
         ("~nobody_here/rows.jsonl", "cannot be looked up: Could not determine home directory."),
@@ -229,7 +270,8 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
 def test_a_path_that_is_no_file_of_rows_is_refused(tmp_path: Path, source: str, sentence: str) -> None:
     write(tmp_path, "notes.txt", "hello")
     write(tmp_path, "my_rows.jsonl", "{}")
-    write(tmp_path, "a.jsonl.gz", "hello")
+    for name in ("a.gz", "a.tar.gz"):
+        write(tmp_path, name, "hello")
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "gone.jsonl")
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")

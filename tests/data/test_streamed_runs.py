@@ -129,7 +129,7 @@ def test_the_table_says_what_is_known_of_a_stream(whole):
     table = " ".join(printed.split())
     assert "training rows streamed, shuffled among 5 rows at a time; the first 6 have" in table
     assert "tokens a step about " in table and " steps 9 written to" in table
-    assert printed.count("The stream holds 13 rows; its second epoch begins.") == 1
+    assert printed.count("The stream holds 13 rows, and begins again after them.") == 1
 
 
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 5])

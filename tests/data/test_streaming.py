@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,9 +244,9 @@ def test_a_folder_stands_for_its_files_by_name(tmp_path: Path) -> None:
 
 
 def test_files_of_a_folder_that_may_hold_rows_and_are_not_read_are_known(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b.jsonl.gz", "c.zst", "d.arrow", "README.md", ".hidden.json"):
+    for name in ("a.jsonl", "b.jsonl.gz", "b.json.gz", "c.zst", "d.arrow", "README.md", ".hidden.json"):
         (tmp_path / name).touch()
-    assert left_out([str(tmp_path)]) == [f"{tmp_path}/{name}" for name in ("b.jsonl.gz", "c.zst", "d.arrow")]
+    assert left_out([str(tmp_path)]) == [f"{tmp_path}/{name}" for name in ("b.json.gz", "c.zst", "d.arrow")]
 
 
 def test_files_of_a_folder_that_are_named_as_another_split_are_known(tmp_path: Path) -> None:
@@ -261,16 +262,16 @@ def test_files_of_a_folder_that_are_named_as_another_split_are_known(tmp_path: P
 def test_the_files_of_a_folder_are_in_order_wherever_they_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed = [tmp_path / name for name in ("c.csv", "a/2.csv", "b.csv", "a/1.csv")]
-    monkeypatch.setattr(Path, "rglob", lambda *given: iter(listed))
-    assert streamed_sources([str(tmp_path)]) == sorted(map(str, listed))
+    listed = [(str(tmp_path), ["a"], ["c.csv", "b.csv"]), (f"{tmp_path}/a", [], ["2.csv", "1.csv"])]
+    monkeypatch.setattr(os, "walk", lambda *given, **options: iter(listed))
+    assert streamed_sources([str(tmp_path)]) == [f"{tmp_path}/{name}" for name in ("a/1.csv", "a/2.csv", "b.csv", "c.csv")]
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied")
+    def refuse(folder: Any, onerror: Any, **options: Any) -> Any:
+        onerror(PermissionError(errno.EACCES, "Permission denied"))
 
-    monkeypatch.setattr(Path, "rglob", refuse)
+    monkeypatch.setattr(os, "walk", refuse)
     with pytest.raises(UserError, match="cannot be listed: Permission denied"):
         streamed_sources([str(tmp_path)])
 

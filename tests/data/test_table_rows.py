@@ -169,3 +169,22 @@ def test_nulls_of_a_jsonl_row_are_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     (example,) = examples(str(tmp_path / "rows.jsonl"))
     assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+
+
+def test_a_table_without_tools_that_was_written_as_json_loses_its_nulls(tmp_path: Path) -> None:
+    def row(name: str, **arguments: Any) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": arguments}}
+        return {
+            "messages": [
+                {"role": "user", "content": "Q", "tool_calls": None},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+        }
+
+    path = tmp_path / "rows.jsonl"
+    # Written by hand: other keys in each message.
+    by_hand = row("f", b=None)
+    del by_hand["messages"][0]["tool_calls"]
+    path.write_text("\n".join(map(json.dumps, (row("f", a=1.0, b=None), row("g", a=None, b=["x"]), by_hand))))
+    calls = [to_example(r.columns).messages[1]["tool_calls"][0]["function"] for r in read_rows(str(path), "train")]
+    assert [call["arguments"] for call in calls] == [{"a": 1.0}, {"b": ["x"]}, {"b": None}]

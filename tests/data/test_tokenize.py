@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,39 @@ def test_a_file_that_is_not_jinja_is_refused_with_its_line(tmp_path: Path) -> No
     with pytest.raises(
         UserError, match=r"chat_template .*mine.jinja is not valid Jinja: unexpected '}' \(line 2\); fix the"
     ):
+        check_chat_template(str(path))
+
+
+ENDED = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (json.dumps({"chat_template": ENDED, "other": 1}), None),
+        (json.dumps({"chat_template": [{"name": "default", "template": ENDED}]}), None),
+        (json.dumps(ENDED), None),
+        (json.dumps(ENDED)[1:-1], "is escaped as in JSON"),
+        ('{"a": 1}', "is JSON without a chat_template"),
+        (f"Mine:\n```\n{ENDED}\n```\n", "writes '```' behind the generation prompt"),
+        (f"<x>{ENDED}</x>", "writes '</x>' behind the generation prompt"),
+        ("chat_template: |\n  " + ENDED, "begins with 'chat_template:'"),
+        ("# Notes\nof the {{ date }}", "does not read messages"),
+    ],
+)
+def test_a_template_in_another_file_is_read_or_refused(tmp_path: Path, text: str, sentence: str | None) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(text, encoding="utf-8")
+    if sentence:
+        with pytest.raises(UserError, match=re.escape(f"mine.jinja {sentence}")):
+            check_chat_template(str(path))
+        return
+    check_chat_template(str(path))
+    assert read_chat_template(str(path)) in (ENDED, {"default": ENDED})
+
+
+def test_templates_of_models_are_taken() -> None:
+    for path in sorted(TRL_TEMPLATES.glob("*.jinja")):
         check_chat_template(str(path))
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from urllib.error import HTTPError, URLError
 
 import pytest
 import triton
@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.backend import import_backend
-from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.ranks import Ranks, forget_mpi, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout, keep_tuned_kernels, started
 from unsloth_ddp.utils.errors import UserError
 
@@ -58,13 +58,27 @@ def test_a_launchers_variables_are_read():
     ("environ", "sentence"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "contradict"),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "contradict"),
+        ({"WORLD_SIZE": "2"}, "RANK and LOCAL_RANK are not set, .* unset WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "LOCAL_RANK is not set, so no launcher"),
         ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "3"}, "contradict"),
     ],
 )
 def test_impossible_variables_are_refused(environ, sentence):
     with pytest.raises(UserError, match=sentence):
         ranks_from_environment(environ)
+
+
+def test_what_mpi_left_in_a_shell_is_ignored_and_a_process_of_mpi_refused(capsys):
+    environ = {"PMI_SIZE": "4", "PMI_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    forget_mpi(environ)
+    assert environ == {}
+    assert capsys.readouterr().out.startswith("PMI_SIZE 4 is ignored")
+    launched = {"WORLD_SIZE": "2", "RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}
+    forget_mpi(launched)
+    assert len(launched) == 3
+    with pytest.raises(UserError, match=r"OMPI_COMM_WORLD_RANK is 1 .* one of several"):
+        forget_mpi({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
 
 
 def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
@@ -79,27 +93,30 @@ def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
     [
         ({"model": "a/b"}, {}, False, "1"), ({"model": "a/b"}, {}, True, None), ({}, {}, False, None),
         ({"dataset": ["rows.jsonl", "a/b"]}, {}, False, "1"), ({"eval_dataset": ["a/b"]}, {}, False, "1"),
-        # They answer for themselves.
-        ({"model": "a/b"}, {"HF_ENDPOINT": "https://mirror"}, False, None),
-        ({"model": "a/b"}, {"https_proxy": "http://proxy:3128"}, False, None),
+        ({"task": "dpo", "reference_model": "a/b"}, {}, False, "1"),
+        # A mirror is asked, through a proxy.
+        ({"model": "a/b"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, None, "1"),
+        ({"model": "a/b"}, {"https_proxy": "http://127.0.0.1:9"}, None, "1"),
+        ({"model": "a/b"}, {"https_proxy": "socks5://127.0.0.1:9"}, None, None),
         ({"model": "a/b"}, {"HF_HUB_OFFLINE": "0"}, False, "0"),
     ],
 )  # fmt: skip
-def test_an_unreachable_hub_is_not_waited_for(monkeypatch, given, environ, reachable, offline):
+def test_an_unreachable_hub_is_not_waited_for(monkeypatch, capsys, given, environ, reachable, offline):
     for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
-    def connect(address, timeout):
-        if not reachable:
-            raise OSError("no route")
-        return SimpleNamespace(close=lambda: None)
+    def answer(request, timeout):
+        # An answer of any kind, or none.
+        raise HTTPError(request.full_url, 503, "busy", {}, None) if reachable else URLError("no route")
 
-    monkeypatch.setattr("socket.create_connection", connect)
+    if reachable is not None:
+        monkeypatch.setattr("urllib.request.urlopen", answer)
     use_cache_if_hub_is_unreachable(Settings(**{"model": "./m", "dataset": ["rows.jsonl"], **given}))
     assert os.environ.get("HF_HUB_OFFLINE") == offline
+    assert ("a/b has to be in this machine's cache" in capsys.readouterr().out) == (offline == "1")
 
 
 def test_libraries_are_silent_when_a_run_imports_them(monkeypatch):

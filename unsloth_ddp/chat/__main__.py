@@ -95,7 +95,10 @@ def chat(argv: list[str]) -> None:
             from unsloth_ddp.chat.session import answer_once, converse, load_speakers
             from unsloth_ddp.run.generation import GenerationOptions
 
-            options = GenerationOptions(given.max_new_tokens, given.temperature, plain=given.plain)
+            values = settings.chat_template_kwargs
+            options = GenerationOptions(
+                given.max_new_tokens, given.temperature, plain=given.plain, template_values=values
+            )
             speakers = load_speakers(
                 result, runtime, options, system=given.system, compare=given.compare, images=images
             )

@@ -45,6 +45,7 @@ RENAMED = {
     "lora_target_modules": "target_modules/S",
     "lora_target_parameters": "target_parameters/S",
     "lora_modules_to_save": "modules_to_save/S additional_target/L",
+    "lora_trainable_tokens": "trainable_token_indices/G",
     "use_rslora": "peft_use_rslora/A",
     "dataset": "dataset_name/T data/G data_path/G train_file/G train_data/G data_files/G train_dataset/G",
     "dataset_split": "dataset_train_split/T",
@@ -148,6 +149,13 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "assistant_only_loss/T completion_only_loss/T": (
         {"true": {"loss_on": "assistant"}, "false": {"loss_on": "all"}}, "give loss_on assistant or all",
     ),
+    "enable_thinking/L": (
+        {
+            "true": {"chat_template_kwargs": {"enable_thinking": True}},
+            "false": {"chat_template_kwargs": {"enable_thinking": False}},
+        },
+        "give chat_template_kwargs",
+    ),
     "loss_scale/S": ({"default": {"loss_on": "assistant"}, "all": {"loss_on": "all"}}, "give loss_on assistant or all"),
     "disable_gradient_checkpointing/L": (
         {"true": {"gradient_checkpointing": "none"}, "false": _NOTHING}, "give gradient_checkpointing none",
@@ -200,6 +208,7 @@ _ADAPTER = (
 )
 _BY_CONFIG = "read from the model's own files"
 _TOKENIZER = "change the tokenizer's files instead"
+_NEW_TOKENS = "add tokens to a copy of the model (docs/rows.md, New tokens), and give lora_trainable_tokens"
 _WANDB = "give report_to wandb, and WANDB_PROJECT, WANDB_ENTITY and WANDB_NAME in the environment"
 _PREPARED = "rows are read and tokenized at every start"
 _OTHER_TASK = "the kit trains on text and on pairs of answers only"
@@ -222,9 +231,10 @@ WITHOUT = {
     "model_type/AS tokenizer_type/A processor_type/A base_model_config/A tokenizer_config/A tokenizer_use_fast/A use_fast_tokenizer/L "
     "tokenizer_legacy/A is_llama_derived_model/A is_mistral_derived_model/A is_falcon_derived_model/A is_qwen_derived_model/A "
     "tokenizer_name_or_path/G config_name/G rope_scaling/ALS low_cpu_mem_usage/ALG use_cache/T": _BY_CONFIG,
-    "special_tokens/A tokens/A eos_token/T pad_token/T added_tokens_overrides/A eot_tokens/A resize_token_embeddings_to_32x/A "
-    "add_tokens/L add_special_tokens/L resize_vocab/L new_special_tokens/S split_special_tokens/L": _TOKENIZER,
-    "template/LS conversation_template/G default_system/L system/S default_system_message/A enable_thinking/L tool_format/L "
+    "special_tokens/A eos_token/T pad_token/T added_tokens_overrides/A eot_tokens/A split_special_tokens/L": _TOKENIZER,
+    "tokens/A resize_token_embeddings_to_32x/A add_tokens/L add_special_tokens/L resize_vocab/L "
+    "new_special_tokens/S": _NEW_TOKENS,
+    "template/LS conversation_template/G default_system/L system/S default_system_message/A tool_format/L "
     "agent_template/S": "the tokenizer's own chat template is used; give another as chat_template, and a system message in the rows",
     "chat_template_jinja/A": "write it to a file and give that as chat_template",
     "chat_template_path/T": "give the Jinja file as chat_template",

@@ -31,6 +31,12 @@ def check_settings(settings: Settings) -> None:
         )
     if settings.merge and settings.method == "full":
         raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
+    if settings.lora_trainable_tokens and settings.method != "full" and settings.backend == "unsloth":
+        raise UserError(
+            f"lora_trainable_tokens {' '.join(settings.lora_trainable_tokens)[:100]} needs the transformers backend; "
+            "give --backend "
+            "transformers, or auto."
+        )
     _check_task(settings)
     _check_evaluation(settings)
     _check_names(settings)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import itertools
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from unsloth_ddp.utils.errors import UserError
 
 # Stands for the value of an option that was given none; no word of a command line can hold it.
 NO_VALUE = "\0"
+# Numbers that argparse takes for names of options; white space before a number is no part of it.
+NEGATIVE = re.compile(r"-[\d.]+e[+-]?\d+", re.IGNORECASE)
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,8 +82,9 @@ class SettingsParser(Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as Parser does."""
         words = sys.argv[1:] if args is None else args
+        joined = [_with_value(*pair) for pair in itertools.zip_longest(words, words[1:])]
         return super().parse_known_args(
-            [_with_value(*pair) for pair in itertools.zip_longest(words, words[1:])], namespace
+            [" " + word if NEGATIVE.fullmatch(word) else word for word in joined], namespace
         )
 
 

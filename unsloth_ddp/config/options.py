@@ -81,6 +81,13 @@ class LoraSettings:
     lora_modules_to_save: list[str] = option(
         [], "Modules trained in full in addition to the adapter (embed_tokens, lm_head, ...).", "refuse"
     )
+    lora_trainable_tokens: list[str] = option(
+        [],
+        "Tokens of the tokenizer whose rows of the embedding and the output head are trained in addition to the "
+        "adapter, such as new "
+        "ones (<doc>, ...).",
+        "refuse",
+    )
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", "refuse")
 
 
@@ -120,6 +127,22 @@ class DataSettings:
         "allow",
         path="read",
         words=("chatml", "training"),
+        summary=True,
+    )
+    chat_template_kwargs: dict[str, Any] = option(
+        {},
+        "Values for the chat template beside messages and tools, such as {enable_thinking: false}, as a mapping "
+        "(JSON on the command "
+        "line); a column chat_template_kwargs, or one of a name that the template reads, gives those of a row.",
+        "allow",
+        summary=True,
+    )
+    reasoning_in_content: bool = option(
+        False,
+        "Where the chat template leaves out the reasoning of an answer (reasoning_content and the like): give it "
+        "under the key that the "
+        "template reads, or write it into the content, between the model's tokens for it or <think> and </think>.",
+        "allow",
         summary=True,
     )
     packing: Literal["auto", "on", "off"] = option(
@@ -407,7 +430,8 @@ class Settings(
         if self.reference_model is None:
             return None
         small: dict[str, Any] = {"lora_r": 1, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
-        small |= {"lora_target_parameters": [], "lora_modules_to_save": [], "train_towers": False}
+        small |= {"lora_target_parameters": [], "lora_modules_to_save": [], "lora_trainable_tokens": []}
+        small |= {"train_towers": False}
         return dataclasses.replace(
             self,
             model=self.reference_model,

@@ -92,7 +92,7 @@ def _whole_name(source: str, split: str) -> tuple[str, str]:
 # The options of an adapter.
 ADAPTER = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
-    "use_rslora",
+    "lora_trainable_tokens", "use_rslora",
 )  # fmt: skip
 
 

@@ -14,14 +14,12 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.task_options import PAIR_TASKS
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.chat.labels import IGNORED
-from unsloth_ddp.data.chat.renderer import NOTES
 from unsloth_ddp.data.chat.template import prints_date, use_template_of_processor
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, encode_row
 from unsloth_ddp.data.images.processing import ImageProcessing, load_processing
@@ -29,8 +27,10 @@ from unsloth_ddp.data.mismatched import join_mismatched_rows
 from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.order.packing import BatchRequest, Packing, PackingDecision, plan_step
+from unsloth_ddp.data.row_report import column_of, most_frequent, report
 from unsloth_ddp.data.sources.examples import have_images
 from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
@@ -48,6 +48,7 @@ REPORT_FEATURES = datasets.Features(
         "notes": datasets.List(datasets.Value("string")),
         "unread_keys": datasets.List(datasets.Value("string")),
         "written_tokens": datasets.List(datasets.Value("string")),
+        "location": datasets.Value("string"),
         "problem": datasets.Value("string"),
         "cuts_image": datasets.Value("bool"),
     }
@@ -97,7 +98,7 @@ class TokenizedRows:
     rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
     frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if it
     prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...). `processing`
-    turns images into tensors, if a row of the run has some.
+    turns images into tensors, if a row of the run has some. `vocabulary` has the tokens that rows may hold.
     """
 
     dataset: datasets.Dataset
@@ -108,14 +109,15 @@ class TokenizedRows:
     template_date: str | None = None
     added: dict[str, np.ndarray] = field(default_factory=dict)
     processing: ImageProcessing | None = None
+    vocabulary: Vocabulary | None = None
 
     def supervised(self) -> np.ndarray:
         """Return the supervised tokens of each row, and of the filler, int64 (rows + 1,)."""
-        return np.asarray(_column(self.dataset, "supervised").to_numpy(), dtype=np.int64)
+        return np.asarray(column_of(self.dataset, "supervised").to_numpy(), dtype=np.int64)
 
     def pixels(self) -> np.ndarray:
         """Return the numbers of each row's images, as the model takes them, and of the filler's, int64 (rows + 1,)."""
-        return np.asarray(_column(self.dataset, "pixels").to_numpy())
+        return np.asarray(column_of(self.dataset, "pixels").to_numpy())
 
     def work_of_images(self) -> np.ndarray | None:
         """Return the work of each unit's images in the towers, in tokens, and of the filler's; None for a run without images."""
@@ -156,26 +158,33 @@ class TokenizedRows:
         return self._parts()[:, 0] if "desirable" in self.dataset.column_names else row_lengths(self.dataset)
 
     def _parts(self) -> np.ndarray:
-        return pc.list_flatten(_column(self.dataset, "parts")).to_numpy().reshape(-1, 2).astype(np.int64)
+        return pc.list_flatten(column_of(self.dataset, "parts")).to_numpy().reshape(-1, 2).astype(np.int64)
 
 
 def tokenize_examples(
-    settings: Settings, runtime: Runtime, folder: Path, tokenizer: Any, template_date: str | None = None
+    settings: Settings,
+    runtime: Runtime,
+    folder: Path,
+    tokenizer: Any,
+    template_date: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[TokenizedRows, TokenizedRows | None]:
     """Tokenize the training and the evaluation set (None without one) in one process of each node.
 
     Args:
         template_date: the date (ISO format) that a resumed run began with, for chat templates that print one; a new
             run takes today's date in the main process.
+        vocabulary: the tokens that the model has weights for; None where it is not loaded.
 
     Raises:
-        UserError: the chat template cannot render a row, or a set has no supervised token.
+        UserError: the chat template cannot render a row, a row has a token beyond the vocabulary, or a set has no
+            supervised token.
     """
     day = template_date or runtime.broadcast_from_main(lambda: date.today().isoformat())
     processing = load_processing(settings) if have_images(folder) else None
     if processing:
         use_template_of_processor(tokenizer, processing.processor, settings.chat_template)
-    encoder = make_encoder(settings, tokenizer, day, processing)
+    encoder = make_encoder(settings, tokenizer, day, processing, vocabulary)
 
     @room_for_rows(folder)
     def tokenize() -> None:
@@ -189,7 +198,8 @@ def tokenize_examples(
     evaluation = _tokenized_rows(folder / "eval", processing) if (folder / "eval").exists() else None
     train = _tokenized_rows(folder / "train", processing)
     printed = day if prints_date(tokenizer.chat_template) else None
-    return dataclasses.replace(train, streamed=settings.streaming, template_date=printed), evaluation
+    train = dataclasses.replace(train, streamed=settings.streaming, template_date=printed, vocabulary=vocabulary)
+    return train, evaluation
 
 
 def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
@@ -210,7 +220,7 @@ def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, pu
         except UserError as error:
             encoded, problem = EncodedRow([], []), f"{location}: {error}"
         supervised = sum(label != IGNORED for label in encoded.labels[1:])
-        columns = {**vars(encoded), "supervised": supervised, "problem": problem}
+        columns = {**vars(encoded), "supervised": supervised, "location": location, "problem": problem}
         return {name: columns[name] for name in features}
 
     def encode_all(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
@@ -244,15 +254,15 @@ def own_processes(rows: int) -> int:
 
 def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     tokenized = _encode(examples, encoder, settings, purpose)
-    problems = _column(tokenized, "problem")
+    problems = column_of(tokenized, "problem")
     problems = problems.filter(pc.not_equal(problems, ""))
     if len(problems):
         raise UserError(problems[0].as_py())
-    for sentence in _report(tokenized, purpose):
+    for sentence in report(tokenized, purpose):
         print(printable(sentence), flush=True)
-    stop_tokens = _most_frequent(_column(tokenized, "stop_tokens"))
-    cuts_image = _column(tokenized, "cuts_image").to_numpy()
-    left_out = _column(tokenized, "overlong").to_numpy() if settings.overlong == "drop" else cuts_image
+    stop_tokens = most_frequent(column_of(tokenized, "stop_tokens"))
+    cuts_image = column_of(tokenized, "cuts_image").to_numpy()
+    left_out = column_of(tokenized, "overlong").to_numpy() if settings.overlong == "drop" else cuts_image
     tokenized = tokenized.remove_columns(list(REPORT_FEATURES))
     dropped = 0
     if left_out.any():
@@ -293,41 +303,15 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     return with_filler
 
 
-def _report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
-    """Return a sentence for each note on how rows were rendered, with the number of such rows."""
-    rows = len(tokenized)
-    sentences = [
-        f"{count:,} of {counted(rows, f'{purpose} row')}: {NOTES[note]}."
-        for note, count in _most_frequent(_column(tokenized, "notes")).items()
-    ]
-    for column, what in (
-        ("unread_keys", f"Keys of {purpose} messages that the chat template does not read"),
-        (
-            "written_tokens",
-            f"Special tokens in {purpose} texts are read as such and not as text; remove them unless that is meant",
-        ),
-    ):
-        if named := _most_frequent(_column(tokenized, column)):
-            names = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in named.items())
-            sentences.append(f"{what}: {names}.")
-    return sentences
-
-
-def _most_frequent(lists: pa.ChunkedArray) -> dict[Any, int]:
-    """Count the values in a column of lists, the most frequent first."""
-    counted = pc.value_counts(pc.list_flatten(lists)).to_pylist()
-    return {item["values"]: item["counts"] for item in sorted(counted, key=lambda one: (-one["counts"], one["values"]))}
-
-
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
-    unsupervised = pc.equal(_column(tokenized, "supervised"), 0)
+    unsupervised = pc.equal(column_of(tokenized, "supervised"), 0)
     return Counts(
         rows=len(tokenized),
         tokens=int(row_lengths(tokenized).sum()),
-        supervised=pc.sum(_column(tokenized, "supervised")).as_py(),
+        supervised=pc.sum(column_of(tokenized, "supervised")).as_py(),
         unsupervised=pc.sum(unsupervised).as_py(),
-        cut_answers=pc.sum(pc.and_(unsupervised, _column(tokenized, "overlong"))).as_py(),
-        truncated=pc.sum(_column(tokenized, "overlong")).as_py(),
+        cut_answers=pc.sum(pc.and_(unsupervised, column_of(tokenized, "overlong"))).as_py(),
+        truncated=pc.sum(column_of(tokenized, "overlong")).as_py(),
         dropped=dropped,
         longest=_longest(tokenized),
     )
@@ -336,7 +320,9 @@ def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
 def _longest(tokenized: datasets.Dataset) -> int:
     """Return the tokens of the longest row; of a pair, each of its rows counts by itself."""
     pairs = "parts" in tokenized.column_names
-    return int(pc.max(pc.list_flatten(_column(tokenized, "parts"))).as_py() if pairs else row_lengths(tokenized).max())
+    return int(
+        pc.max(pc.list_flatten(column_of(tokenized, "parts"))).as_py() if pairs else row_lengths(tokenized).max()
+    )
 
 
 def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> list[str]:
@@ -347,7 +333,7 @@ def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> l
         )
     if purpose != "training":
         return []
-    desirable = int(pc.sum(pc.list_flatten(_column(tokenized, "desirable"))).as_py())
+    desirable = int(pc.sum(pc.list_flatten(column_of(tokenized, "desirable"))).as_py())
     undesirable = len(tokenized) - desirable
     found = f"{desirable:,} of {counted(len(tokenized), 'training row')} are desirable"
     if not desirable or not undesirable:
@@ -363,15 +349,9 @@ def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> l
     ]
 
 
-def _column(rows: datasets.Dataset, name: str) -> Any:
-    """Return a column as an Arrow array, since iterating over a million rows takes minutes."""
-    assert rows._indices is None, "the rows are a selection, and the table holds more"
-    return rows.data.column(name)
-
-
 def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
     """Return the tokens of every row, int64 (rows,), from the offsets of the table, without reading the ids."""
-    return pc.list_value_length(_column(tokenized, "input_ids")).to_numpy().astype(np.int64)
+    return pc.list_value_length(column_of(tokenized, "input_ids")).to_numpy().astype(np.int64)
 
 
 def _tokenized_rows(path: Path, processing: ImageProcessing | None) -> TokenizedRows:
@@ -383,7 +363,11 @@ def _tokenized_rows(path: Path, processing: ImageProcessing | None) -> Tokenized
 
 
 def make_encoder(
-    settings: Settings, tokenizer: Any, template_date: str | None, processing: ImageProcessing | None = None
+    settings: Settings,
+    tokenizer: Any,
+    template_date: str | None,
+    processing: ImageProcessing | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Encoder:
     """Return the encoder of a run; `template_date` is the date (ISO format) for templates that print one."""
     return Encoder(
@@ -392,6 +376,8 @@ def make_encoder(
         chat_template=settings.chat_template,
         day=date.fromisoformat(template_date) if template_date else None,
         processing=processing,
+        vocabulary=vocabulary,
+        reasoning_in_content=settings.reasoning_in_content,
     )
 
 

@@ -2,13 +2,20 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import psutil
 
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import UserError
+
+# Variables in which MPI's launchers give the number of processes, and that of this one.
+MPI = {
+    "PMI_SIZE": "PMI_RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     """Read the launcher's variables; the defaults are those of a single process.
 
     Raises:
-        UserError: a variable is not a number, or says that there are no processes.
+        UserError: a variable is not a number, or they are not those of a launcher.
     """
 
     def number(name: str, default: int) -> int:
@@ -55,6 +62,13 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
         return int(text)
 
     world_size = number("WORLD_SIZE", 1)
+    if world_size > 1 and (missing := [name for name in ("RANK", "LOCAL_RANK") if name not in environ]):
+        raise UserError(
+            f"The environment variable WORLD_SIZE is {world_size}, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so no launcher started this process; unset WORLD_SIZE, "
+            "or start with "
+            "accelerate launch or torchrun."
+        )
     ranks = Ranks(number("RANK", 0), number("LOCAL_RANK", 0), world_size, number("LOCAL_WORLD_SIZE", world_size))
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
         raise UserError(
@@ -68,6 +82,29 @@ def node_range() -> range:
     """Return the numbers of nodes with which an elastic job may go on (node.sh --min_nodes); empty for other jobs."""
     least, _, most = os.environ.get("UNSLOTH_DDP_NODES", "").partition(":")
     return range(int(least), int(most) + 1) if least.isdigit() and most.isdigit() else range(0)
+
+
+def forget_mpi(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove what srun or mpirun left in a shell, which accelerate takes for a job of several processes.
+
+    Raises:
+        UserError: mpirun or srun started this process as one of several.
+    """
+    if "WORLD_SIZE" in environ:
+        return
+    for size, rank in MPI.items():
+        count, number = environ.get(size, "1"), environ.get(rank, "0")
+        if number != "0":
+            raise UserError(
+                f"{rank} is {number} and {size} is {count}, so srun or mpirun started this process as one of "
+                "several; start with accelerate "
+                f"launch or torchrun, once per machine (cluster/slurm.sbatch), or unset {rank} and {size} for a "
+                "single process."
+            )
+        if count != "1":
+            print(f"{size} {count} is ignored: no accelerate launch or torchrun started this process.", flush=True)
+        environ.pop(size, None)
+        environ.pop(rank, None)
 
 
 @sendable

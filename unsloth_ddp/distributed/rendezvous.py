@@ -15,7 +15,9 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -28,6 +30,8 @@ from unsloth_ddp.utils.errors import UserError, os_reason
 SECRET = "UNSLOTH_DDP_SECRET"  # noqa: S105 (the name of the variable)
 
 POLL_SECONDS = 0.02
+# Ranks of one launcher start within a few seconds of each other, on several machines within more.
+TOLD_SECONDS = 10.0
 LEAVE_SECONDS = 5.0
 
 
@@ -61,9 +65,30 @@ def rendezvous(ranks: Ranks, seconds: float) -> Iterator[dict[str, Any]]:
         remove_abandoned(folder)
         own = _open_meeting(folder, name)
     else:
-        own = _find_meeting(folder, name, seconds)
+        with told_after(TOLD_SECONDS, ranks):
+            own = _find_meeting(folder, name, seconds)
     yield {"init_method": f"file://{own / 'store'}", "rank": ranks.rank, "world_size": ranks.world_size}
     _leave(own, ranks)
+
+
+@contextlib.contextmanager
+def told_after(seconds: float, ranks: Ranks) -> Iterator[None]:
+    """Print which ranks are awaited if the block takes longer than so many seconds."""
+    others = f"ranks 1 to {ranks.world_size - 1}" if ranks.world_size > 2 else "rank 1"
+    place = " and ".join(f"{name} {os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+    sentence = (
+        f"Rank {ranks.rank} of WORLD_SIZE {ranks.world_size} waits for {others if ranks.is_main else 'rank 0'} at "
+        f"{place} ... If no launcher "
+        "started them, these variables are left from another job: unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR "
+        "and MASTER_PORT."
+    )
+    timer = threading.Timer(seconds, lambda: print(sentence, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def private_folder() -> Path:

@@ -22,7 +22,7 @@ from unsloth_ddp.distributed.alike import check_alike, code_facts, option_facts
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant, warn_of_cpu
 from unsloth_ddp.distributed.precision import Precision, choose_precision
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
-from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
+from unsloth_ddp.distributed.rendezvous import TOLD_SECONDS, check_secret, rendezvous, secret_of, told_after
 from unsloth_ddp.distributed.sharding import (
     Offload,
     Sharding,
@@ -331,7 +331,8 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
         torch.cuda.set_device(ranks.local_rank)
     if ranks.world_size > 1:
         meeting = {**meeting, "timeout": timedelta(seconds=settings.ddp_timeout)}
-    state = PartialState(cpu=cpu, **meeting)
+    with told_after(TOLD_SECONDS, ranks) if ranks.world_size > 1 and ranks.is_main else contextlib.nullcontext():
+        state = PartialState(cpu=cpu, **meeting)
     if state.num_processes != ranks.world_size:
         raise UserError(
             f"The launcher announced WORLD_SIZE {ranks.world_size}, but {counted(state.num_processes, 'process')} formed a group; "

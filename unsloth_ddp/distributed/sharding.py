@@ -209,6 +209,14 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, wor
     """Refuse settings that do not work with this sharding; model/backend.py refuses a backend."""
     if sharding == "none":
         return
+    if settings.lora_trainable_tokens and settings.method != "full" and shards_weights(sharding):
+        raise UserError(
+            f"lora_trainable_tokens {' '.join(settings.lora_trainable_tokens)[:100]} does not work with sharding "
+            f"{sharding}, whose "
+            "weights PEFT cannot read row by row; use accelerate_configs/ddp.yaml or zero2.yaml, or "
+            "--lora_modules_to_save with the "
+            "embedding and the output head."
+        )
     if settings.reference_model and sharding != "fsdp2":
         raise UserError(
             f"reference_model {settings.reference_model} does not work with sharding {sharding}, as DeepSpeed prepares one model; use "

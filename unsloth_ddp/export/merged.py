@@ -61,7 +61,8 @@ def ask_whole_model(result: RunResult, folder: Path, question: str, *, plain: bo
     from unsloth_ddp.run.generation import GenerationOptions, generate
 
     tokenizer = load_trained_tokenizer(result.settings, folder)
-    options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain)
+    values = result.settings.chat_template_kwargs
+    options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain, template_values=values)
     asked: list[Message] = [{"role": "user", "content": question}]
     return generate(load_on_cpu(in_folder(result.settings, folder)), tokenizer, asked, options, lambda piece: None)
 

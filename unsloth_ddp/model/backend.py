@@ -105,6 +105,8 @@ def _trained_by_transformers(facts: BackendFacts) -> str | None:
     if settings.trains_preferences:
         # Log-probabilities of its models were not compared with those of Transformers.
         return f"task {settings.task}"
+    if settings.lora_trainable_tokens and settings.method != "full":
+        return "lora_trainable_tokens"
     if facts.offload == "parameters":
         return "parameters in host memory"
     # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.

@@ -120,12 +120,13 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     from unsloth_ddp.data.dataset import row_lengths, tokenize_examples
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.data.sources.examples import read_examples
+    from unsloth_ddp.model.files.chat_template import template_variables
     from unsloth_ddp.model.loading.load import load_tokenizer
     from unsloth_ddp.sizing.micro_batch import RowLengths
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
     with node_folder(runtime) as folder:
-        read_examples(settings, runtime, folder)
+        read_examples(settings, runtime, folder, template_variables(settings))
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a labelled answer without its mismatched one.
         lengths, supervised, held, trained = (

@@ -39,11 +39,13 @@ class Question:
     tools: list[Any] | None = None
     parts: dict[str, list[str | None]] = field(default_factory=dict)
     images: list[str] = field(default_factory=list)
+    template_values: dict[str, Any] = field(default_factory=dict)
 
     def with_answer(self, answer: str | None) -> Example:
         """Return the chat up to the answer, and with it unless it is None."""
         last = [] if answer is None else [{"role": "assistant", "content": answer}]
-        return Example([*self.turns, *last], self.tools, parts=self.parts, images=self.images)
+        chat, values = [*self.turns, *last], self.template_values
+        return Example(chat, self.tools, parts=self.parts, images=self.images, template_values=values)
 
     @property
     def shown(self) -> str:
@@ -57,7 +59,14 @@ class Question:
 def questions(examples: list[Example]) -> list[Question]:
     """Return the chats that end with a user's question or a tool's result and a text of the assistant, as questions."""
     found = [
-        Question(e.messages[:-1], e.messages[-1]["content"], e.tools, e.parts if e.images else {}, e.images)
+        Question(
+            e.messages[:-1],
+            e.messages[-1]["content"],
+            e.tools,
+            e.parts if e.images else {},
+            e.images,
+            e.template_values,
+        )
         for e in examples
         if _is_question(e.messages) and None not in e.parts.get(str(len(e.messages) - 1), [])
     ]

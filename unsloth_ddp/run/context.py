@@ -60,10 +60,11 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     forget_exit_code()
     stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
+    # First, because the checks of files import a library of the Hub.
+    use_cache_if_hub_is_unreachable(settings)
     if ranks.nodes == 1:
         check_files(settings, ranks.world_size)
         check_run_folder(settings)
-    use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started

@@ -1,7 +1,7 @@
 """Generate one answer of a trained model, written piece by piece while it is generated."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ class GenerationOptions:
         max_new_tokens: the length of an answer at most, in tokens.
         temperature: of sampling; 0 takes the most probable token each time.
         plain: continue the last message's text as it stands, without the chat template.
+        template_values: what the chat template is given beside messages and tools.
     """
 
     max_new_tokens: int | None = None
     temperature: float | None = None
     plain: bool = False
+    template_values: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self, model: Any, prompt_tokens: int) -> dict[str, Any]:
         """Return the arguments for model.generate.
@@ -113,8 +115,9 @@ def render_prompt(
     try:
         with limited_rendering():
             token = processing.image_token if processing else None
-            prompt = rendered(tokenizer, example_of(messages), token, prompt=True)
-            return check_length(prompt), end_of_turn(tokenizer, Question([messages[-1]], "Hi."))
+            prompt = rendered(tokenizer, example_of(messages, options.template_values), token, prompt=True)
+            asked = Question([messages[-1]], "Hi.", template_values=options.template_values)
+            return check_length(prompt), end_of_turn(tokenizer, asked)
     except TemplateOverrun as error:
         raise UserError(overrun_sentence(error)) from None
     except Exception as error:  # templates raise exceptions of their own

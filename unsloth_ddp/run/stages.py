@@ -19,10 +19,10 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset
-from unsloth_ddp.data.chat.preview import preview_first_row
 from unsloth_ddp.data.images.processing import load_processing
 from unsloth_ddp.data.order.batch_plan import check_layouts
 from unsloth_ddp.data.order.packing import BatchRequest
+from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.sources import examples
 from unsloth_ddp.data.sources.identity import data_identity, same_everywhere
 from unsloth_ddp.data.sources.revisions import ignored_hub_options
@@ -33,6 +33,7 @@ from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.watch.progress import seconds_since_start
 from unsloth_ddp.model.adapter import merge, merge_check
 from unsloth_ddp.model.backend import decide_backend
+from unsloth_ddp.model.files.chat_template import template_variables
 from unsloth_ddp.model.files.check import check_reference
 from unsloth_ddp.model.files.find import tokenizer_bytes
 from unsloth_ddp.model.files.identity import opened_files
@@ -40,6 +41,7 @@ from unsloth_ddp.model.loading import load
 from unsloth_ddp.model.loading.reference_model import check_reference_tokens
 from unsloth_ddp.model.packing.attention import choose_packing, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.model.packing.tower_attention import join_images
+from unsloth_ddp.model.vocabulary import vocabulary_of
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
@@ -80,7 +82,8 @@ def read_examples(run: Run) -> None:
     run.runtime.progress.seconds["start"] = seconds_since_start()
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     with run.runtime.progress.timing("rows"):
-        examples.read_examples(run.settings, run.runtime, run.node_folder)
+        variables = template_variables(run.settings)
+        examples.read_examples(run.settings, run.runtime, run.node_folder, variables)
         run.images = examples.have_images(run.node_folder)
 
 
@@ -153,7 +156,10 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     # A resumed run keeps the date that its chat template printed when it began.
     template_date = resume.manifest.run.get("chat_template_date") if resume else None
     with runtime.progress.timing("tokenize"):
-        train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+        vocabulary = vocabulary_of(settings, runtime, model, tokenizer)
+        train, evaluation = dataset.tokenize_examples(
+            settings, runtime, run.node_folder, tokenizer, template_date, vocabulary
+        )
     added = load.stop_at(model, train.stop_tokens)
     if added and settings.method != "full":
         names = ", ".join(f"{tokenizer.convert_ids_to_tokens(ids=token)} ({token})" for token in added)

@@ -46,7 +46,9 @@ class RowFeed:
         self.seed = seed
         # Made now, because the tokenizer's chat template may change later.
         self._windows = (
-            streamed_windows(settings, train.packing, tokenizer, seed, train.template_date, train.processing)
+            streamed_windows(
+                settings, train.packing, tokenizer, seed, train.template_date, train.processing, train.vocabulary
+            )
             if train.streamed
             else None
         )

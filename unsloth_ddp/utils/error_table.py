@@ -42,7 +42,8 @@ KNOWN_ERRORS = (
         "token id out of range",
         r"device-side assert|indexSelect.*Assertion|index out of range in self",
         "An index was out of range on the device, nearly always a token id beyond the model's embedding.",
-        "use the tokenizer that belongs to the model (added tokens need resized embeddings); CUDA_LAUNCH_BLOCKING=1 "
+        "use the tokenizer that belongs to the model, or a copy with added tokens (docs/rows.md, New tokens); "
+        "CUDA_LAUNCH_BLOCKING=1 "
         "shows the real line, and --use_cpu with a few rows gives a readable error.",
     ),
     KnownError(

@@ -236,7 +236,7 @@ OUTCOMES = {
         "call": ("own",), "two calls": ("own",), "call with text": ("own",), "Gemma's block": (),
     },
     "qwen2_5": {
-        "reasoning": "leaves out the reasoning_content of the answer; write it into", "block": (), "two blocks": (), "call": (),
+        "reasoning": "leaves out the reasoning_content of the answer; give --reasoning_in_content", "block": (), "two blocks": (), "call": (),
         "text before a block": (), "block and reasoning": "leaves out the reasoning_content of the answer, which has reasoning twice",
     },
     "llama3_1": {"call": (), "call with text": ("text",), "two calls": "only supports single tool-calls", "block": ()},
@@ -244,7 +244,7 @@ OUTCOMES = {
         "Gemma's block": "leaves out the reasoning in the answer ('thought wr1start is at wr1middle of this", "block": (), "call": (),
     },
     "deepseek_r1_distill": {
-        "plain": ("unprompted",), "block": ("training",), "reasoning": "leaves out the reasoning_content of the answer; write",
+        "plain": ("unprompted",), "block": ("training",), "reasoning": "leaves out the reasoning_content of the answer; give",
     },
     "gptoss": {"thinking": (), "call": (), "two calls": "leaves out tool call 2 of the 2"},
     "qwen3_5_think": {"call": (), "two calls": (), "reasoning": (), "block": ()},
@@ -332,7 +332,7 @@ def test_a_template_that_moves_a_part_loses_nothing(core: Tokenizer, moves: str)
             assert isinstance(found, EncodedRow), found
             assert "<because>why" in encoder.tokenizer.decode(found.input_ids)
         else:
-            assert found == "the chat template leaves out the thinking of the answer; write it into the content as <think>...</think>, or give a template that renders it with --chat_template."  # fmt: skip
+            assert found == "the chat template leaves out the thinking of the answer; give --reasoning_in_content, which writes it into the content, or give a template that renders it with --chat_template."  # fmt: skip
         row["messages"][1].pop("thinking")
         assert isinstance(result(encoder, row), EncodedRow), text
 
@@ -401,7 +401,7 @@ def test_a_turn_is_found_where_a_longer_chat_is_printed_otherwise(core: Tokenize
 
 def test_a_turn_that_holds_the_answer_of_a_tool_is_refused(core: Tokenizer) -> None:
     found = result(encoder_of(core, from_trl("gemma4")), KINDS["call with text"])
-    assert isinstance(found, str) and "rewrites earlier turns" in found
+    assert isinstance(found, str) and "behind the answer of the tool" in found
 
 
 def test_a_header_is_not_supervised_behind_a_turn_that_lost_its_reasoning(core: Tokenizer) -> None:

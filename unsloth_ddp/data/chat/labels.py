@@ -1,7 +1,8 @@
-"""Find the supervised tokens of a batch from its labels."""
+"""Find the supervised tokens of a row or a batch from its labels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,32 @@ def selected_positions(supervised: int, tokens: int) -> int:
     """Return at how many of the tokens of a micro-batch logits are computed: tiles of supervised ones, or all."""
     found = max(1, -(-supervised // MULTIPLE)) * MULTIPLE
     return tokens if found > MOST_SELECTED * tokens else found
+
+
+def first_supervised(labels: Sequence[int]) -> int | None:
+    """Return the first supervised token that is predicted, which the first of a row is not; None if there is none."""
+    return next((place for place, label in enumerate(labels) if label != IGNORED and place), None)
+
+
+def supervise_from_same_token(rows: Sequence[tuple[list[int], list[int]]]) -> None:
+    """Supervise both rows of a pair from the first token in which they differ or that either supervises.
+
+    A token may join the end of the prompt to the beginning of one answer, and an answer may lack the tag that the
+    generation prompt ends with. So the tokens before both answers are the same.
+
+    Args:
+        rows: input ids and labels of the two rows, which have the same text before their answers.
+    """
+    firsts = [first_supervised(labels) for _, labels in rows]
+    begins = [first for first in firsts if first is not None]
+    if len(begins) < len(rows):
+        return
+    (ids, _), (others, _) = rows
+    same = min(begins)
+    if ids[:same] != others[:same]:
+        same = next(place for place in range(same) if ids[place] != others[place])
+    for (row, labels), begin in zip(rows, begins, strict=True):
+        labels[same:begin] = row[same:begin]
 
 
 def supervised_positions(labels: Tensor) -> dict[str, Tensor]:

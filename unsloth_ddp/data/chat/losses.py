@@ -148,7 +148,7 @@ def _reasoning_refusal(
     elif given == "content":
         what, fix = f"the reasoning in the answer ({_shown(values[part])})", "remove it"
     else:
-        what, fix = f"the {given} of the answer", "write it into the content as <think>...</think>"
+        what, fix = f"the {given} of the answer", "give --reasoning_in_content, which writes it into the content"
         for key in REASONING_KEYS:
             renamed = {**{name: value for name, value in message.items() if name != given}, key: message[given]}
             candidate = replace(example, messages=[*example.messages[:index], renamed, *example.messages[index + 1 :]])

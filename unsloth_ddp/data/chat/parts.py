@@ -42,6 +42,15 @@ class Part(NamedTuple):
 REQUIRED = ("content", "reasoning", "tool call", "arguments", "argument", "tool")
 
 
+class Mark(NamedTuple):
+    """Markup in a text, with the parts of the text beside it, None where the text ends or other markup stands."""
+
+    literal: str
+    role: str
+    left: Part | None
+    right: Part | None
+
+
 @dataclass
 class StandIn:
     """The stand-in of a row: the example, the values that it stands for, and the part of each word.
@@ -50,6 +59,8 @@ class StandIn:
         any_tools: see stand_in.
         any_arguments: see stand_in.
         whole: objects of the stand-in that a template may print as one JSON value, by the part that they stand for.
+        literals: the markup that divides its texts.
+        marks: the markup in its texts.
         ids: the words of the ids of tool calls.
         called: the words of called tools where a tool's answer repeats the name.
     """
@@ -57,6 +68,8 @@ class StandIn:
     example: Example
     any_tools: bool
     any_arguments: bool
+    literals: tuple[str, ...]
+    marks: list[Mark] = field(default_factory=list)
     values: dict[Part, Any] = field(default_factory=dict)
     words: dict[str, Part] = field(default_factory=dict)
     whole: dict[Part, Any] = field(default_factory=dict)
@@ -107,7 +120,7 @@ class Markup:
 
 def closes(markup: str) -> bool:
     """Return whether markup ends a block, as </think>, [/THINK] and <channel|> do."""
-    return "/" in markup[:3] or (markup.endswith("|>") and not markup.startswith("<|"))
+    return ("/" in markup[:3] and markup[0] in "<[") or (markup.endswith("|>") and not markup.startswith("<|"))
 
 
 def stand_in(example: Example, markup: Markup, *, any_tools: bool, any_arguments: bool) -> StandIn:
@@ -117,7 +130,7 @@ def stand_in(example: Example, markup: Markup, *, any_tools: bool, any_arguments
         any_tools: give all tools one description, which fits templates that print a tool as JSON.
         any_arguments: give all tool calls one key and value, which fits templates that print arguments as JSON.
     """
-    made = StandIn(example, any_tools, any_arguments)
+    made = StandIn(example, any_tools, any_arguments, markup.literals)
     messages = [_message(made, index, message, markup) for index, message in enumerate(example.messages)]
     tools = [_tool(made, index, tool) for index, tool in enumerate(example.tools or [])]
     made.example = replace(example, messages=messages, tools=tools or None)
@@ -153,13 +166,16 @@ def _message(made: StandIn, index: int, message: Message, markup: Markup) -> Mes
 
 def _text(made: StandIn, index: int, role: str, place: tuple[Any, ...], text: str, markup: Markup) -> str:
     pieces = markup.split(text)
+    parts: dict[int, Part] = {}
     for number in range(0, len(pieces), 2):
         if pieces[number].strip():
             begun = number == 0 or not closes(pieces[number - 1])
             ended = number + 1 < len(pieces) and closes(pieces[number + 1])
             reasons = place[0] != "content" or (role == "assistant" and begun and ended)
-            part = Part("reasoning" if reasons else "content", index, place=(*place, number))
-            pieces[number] = made.word(part, pieces[number])
+            parts[number] = Part("reasoning" if reasons else "content", index, place=(*place, number))
+            pieces[number] = made.word(parts[number], pieces[number])
+    for number in range(1, len(pieces), 2):
+        made.marks.append(Mark(pieces[number], role, parts.get(number - 1), parts.get(number + 1)))
     return "".join(pieces)
 
 

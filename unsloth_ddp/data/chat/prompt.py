@@ -10,12 +10,12 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import Message
 
 
-def example_of(messages: Sequence[Message]) -> Example:
+def example_of(messages: Sequence[Message], template_values: dict[str, Any] | None = None) -> Example:
     """Return messages as an example; contents may be JoinedText, with the values of their images."""
     joined = {str(i): m["content"] for i, m in enumerate(messages) if getattr(m["content"], "images", None)}
     parts = {index: text.parts for index, text in joined.items() if isinstance(text, JoinedText)}
     images = [image for text in joined.values() for image in text.images]
-    return Example(list(messages), parts=parts, images=images)
+    return Example(list(messages), parts=parts, images=images, template_values=template_values or {})
 
 
 def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, prompt: bool = False) -> str:
@@ -36,7 +36,8 @@ def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, p
                 conversation=form.messages,
                 tools=form.tools,
                 tokenize=False,
-                **({"add_generation_prompt": True} if prompt else {}),
+                add_generation_prompt=prompt,
+                **form.template_values,
             )
         except Exception as error:
             errors.append(error)

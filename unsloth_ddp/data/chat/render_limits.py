@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import SecurityError
+
 from unsloth_ddp.utils.units import GIB
 
 # Limits for one row, which normally takes milliseconds and megabytes.
@@ -28,6 +30,19 @@ class TemplateOverrun(BaseException):
 def overrun_sentence(error: TemplateOverrun) -> str:
     """Return the message for the user."""
     return f"the chat template cannot render a row ({error}); fix the template, or give another with --chat_template."
+
+
+def failure_sentence(error: Exception) -> str:
+    """Return the message for a template that fails with a row."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, SecurityError):
+        return (
+            f"the chat template does what Jinja's sandbox refuses, in which Transformers renders it ({reason}), so "
+            "no tool of Transformers "
+            "renders the row; give a template that only reads the messages with --chat_template, or change the row."
+        )
+    fix = "change the row, or give another template with --chat_template"
+    return f"the chat template cannot render the row ({reason}); {fix}."
 
 
 @contextlib.contextmanager

@@ -5,60 +5,35 @@ instead if the own template leaves out a part of the row that has to arrive, or 
 cannot be found.
 """
 
+import contextlib
 import re
-from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, tool_keys_left_out, turns_left_out
+from unsloth_ddp.data.chat.markup import notes_on_markup, written_twice
 from unsloth_ddp.data.chat.parts import REPEATED, Markup, Part, StandIn, stand_in
-from unsloth_ddp.data.chat.scaffold import Places, Scaffold, Slot, not_found_in, places_in, scaffold_of
+from unsloth_ddp.data.chat.scaffold import (
+    Places,
+    Position,
+    Scaffold,
+    character_at,
+    loses_indentation,
+    not_found_in,
+    places_in,
+    position_of,
+    prints_parts,
+    scaffold_of,
+    unknown_scaffold,
+)
 from unsloth_ddp.data.chat.template import ChatTemplate, Span, TemplatePair
-from unsloth_ddp.data.chat.turn_spans import SpanFinder, Written
+from unsloth_ddp.data.chat.turn_spans import SpanFinder, Written, same_prompt
 from unsloth_ddp.data.chat.variants import variants
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 from unsloth_ddp.data.sources.values import is_empty
 from unsloth_ddp.utils.errors import UserError
 
-# Remarks on how a row was rendered; see NOTES.
-Note = Literal[
-    "own",
-    "training",
-    "reasoning",
-    "reasoning supervised",
-    "text",
-    "text supervised",
-    "plain",
-    "empty",
-    "unprompted",
-    "python",
-    "identical",
-    "repeated",
-]
-NOTES: dict[str, str] = {
-    "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
-    "inference (--chat_template training takes TRL's)",
-    "training": "TRL's training template is used, because the tokenizer's own leaves out the reasoning of the answer or "
-    "rewrites earlier turns",
-    "reasoning": "the chat template leaves out the reasoning of earlier turns, as at inference, so these turns are not "
-    "supervised; to train them, end a row at each of them, or give --chat_template training",
-    "plain": "prompt and answer are texts, which are joined without the chat template and with nothing between them; to use "
-    "the template, give lists of messages, or Alpaca's columns (instruction and output; in pairs, instruction in place of prompt)",
-    "empty": "an answer is empty or only white space, so training teaches the model when to answer nothing; remove such "
-    "rows unless that is meant",
-    "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
-    "text": "the chat template leaves out the text of turns that call tools, so these turns are not supervised; to train "
-    "their calls, remove the text, or give a template that renders both",
-    "text supervised": "the chat template leaves out the text of turns that call tools",
-    "unprompted": "the generation prompt opens a block of reasoning, which these answers do not have, so generation never "
-    "begins as they do; give the answers their reasoning, or a template that does not open the block with --chat_template",
-    "identical": "chosen and rejected are the same tokens, so there is nothing to prefer; remove such rows",
-    "repeated": "the answer begins with its prompt, so the model reads it twice and learns to repeat it; take it out of one of them "
-    "unless that is meant",
-    "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as JSON; give "
-    "a template that uses tojson with --chat_template, or write these values as text",
-}
 # Keys of a message that the scaffold covers.
 OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
 # Matches the text of a template that expects reasoning in a separate key, if the content contains reasoning too.
@@ -67,8 +42,6 @@ SECOND_BLOCK = re.compile(r"</think>\s*<think>")
 WHOLE = ("tool", "arguments")
 # Rows may be all different.
 MOST_PLANS = 2_000
-# (gap of the scaffold, characters from its start).
-Position = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -77,10 +50,15 @@ class RenderedChat:
 
     text: str
     spans: list[Span]
-    notes: tuple[Note, ...] = ()
+    notes: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
     # How many things another form of the row may render better.
     faults: int = 0
+
+    @property
+    def prompt(self) -> str:
+        """The text before what is supervised."""
+        return self.text[: self.spans[0][0]] if self.spans else self.text
 
 
 @dataclass(frozen=True)
@@ -94,14 +72,16 @@ class Plan:
         ending: the end of the last turn, which the template itself renders with the next turn.
         unread_keys: keys of messages that do not change the text.
         second_block: whether the text has two blocks of reasoning, one behind the other.
+        markup: notes on the markup of the rows.
     """
 
     scaffold: Scaffold
     spans: tuple[tuple[Position, Position], ...] | None = None
-    notes: tuple[Note, ...] = ()
+    notes: tuple[str, ...] = ()
     ending: str = ""
     unread_keys: tuple[str, ...] = ()
     second_block: bool = False
+    markup: tuple[str, ...] = ()
 
 
 class RowReader:
@@ -117,7 +97,8 @@ class RowReader:
     ) -> None:
         self.template = template
         self.image_token = image_token
-        self.markup = Markup(template.literals())
+        self.looked_for = template.literals()
+        self.markup = Markup(self.looked_for)
         self.spans = SpanFinder(template, training, eos_token, supervise_all)
         self._plans: dict[str, Plan | None] = {}
         self._bare: bool | None = None
@@ -135,8 +116,8 @@ class RowReader:
         if not places and (made.any_tools or made.any_arguments):
             made, plan = self._planned(example, any_tools=False, any_arguments=False)
             places = places_in(text, plan.scaffold, made) if plan else None
-        scaffold = plan.scaffold if plan else _unknown(made)
-        if any(isinstance(message["content"], list) for message in example.messages) and _prints_parts(scaffold):
+        scaffold = plan.scaffold if plan else unknown_scaffold(made)
+        if any(isinstance(message["content"], list) for message in example.messages) and prints_parts(scaffold):
             raise ValueError("the template prints a list of content parts as Python does")
         missing = scaffold.missing if places else not_found_in(text, scaffold, made)
         lost = turns_left_out(example, missing, made.values, self._missing)
@@ -144,14 +125,19 @@ class RowReader:
         notes = self._notes_on(example, missing, lost)
         if plan and places and plan.spans is not None:
             text += plan.ending
-            spans = [(_at(begin, places, text), _at(end, places, text)) for begin, end in plan.spans]
+            spans = [(character_at(begin, places, text), character_at(end, places, text)) for begin, end in plan.spans]
             notes += plan.notes
         else:
             text, found, more = self.spans.find(example, text, self._left_out(example, lost), ())
             spans, notes = found, (*notes, *more)
         python = places is not None and places.python
         second_block = plan.second_block if plan else bool(SECOND_BLOCK.search(text))
-        notes += ("python",) if python else ()
+        if plan:
+            notes += plan.markup
+        if places:
+            notes += ("unindented",) * loses_indentation(made, text, scaffold, places)
+            notes += tuple(f"twice\t{tag}" for tag in sorted(written_twice(text, scaffold, places)))
+        notes += ("python",) * python + ("second block",) * second_block
         return RenderedChat(text, spans, notes, plan.unread_keys if plan else (), python + second_block)
 
     def _check_images(self, example: Example, text: str) -> None:
@@ -187,10 +173,10 @@ class RowReader:
     def _left_out(self, example: Example, lost: list[int]) -> set[int]:
         return {*example.left_out, *(() if self.spans.supervise_all else lost)}
 
-    def _notes_on(self, example: Example, missing: frozenset[Part], lost: list[int]) -> tuple[Note, ...]:
+    def _notes_on(self, example: Example, missing: frozenset[Part], lost: list[int]) -> tuple[str, ...]:
         contents = {part.number for part in missing if part.kind == "content"}
         without_text = {i for i in lost if i in contents and is_call_with_text(example.messages[i])}
-        notes: list[Note] = []
+        notes: list[str] = []
         if without_text:
             notes.append("text supervised" if self.spans.supervise_all else "text")
         if set(lost) - without_text:
@@ -227,7 +213,12 @@ class RowReader:
         except Exception:
             return None
         scaffold, places = scaffold_of(text, made)
-        plan = Plan(scaffold, unread_keys=self._unread(example, text), second_block=bool(SECOND_BLOCK.search(text)))
+        plan = Plan(
+            scaffold,
+            unread_keys=self._unread(example, text),
+            second_block=bool(SECOND_BLOCK.search(text)),
+            markup=tuple(sorted(notes_on_markup(made, scaffold, text, self.looked_for))),
+        )
         try:
             lost = turns_left_out(example, scaffold.missing, made.values, lambda other: frozenset(made.values))
             ended, spans, notes = self.spans.find(
@@ -235,7 +226,7 @@ class RowReader:
             )
         except Exception:
             return plan
-        found = [(_position(begin, places, ended), _position(end, places, ended)) for begin, end in spans]
+        found = [(position_of(begin, places, ended), position_of(end, places, ended)) for begin, end in spans]
         inside = tuple((begin, end) for begin, end in found if begin is not None and end is not None)
         if len(inside) < len(found):
             return plan
@@ -271,10 +262,12 @@ class ChatRenderer:
         supervise_all: bool,
         use_training: bool,
         image_token: str | None = None,
+        think: tuple[str, str] | None = None,
     ) -> None:
         """Use TRL's variant for every row if `use_training` is set.
 
         Args:
+            think: what begins and ends reasoning that is written into the content where the template leaves it out.
             image_token: what stands for an image in a rendered text, if rows have images.
 
         Raises:
@@ -284,6 +277,7 @@ class ChatRenderer:
             raise UserError(
                 "chat_template training: TRL has no training variant of this tokenizer's template; leave the option out."
             )
+        self.pair, self.think = pair, think
         own = pair.training if use_training and pair.training else pair.own
         training = None if use_training else pair.training
         self.own = RowReader(own, training, eos_token, supervise_all, image_token)
@@ -296,23 +290,52 @@ class ChatRenderer:
             UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
         """
         try:
-            return _read_best(self.own, example)
+            return _read_best(self.own, example, self.think)
         except Exception as error:
             if self.training is None:
                 raise
             try:
-                rendered = _read_best(self.training, example)
+                rendered = _read_best(self.training, example, self.think)
             except Exception:
                 raise error from None
-        return replace(rendered, notes=(*rendered.notes, "training"))
+        return self._told(rendered, self.training)
+
+    def _told(self, rendered: RenderedChat, reader: RowReader) -> RenderedChat:
+        """Return a rendered chat with a note if it is TRL's variant that rendered it."""
+        return replace(rendered, notes=(*rendered.notes, "training")) if reader is self.training else rendered
+
+    def render_pair(self, chosen: Example, rejected: Example) -> tuple[RenderedChat, RenderedChat]:
+        """Render both rows of a pair with one template and in one form, so that they have the same prompt.
+
+        Raises:
+            UserError: no form gives both the same prompt.
+        """
+        found: list[tuple[RenderedChat, RenderedChat]] = []
+        for reader in filter(None, (self.own, self.training)):
+            forms = (
+                variants(one, reader.prints_bare, reader.image_token, beside=other, think=self.think)
+                for one, other in ((chosen, rejected), (rejected, chosen))
+            )
+            for form in zip(*forms, strict=True):
+                with contextlib.suppress(Exception):
+                    one, other = map(reader.read, form)
+                    if same_prompt(one.prompt, other.prompt):
+                        found.append((self._told(one, reader), self._told(other, reader)))
+        if not found:
+            raise UserError(
+                "the chat template renders the prompt differently before the two answers, for example without the "
+                "reasoning of earlier turns before one of them; write both answers in the same form (both with reasoning "
+                "or none), remove the reasoning from the prompt, or give another template with --chat_template."
+            )
+        return min(found, key=lambda pair: pair[0].faults + pair[1].faults)
 
 
-def _read_best(reader: RowReader, example: Example) -> RenderedChat:
+def _read_best(reader: RowReader, example: Example, think: tuple[str, str] | None) -> RenderedChat:
     """Return the row in the first of its forms that the template renders without a fault, or else in the best one."""
     read: list[RenderedChat] = []
     errors: list[Exception] = []
     tried: list[Example] = []
-    for variant in variants(example, reader.prints_bare, reader.image_token):
+    for variant in variants(example, reader.prints_bare, reader.image_token, think=think):
         if variant in tried:
             continue
         tried.append(variant)
@@ -329,17 +352,6 @@ def _read_best(reader: RowReader, example: Example) -> RenderedChat:
     raise next((error for error in errors if isinstance(error, UserError)), errors[0])
 
 
-def _prints_parts(scaffold: Scaffold) -> bool:
-    """Return whether content parts stand in a text as objects."""
-    return any(re.search(r"""['"]text['"]:\s*['"]$""", gap) for gap in scaffold.gaps)
-
-
-def _unknown(made: StandIn) -> Scaffold:
-    """Return the scaffold of a row whose stand-in cannot be rendered: its texts in order, with nothing known between them."""
-    texts = [part for part in made.values if part.kind in ("content", "reasoning", "tool call")]
-    return Scaffold(("",) * (len(texts) + 1), tuple(Slot(part) for part in texts), frozenset(), frozenset())
-
-
 def _written(scaffold: Scaffold, places: Places) -> list[Written]:
     """Return the slots with the message that each belongs to, with none (-1) where a part stands once more.
 
@@ -353,22 +365,3 @@ def _written(scaffold: Scaffold, places: Places) -> list[Written]:
         written.append((span, slot.part.number if known else -1))
         seen.add(slot.part)
     return written
-
-
-def _region(gap: int, places: Places, text: str) -> Span:
-    """Return the characters between two slots."""
-    start = places.slots[gap - 1][1] if gap else 0
-    return start, places.slots[gap][0] if gap < len(places.slots) else len(text)
-
-
-def _position(character: int, places: Places, text: str) -> Position | None:
-    """Return the gap that a character stands in; None if it stands inside a slot."""
-    gap = bisect_left(places.slots, character, key=lambda slot: slot[0])
-    start, _ = _region(gap, places, text)
-    return (gap, character - places.gaps[gap]) if start <= character else None
-
-
-def _at(position: Position, places: Places, text: str) -> int:
-    gap, offset = position
-    start, end = _region(gap, places, text)
-    return min(max(places.gaps[gap] + offset, start), end)

@@ -7,9 +7,11 @@ parts alone would not show that, since an answer "assistant" also stands in the 
 
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from unsloth_ddp.data.chat.parts import JSON_STYLES, REQUIRED, Part, StandIn, name_of
@@ -18,6 +20,11 @@ from unsloth_ddp.data.chat.template import Span
 WORD = re.compile(r"Z[qn]\d{5,}qZ|(?<![\d.])731\d{5,}(?![\d.])")
 SPACE = re.compile(r"\s*")
 PYTHON = "as Python prints it"
+# Match the tag, or the name of a speaker with a colon, that ends a gap, and the tag that begins one.
+LAST_TAG = re.compile(r"(?:[<\[][^<>\[\]\s][^<>\[\]]*[>\]]|[#\w][#\w ]*:)\Z")
+FIRST_TAG = re.compile(r"[<\[][^<>\[\]\s][^<>\[\]]*[>\]]")
+# (gap of the scaffold, characters from its start).
+Position = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,13 @@ class Scaffold:
     slots: tuple[Slot, ...]
     missing: frozenset[Part]
     repeated: frozenset[Part]
+
+    @cached_property
+    def around(self) -> list[tuple[str, str]]:
+        """The tags directly before and behind each slot, "" where there is none."""
+        before = [(match := LAST_TAG.search(gap)) and match[0] for gap in self.gaps[:-1]]
+        behind = [(match := FIRST_TAG.match(gap)) and match[0] for gap in self.gaps[1:]]
+        return [(tag or "", other or "") for tag, other in zip(before, behind, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,17 @@ def places_in(text: str, scaffold: Scaffold, made: StandIn) -> Places | None:
     return Places(tuple(gaps), tuple(slots), python)
 
 
+def loses_indentation(made: StandIn, text: str, scaffold: Scaffold, places: Places) -> bool:
+    """Return whether an answer begins with spaces or tabs that its place in the text lacks."""
+    for slot, (start, _) in zip(scaffold.slots, places.slots, strict=True):
+        if slot.part.kind == "content" and made.example.messages[slot.part.number]["role"] == "assistant":
+            value = made.values[slot.part]
+            indentation = value[: len(value) - len(value.lstrip())].rpartition("\n")[2]
+            if indentation and not text.endswith(indentation, 0, start):
+                return True
+    return False
+
+
 def not_found_in(text: str, scaffold: Scaffold, made: StandIn) -> frozenset[Part]:
     """Return the required parts that a text lacks, which is not the scaffold of its stand-in.
 
@@ -195,3 +220,33 @@ def _after_space(text: str, position: int) -> int:
     match = SPACE.match(text, position)
     assert match is not None
     return match.end()
+
+
+def prints_parts(scaffold: Scaffold) -> bool:
+    """Return whether content parts stand in a text as objects."""
+    return any(re.search(r"""['"]text['"]:\s*['"]$""", gap) for gap in scaffold.gaps)
+
+
+def unknown_scaffold(made: StandIn) -> Scaffold:
+    """Return the scaffold of a row whose stand-in cannot be rendered: its texts in order, with nothing known between them."""
+    texts = [part for part in made.values if part.kind in ("content", "reasoning", "tool call")]
+    return Scaffold(("",) * (len(texts) + 1), tuple(Slot(part) for part in texts), frozenset(), frozenset())
+
+
+def _region(gap: int, places: Places, text: str) -> Span:
+    """Return the characters between two slots."""
+    start = places.slots[gap - 1][1] if gap else 0
+    return start, places.slots[gap][0] if gap < len(places.slots) else len(text)
+
+
+def position_of(character: int, places: Places, text: str) -> Position | None:
+    """Return the gap that a character stands in; None if it stands inside a slot."""
+    gap = bisect_left(places.slots, character, key=lambda slot: slot[0])
+    start, _ = _region(gap, places, text)
+    return (gap, character - places.gaps[gap]) if start <= character else None
+
+
+def character_at(position: Position, places: Places, text: str) -> int:
+    gap, offset = position
+    start, end = _region(gap, places, text)
+    return min(max(places.gaps[gap] + offset, start), end)

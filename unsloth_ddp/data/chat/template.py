@@ -6,14 +6,19 @@ what the assistant writes; some of these variants also render a chat differently
 
 import contextlib
 import copy
+import functools
+import itertools
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import Environment, TemplateSyntaxError
-from jinja2.nodes import Template
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Template, TemplateData
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
 from unsloth_ddp.data.sources.messages import Message
@@ -26,6 +31,12 @@ TRAINING = "training"
 # Tags of Transformers' own extension, which plain Jinja does not know.
 GENERATION_TAGS = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
 
+# What Transformers gives to every template.
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+
+# A template as the value of a key in YAML, or of a variable in code.
+ASSIGNED = re.compile(r"\s*\w*template\w*\s*[:=]", re.IGNORECASE)
+
 # Markup that a template looks for in texts has at least and at most so many characters; longer constants are prose.
 LEAST_MARKUP, MOST_MARKUP = 3, 60
 
@@ -33,8 +44,10 @@ LEAST_MARKUP, MOST_MARKUP = 3, 60
 Span = tuple[int, int]
 
 
-def read_chat_template(wanted: str) -> str:
+def read_chat_template(wanted: str) -> str | dict[str, str]:
     """Read the template of a Jinja file, or one of the kit's own by name.
+
+    A JSON file (chat_template.json, tokenizer_config.json) has it as text, or several by name.
 
     Raises:
         UserError: there is no such file or name, or it cannot be read.
@@ -47,10 +60,25 @@ def read_chat_template(wanted: str) -> str:
                 f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, or {TRAINING} "
                 "(TRL's variant of the tokenizer's template)."
             )
-        return path.read_text(encoding="utf-8")
+        return _template_in(path.read_text(encoding="utf-8"), wanted)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"chat_template {wanted[:200]} cannot be read: {reason}; give a Jinja file in UTF-8.") from None
+
+
+def _template_in(text: str, wanted: str) -> str | dict[str, str]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    content = content.get("chat_template") if isinstance(content, dict) else content
+    if isinstance(content, list) and all(
+        isinstance(one, dict) and {"name", "template"} <= one.keys() for one in content
+    ):
+        content = {str(one["name"]): str(one["template"]) for one in content}
+    if isinstance(content, str) or (isinstance(content, dict) and content):
+        return content
+    raise UserError(f"chat_template {wanted[:200]} is JSON without a chat_template; give a Jinja file.")
 
 
 def parsed(source: str) -> Template:
@@ -62,18 +90,66 @@ def parsed(source: str) -> Template:
     return Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(GENERATION_TAGS.sub("", source))
 
 
+def variables_of(template: str | dict[str, str] | None) -> frozenset[str]:
+    """Return the names that a chat template reads beside the row and the tokenizer's special tokens."""
+    names: set[str] = set()
+    for source in template.values() if isinstance(template, dict) else [template or ""]:
+        with contextlib.suppress(TemplateSyntaxError, RecursionError):
+            names |= find_undeclared_variables(parsed(source))
+    return frozenset(name for name in names - GIVEN if not name.endswith("_token"))
+
+
 def check_chat_template(wanted: str | None) -> None:
     """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read."""
     if wanted in (None, TRAINING):
         return
-    source = read_chat_template(str(wanted))
+    given = read_chat_template(str(wanted))
+    for source in given.values() if isinstance(given, dict) else [given]:
+        try:
+            # What is nested too deeply for the parser is refused when the first row is rendered.
+            with contextlib.suppress(RecursionError):
+                _check_alone(source, parsed(source))
+        except TemplateSyntaxError as error:
+            reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
+            raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
+        except ValueError as error:
+            raise UserError(
+                f"chat_template {str(wanted)[:200]} {error}; give a file with the template alone."
+            ) from None
+
+
+def _check_alone(source: str, tree: Template) -> None:
+    """Find a file that is valid Jinja and no chat template, or that has more around one.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if "messages" not in find_undeclared_variables(tree):
+        raise ValueError("does not read messages")
+    if assigned := ASSIGNED.match(source):
+        raise ValueError(f"begins with {assigned[0].strip()!r}")
+    texts = [text.data for text in tree.find_all(TemplateData)]
+    if "\n" not in source.strip() and any("\\n" in text for text in texts):
+        raise ValueError(r"is escaped as in JSON: it has \n in place of line ends")
+    chat = [{"role": role, "content": f"Zq{role}qZ"} for role in ("user", "assistant")]
+    names = {"messages": chat, "bos_token": "", "eos_token": "", "strftime_now": datetime.now().strftime}
     try:
-        # What is nested too deeply for the parser is refused when the first row is rendered.
-        with contextlib.suppress(RecursionError):
-            parsed(source)
-    except TemplateSyntaxError as error:
-        reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
-        raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
+        with limited_rendering():
+            template = ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            ).from_string(GENERATION_TAGS.sub("", source))
+            whole, asked = (template.render(**names, add_generation_prompt=prompt) for prompt in (False, True))
+    except (Exception, TemplateOverrun):
+        # A template for other messages, or one that needs more: rows show what it does.
+        return
+    begun, ended = _common(whole, asked), _common(whole[::-1], asked[::-1])
+    if begun < len(whole) <= begun + ended and (behind := whole[-ended:].strip()):
+        raise ValueError(f"writes {behind[:40]!r} behind the generation prompt")
+
+
+def _common(text: str, other: str) -> int:
+    """Return how many characters two texts have in common at their begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
 def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
@@ -120,24 +196,8 @@ class ChatTemplate:
         return self._render(messages, tools, False, marked=True)
 
     def literals(self) -> set[str]:
-        """Return the markup that the template looks for in texts, such as </think>.
-
-        These are the constants that it tests with `in`, gives to a method (split, startswith) or a filter, or names. Words
-        and punctuation are left out, because they stand in every text.
-        """
-        from jinja2 import nodes
-
-        try:
-            tree = parsed(self.source)
-        except (TemplateSyntaxError, RecursionError):
-            return set()
-        found: list[nodes.Node] = [one.expr for one in tree.find_all(nodes.Compare)]
-        for call in tree.find_all((nodes.Call, nodes.Filter)):
-            assert isinstance(call, (nodes.Call, nodes.Filter))
-            found += call.args
-        found += [one.node for one in tree.find_all(nodes.Assign)]
-        texts = {one.value.strip() for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)}
-        return {text for text in texts if LEAST_MARKUP <= len(text) <= MOST_MARKUP and re.search(r"[^\w\s]", text)}
+        """Return the markup that the template looks for in texts, such as </think>."""
+        return set(_literals(self.source))
 
     def _render(
         self, messages: list[Message], tools: list[Any] | None, prompt: bool, *, marked: bool = False
@@ -158,12 +218,41 @@ class ChatTemplate:
         return check_length(texts[0]), list(spans[0]) if spans else []
 
 
+@functools.cache
+def _literals(source: str) -> frozenset[str]:
+    """Return the constants that a template tests with `in`, gives to a method or a filter, or names.
+
+    Words and punctuation are left out, because they stand in every text.
+    """
+    from jinja2 import nodes
+
+    try:
+        tree = parsed(source)
+    except (TemplateSyntaxError, RecursionError):
+        return frozenset()
+    found: list[nodes.Node] = [one.expr for one in tree.find_all(nodes.Compare)]
+    for call in tree.find_all((nodes.Call, nodes.Filter)):
+        assert isinstance(call, (nodes.Call, nodes.Filter))
+        found += call.args
+    found += [one.node for one in tree.find_all(nodes.Assign)]
+    texts = {one.value.strip() for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+    return frozenset(t for t in texts if LEAST_MARKUP <= len(t) <= MOST_MARKUP and re.search(r"[^\w\s]", t))
+
+
 @dataclass(frozen=True)
 class TemplatePair:
     """The tokenizer's own template for a row, and TRL's training variant of it, if it has one and needs one."""
 
     own: ChatTemplate
     training: ChatTemplate | None
+
+    def given(self, values: dict[str, Any]) -> Self:
+        """Return the templates with values that they are rendered with beside the special tokens."""
+        with_values = [
+            one and replace(one, special_tokens=one.special_tokens | values) for one in (self.own, self.training)
+        ]
+        assert with_values[0] is not None
+        return replace(self, own=with_values[0], training=with_values[1])
 
 
 def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePair | None:

@@ -4,20 +4,25 @@ The token that ends a supervised turn is supervised too, so that the model learn
 """
 
 import json
+import shlex
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import Any
 
-from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.data.characters import Characters
+from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
-from unsloth_ddp.data.chat.render_limits import TemplateOverrun, overrun_sentence
-from unsloth_ddp.data.chat.renderer import ChatRenderer
-from unsloth_ddp.data.chat.template import TRAINING, Span, template_pair
-from unsloth_ddp.data.chat.variants import as_list_of_parts
+from unsloth_ddp.data.chat.render_limits import TemplateOverrun, failure_sentence, overrun_sentence
+from unsloth_ddp.data.chat.renderer import RenderedChat
+from unsloth_ddp.data.chat.template import TRAINING, Span
+from unsloth_ddp.data.chat.turn_spans import same_prompt
+from unsloth_ddp.data.chat.variants import as_list_of_parts, think_tokens
 from unsloth_ddp.data.images.processing import ImageProcessing
+from unsloth_ddp.data.renderers import Renderers
 from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import Panic, UserError, panics_raised
 
 
@@ -30,7 +35,7 @@ class EncodedRow:
         labels: the same ids, IGNORED where a token is not supervised.
         stop_tokens: special tokens that end the row's last answer, at which generation has to stop.
         overlong: whether the row was cut.
-        notes: keys of chat.renderer.NOTES.
+        notes: keys of row_report.NOTES, some with a tab and what they name.
         unread_keys: keys of messages that the chat template does not read.
         written_tokens: special tokens that the row's own texts hold.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
@@ -38,6 +43,7 @@ class EncodedRow:
         images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
         pixels: numbers of its images, as the model takes them.
         cuts_image: whether the row was cut before the end of its last image.
+        prompt: the rendered text before what is supervised, of a row that is not plain text.
     """
 
     input_ids: list[int]
@@ -54,6 +60,7 @@ class EncodedRow:
     image_end: int = 0
     pixels: int = 0
     cuts_image: bool = False
+    prompt: str = ""
 
 
 class Encoder:
@@ -67,6 +74,8 @@ class Encoder:
         chat_template: str | None = None,
         day: date | None = None,
         processing: ImageProcessing | None = None,
+        vocabulary: Vocabulary | None = None,
+        reasoning_in_content: bool = False,
     ) -> None:
         """Prepare the renderers.
 
@@ -74,6 +83,7 @@ class Encoder:
             processing: of images, if a row of the run has some.
             chat_template: --chat_template; a file is already set as the tokenizer's template.
             day: the date that templates print; today by default.
+            vocabulary: the tokens that the model has weights for, if they are known.
 
         Raises:
             UserError: the tokenizer cannot map tokens to characters.
@@ -82,37 +92,40 @@ class Encoder:
             raise UserError(
                 "the tokenizer is a slow one, which cannot map tokens to characters; use a model with a tokenizer.json."
             )
-        self.tokenizer = tokenizer
-        self.processing = processing
+        self.tokenizer, self.processing, self.vocabulary = tokenizer, processing, vocabulary
         self.supervise_all = supervise_all
-        self.day = day or date.today()
-        self.use_training = chat_template == TRAINING
-        without_tools = self._renderer(with_tools=False)
-        named = isinstance(tokenizer.chat_template, dict)
-        self.renderers = (without_tools, self._renderer(with_tools=True) if named else without_tools)
+        options: dict[str, Any] = {"supervise_all": supervise_all, "use_training": chat_template == TRAINING}
+        options["image_token"] = processing.image_token if processing else None
+        options["think"] = think_tokens(tokenizer.get_added_vocab()) if reasoning_in_content else None
+        self.renderers = Renderers(tokenizer, day or date.today(), options)
         added = tokenizer.added_tokens_decoder
+        self.characters = Characters(tokenizer)
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
-    def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:
-        pair = template_pair(self.tokenizer, self.day, with_tools=with_tools)
-        if pair is None:
-            return None
-        eos = self.tokenizer.eos_token
-        return ChatRenderer(
-            pair,
-            eos,
-            supervise_all=self.supervise_all,
-            use_training=self.use_training,
-            image_token=self.processing.image_token if self.processing else None,
-        )
+    def encode_pair(self, chosen: Example, rejected: Example) -> tuple[EncodedRow, EncodedRow]:
+        """Tokenize both rows of a pair, without cutting them; the tokens before their answers are the same.
 
-    def encode(self, example: Example) -> EncodedRow:
+        Raises:
+            UserError: see encode; the template renders their prompt in two ways.
+        """
+        rows = self.encode(chosen), self.encode(rejected)
+        renderer = self.renderers.of(chosen)
+        if chosen.text is None and renderer and not same_prompt(*(row.prompt for row in rows)):
+            chats = renderer.render_pair(chosen, rejected)
+            rows = self.encode(chosen, chats[0]), self.encode(rejected, chats[1])
+        supervise_from_same_token([(row.input_ids, row.labels) for row in rows])
+        return rows
+
+    def encode(self, example: Example, chat: RenderedChat | None = None) -> EncodedRow:
         """Tokenize one example, without cutting it.
+
+        Args:
+            chat: the example as it is rendered; by default in the form that suits it best.
 
         Raises:
             UserError: the chat template cannot render the example, or the assistant's spans cannot be found.
         """
-        encoded = self._encode_chat(example) if example.text is None else self._encode_text(example)
+        encoded = self._encode_text(example) if example.text is not None else self._encode_chat(example, chat)
         if not encoded.input_ids:
             raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
         if has_empty_answer(example):
@@ -120,12 +133,26 @@ class Encoder:
         if repeats_prompt(example):
             encoded.notes = (*encoded.notes, "repeated")
         encoded.written_tokens = self._written_tokens(example, encoded.input_ids)
+        if self.vocabulary:
+            self._compare(encoded, self.vocabulary)
         return encoded
+
+    def _compare(self, row: EncodedRow, vocabulary: Vocabulary) -> None:
+        """Note tokens whose weights stay untrained; refuse one without weights, other than the token of images."""
+        ids = set(row.input_ids)
+        if row.images and self.processing:
+            ids.discard(self.tokenizer.convert_tokens_to_ids(self.processing.image_token))
+        if (last := max(ids, default=0)) >= vocabulary.rows:
+            raise UserError(vocabulary.refusal(self.tokenizer.convert_ids_to_tokens(last), last))
+        untrained = self.tokenizer.convert_ids_to_tokens(sorted(ids & vocabulary.untrained))
+        row.notes += tuple(f"untrained\t{shlex.quote(token)}" for token in untrained)
+        meant = {*untrained, *vocabulary.trained}
+        row.written_tokens = tuple(token for token in row.written_tokens if token not in meant)
 
     def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
         """Return the special tokens among `ids` that stand in the row's own texts, except markup that the template looks for."""
         texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
-        renderer = self.renderers[bool(example.tools)]
+        renderer = self.renderers.of(example)
         markup = renderer.own.markup.literals if renderer and example.text is None else ()
         found = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
         return tuple(token for token in found if token in texts and token not in markup)
@@ -145,8 +172,8 @@ class Encoder:
             ids.append(self.tokenizer.eos_token_id)
         keep = [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
         encoded = self._encoded(ids, offsets, text, keep)
-        if example.prompt_chars and self.renderers[0] is not None:
-            encoded.notes = ("plain",)
+        if example.prompt_chars and self.renderers.plain is not None:
+            encoded.notes += ("plain",)
         return encoded
 
     def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
@@ -162,21 +189,22 @@ class Encoder:
             ) from None
         return list(encoded["input_ids"]), encoded["offset_mapping"]
 
-    def _encode_chat(self, example: Example) -> EncodedRow:
-        renderer = self.renderers[bool(example.tools)]
+    def _rendered(self, example: Example) -> RenderedChat:
+        renderer = self.renderers.of(example)
         if renderer is None:
             raise UserError(self._without_template())
         try:
             chat = renderer.render(example)
+            return replace(chat, unread_keys=chat.unread_keys + self.renderers.unread_values(example))
         except UserError:
             raise
         except TemplateOverrun as error:
             raise UserError(overrun_sentence(error)) from None
         except Exception as error:
-            raise UserError(
-                f"the chat template cannot render the row ({' '.join(str(error).split())}); change the row, or give "
-                "another template with --chat_template."
-            ) from None
+            raise UserError(failure_sentence(error)) from None
+
+    def _encode_chat(self, example: Example, chat: RenderedChat | None) -> EncodedRow:
+        chat = chat or self._rendered(example)
         text, spans, images, pixels = chat.text, chat.spans, [], 0
         if self.processing and example.images:
             expanded = self.processing.expand(text, example.images)
@@ -194,7 +222,8 @@ class Encoder:
             last_is_trained = len(example.messages) - 1 not in example.left_out
             ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, last_is_trained]
         encoded = self._encoded(ids, offsets, text, keep)
-        encoded.notes, encoded.unread_keys = chat.notes, chat.unread_keys
+        encoded.notes += chat.notes
+        encoded.unread_keys, encoded.prompt = chat.unread_keys, chat.prompt
         if images:
             encoded.images, encoded.rendered, encoded.pixels = example.images, chat.text, pixels
             encoded.image_end = max(position for position, shown in enumerate(of_image) if shown) + 1
@@ -215,12 +244,12 @@ class Encoder:
     @cached_property
     def _around_images(self) -> tuple[str, str]:
         """Return what the chat template writes before and behind the image token of an image part, white space aside."""
-        assert self.processing is not None and self.renderers[0] is not None
+        assert self.processing is not None and self.renderers.plain is not None
         token, words = self.processing.image_token, ("Zq00001qZ", "Zq00002qZ")
         parts = [words[0], None, words[1]]
         chat = [{"role": "user", "content": as_list_of_parts(parts)}]
         try:
-            text = self.renderers[0].own.template.render(chat, None)
+            text = self.renderers.plain.own.template.render(chat, None)
             inside = text[text.index(words[0]) + len(words[0]) : text.index(words[1])]
             before, behind = inside.split(token)
         except Exception:
@@ -237,7 +266,9 @@ class Encoder:
     def _encoded(self, ids: list[int], offsets: list[Span], text: str, keep: list[bool]) -> EncodedRow:
         labels = [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]
         blank = [not text[slice(*offset)].strip() for offset in offsets] + [False] * (len(ids) - len(offsets))
-        return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids))
+        unwritable = sorted(self.characters.unwritable_in(text, ids, offsets))
+        notes = tuple(f"unwritten\t{json.dumps(characters, ensure_ascii=False)}" for characters in unwritable)
+        return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids), notes=notes)
 
     def _keep(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> list[bool]:
         """Return which tokens belong to the spans; each span includes the token that ends its turn."""
@@ -328,14 +359,13 @@ def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRo
         UserError: see Encoder.encode.
     """
     if example.rejected is None:
-        row = _encode_and_cut(encoder, example, max_length)
+        row = _cut(encoder.encode(example), max_length)
         row.desirable = [] if example.desirable is None else [int(example.desirable)]
         return row
-    return _join_pair(*(_encode_and_cut(encoder, one, max_length) for one in (example, example.rejected)))
+    return _join_pair(*(_cut(row, max_length) for row in encoder.encode_pair(example, example.rejected)))
 
 
-def _encode_and_cut(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:
-    row = encoder.encode(example)
+def _cut(row: EncodedRow, max_length: int) -> EncodedRow:
     if len(row.input_ids) > max_length:
         row.cuts_image = row.image_end > max_length
         row.input_ids, row.labels = row.input_ids[:max_length], row.labels[:max_length]

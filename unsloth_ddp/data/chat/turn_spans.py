@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from unsloth_ddp.data.chat.parts import closes
 from unsloth_ddp.data.chat.scaffold import WORD
@@ -25,8 +25,8 @@ TAG = re.compile(r"[<\[][^<>\[\]]+[>\]]")
 BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 # (the characters of a part of a row in its text, the index of the message that it belongs to, -1 for none).
 Written = tuple[Span, int]
-# (a character of the text, None if it is not found; whether the turn lacks a block that the generation prompt opens).
-Place = tuple[int | None, bool]
+# (a character of the text, None if it is not found; a note if the turn does not follow the generation prompt, or "").
+Place = tuple[int | None, str]
 
 
 # Gaps of a kind are no longer looked into when something had the same place in so many rows.
@@ -103,7 +103,7 @@ class SpanFinder:
 
     def find(
         self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
-    ) -> tuple[str, list[Span], list[Literal["own", "unprompted"]]]:
+    ) -> tuple[str, list[Span], list[str]]:
         """Return the text of a rendered chat, the spans in it, and notes on them.
 
         TRL's variant may add the end of the last turn to the text, which the tokenizer's own template renders with the next
@@ -121,26 +121,43 @@ class SpanFinder:
         turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
         learned = [i for i in turns if i >= example.prompt_messages and i not in left_out]
         wanted = [i for i in turns if i in left_out] if self.supervise_all else learned
-        notes: list[Literal["own", "unprompted"]] = []
+        notes: list[str] = []
         ended, marked = self._marked(example, text, left_out, written)
         if marked is None and self.training is not None and not self.template.marked:
             notes.append("own")
         before, behind = _gaps(example, text, written)
         begins = self._begins.of(wanted, before, lambda turn: self._begin(example, text, turn, written))
-        if any(unprompted for _, unprompted in begins) and not self.supervise_all:
-            notes.append("unprompted")
+        if not self.supervise_all:
+            notes += dict.fromkeys(note for _, note in begins if note)
         if marked is not None:
             known = [begin for begin, _ in begins if begin is not None]
             return ended, [_after_prompt(span, known) for span in marked], notes
-        ends = self._ends.of(wanted, behind, lambda turn: (self._end(example, text, turn, written), False))
+        ends = self._ends.of(wanted, behind, lambda turn: (self._end(example, text, turn, written), ""))
         spans = [(begin, end) for (begin, _), (end, _) in zip(begins, ends, strict=True)]
         found = [(begin, end) for begin, end in spans if begin is not None and end is not None]
         if len(found) < len(spans) or any(map(_holds_others, found, wanted, [written] * len(found))):
-            raise UserError(
-                "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
-                "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
-            )
+            raise UserError(self._refusal(example))
         return ended, found, notes
+
+    def _refusal(self, example: Example) -> str:
+        """Return why spans are not found; Gemma 4's template writes the text of a turn behind the answers of its calls."""
+        for index, message in enumerate(example.messages[:-1]):
+            text = message["content"]
+            if not (message.get("tool_calls") and isinstance(text, str) and text.strip()):
+                continue
+            parts = (self.template.render(example.messages[: index + n], example.tools) for n in (1, 2))
+            alone, answered = parts
+            if not answered.startswith(alone.rstrip()) and answered.rfind(text.strip()) >= len(alone) - len(text):
+                return (
+                    f"the chat template writes the text of message {index + 1}, which calls tools, behind the answer "
+                    "of the tool; write the "
+                    "text into the reasoning of the message (reasoning_content), or remove it."
+                )
+        return (
+            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them "
+            "with {% generation %} in "
+            "a --chat_template file, or use --loss_on all."
+        )
 
     def _marked(
         self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
@@ -200,31 +217,30 @@ class SpanFinder:
         return count
 
     def _begin(self, example: Example, text: str, turn: int, written: Sequence[Written]) -> Place:
-        """Return where the generation prompt of a turn ends, and whether the turn lacks a block that the prompt opens.
+        """Return where the generation prompt of a turn ends, with a note if the text lacks a part of the prompt.
 
         None if the chat before the turn is rendered differently.
         """
         first = next((span[0] for span, message in written if message == turn), None)
         turns = example.messages[:turn]
         if not turns:
-            return self._begin_without_question(text, first), False
+            return self._begin_without_question(text, first), ""
         try:
             prompted = self.template.render(turns, example.tools, prompt=True)
             if text.startswith(prompted):
-                return len(prompted) if first is None else min(len(prompted), first), False
+                return len(prompted) if first is None else min(len(prompted), first), ""
             history = self.template.render(turns, example.tools)
         except Exception:
-            return None, False
+            return None, ""
         before = [span for span, _ in written if first is not None and span[1] <= first]
         start, end = before[-1] if before else (0, 0)
         tails = [_behind(text[start:end], one) for one in (history, prompted)]
         if tails[0] is None or tails[1] is None:
-            return None, False
+            return None, ""
         here, there = shared(text[end:first], tails[1])
         if there < len(tails[0].rstrip()):
-            return None, False
-        begun, rest = tails[1][len(tails[0].rstrip()) : there].strip(), tails[1][there:].strip()
-        return end + here, bool(begun and TAG.match(rest)) and not any(closes(tag) for tag in TAG.findall(rest))
+            return None, ""
+        return end + here, _note_on_prompt(tails[1][there:].strip())
 
     def _begin_without_question(self, text: str, first: int | None) -> int | None:
         """Return where the prompt ends of a chat that begins with the assistant, since many templates need a message."""
@@ -271,6 +287,12 @@ class SpanFinder:
         return end + here if not rest or ended_otherwise else None
 
 
+def _note_on_prompt(lacking: str) -> str:
+    """Return the note on what a text lacks of the generation prompt."""
+    opens = TAG.match(lacking) and not any(closes(tag) for tag in TAG.findall(lacking))
+    return "unprompted" if opens else f"prompt\t{' '.join(lacking.split())}" if lacking else ""
+
+
 def _owners(spans: Sequence[Span], written: Sequence[Written]) -> list[int] | None:
     """Return the message that each marked span belongs to; None if the parts in one do not tell."""
     owners = [{message for _, message in _inside(span, written)} - {-1} for span in spans]
@@ -282,17 +304,17 @@ def _gaps(example: Example, text: str, written: Sequence[Written]) -> tuple[dict
     before: dict[int, Gap] = {}
     behind: dict[int, Gap] = {}
     last = len(example.messages) - 1
-    has_tools, opening = bool(example.tools), example.messages[0]["role"]
+    # What the template may look for in texts decides how it renders turns, also those behind.
+    markup = frozenset(WORD.sub("", str(message["content"])) for message in example.messages)
+    of_chat = (bool(example.tools), example.messages[0]["role"], markup)
     for number, ((start, end), message) in enumerate(written):
         if message > 0 and message not in before:
             (_, gap), other = written[number - 1] if number else ((0, 0), -1)
             role = example.messages[message - 1]["role"]
-            before[message] = Gap(
-                gap, (text[gap:start], message - other if other >= 0 else None, role, opening, has_tools)
-            )
+            before[message] = Gap(gap, (text[gap:start], message - other if other >= 0 else None, role, *of_chat))
         if 0 <= message < last:
             following = written[number + 1][0][0] if number + 1 < len(written) else len(text)
-            behind[message] = Gap(end, (text[end:following], example.messages[message + 1]["role"], opening, has_tools))
+            behind[message] = Gap(end, (text[end:following], example.messages[message + 1]["role"], *of_chat))
     return before, behind
 
 
@@ -328,6 +350,17 @@ def shared(one: str, other: str) -> tuple[int, int]:
             length = here - begun.start() if begun else 0
             return here - length, there - length
     return here, there
+
+
+def same_prompt(one: str, other: str) -> bool:
+    """Return whether two texts are the same but for tags at the end, such as a block that one answer lacks."""
+    if one == other:
+        return True
+    alike = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    end = min(len(one), len(other)) if alike is None else alike
+    begun = BEGUN_TAG.search(one, 0, end)
+    end = begun.start() if begun else end
+    return not any(TAG.sub("", text[end:]).strip() for text in (one, other))
 
 
 def _after_prompt(span: Span, begins: list[int]) -> Span:

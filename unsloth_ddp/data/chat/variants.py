@@ -1,7 +1,7 @@
 """Write a row in the forms that templates differ in: reasoning apart from the content, arguments as text. Pure functions."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,26 +10,37 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import REASONING_KEYS, Message
 
 
-def variants(example: Example, prints_bare: Callable[[], bool], image_token: str | None = None) -> Iterator[Example]:
+def variants(
+    example: Example,
+    prints_bare: Callable[[], bool],
+    image_token: str | None = None,
+    *,
+    beside: Example | None = None,
+    think: tuple[str, str] | None = None,
+) -> Iterator[Example]:
     """Yield a row with its content parts, as it is, and then in the forms that may suit a template that cannot render it so.
 
     Args:
         image_token: what stands for an image in the text that the model's processor takes.
         prints_bare: whether the template prints a text in arguments without quotation marks, as it prints a number.
+        beside: the other row of a pair, which then has the same forms in the same order.
+        think: what begins and ends reasoning that is written into the content, as a last form.
     """
     given = example
-    if example.parts:
+    messages = [*example.messages, *(beside.messages if beside else ())]
+    has_parts = bool(example.parts or (beside and beside.parts))
+    if has_parts:
         yield _with_parts(example, as_list_of_parts)
     if example.images:
         yield _in_parts_only(example)
         example = _with_parts(example, lambda parts: _marked(parts, image_token))
-    elif example.parts:
+    elif has_parts:
         # As servers join parts for templates that take only text.
         example = _with_parts(example, lambda parts: "\n".join(part for part in parts if part is not None))
     yield example
-    if any(THINK_END in message["content"] for message in example.messages):
+    if any(THINK_END in message["content"] for message in messages):
         yield _changed(example, _with_reasoning_key)
-    if any(message.get("tool_calls") for message in example.messages):
+    if any(message.get("tool_calls") for message in messages):
         if prints_bare():
             yield _changed(example, _with_values_as_text)
         yield _changed(example, with_calls_as_text)
@@ -37,6 +48,12 @@ def variants(example: Example, prints_bare: Callable[[], bool], image_token: str
     if not example.images:
         # Templates of image-text models may take lists only.
         yield _in_parts_only(given)
+    if think and any(message.get(key) for message in messages for key in REASONING_KEYS):
+        for key in REASONING_KEYS:
+            renamed = _changed(given, lambda message, key=key: _with_reasoning_as(message, key))  # type: ignore[misc]
+            yield from variants(renamed, prints_bare, image_token, beside=beside)
+        written = _changed(given, lambda message: _with_reasoning_in_content(message, think))
+        yield from variants(written, prints_bare, image_token, beside=beside)
 
 
 def with_calls_as_text(message: Message) -> Message:
@@ -97,6 +114,30 @@ def _with_reasoning_key(message: Message) -> Message:
     if message["role"] != "assistant" or not think or before.strip() or any(message.get(key) for key in REASONING_KEYS):
         return message
     return {**message, "reasoning_content": thought.strip("\n"), "content": content.lstrip("\n")}
+
+
+def _with_reasoning_in_content(message: Message, think: tuple[str, str]) -> Message:
+    written = _with_reasoning_as(message, "content")
+    if written is message:
+        return message
+    return {**written, "content": f"{think[0]}\n{written['content']}\n{think[1]}\n\n{message['content']}"}
+
+
+def _with_reasoning_as(message: Message, name: str) -> Message:
+    """Write the reasoning of a message under another key."""
+    reasoning = next((message[key].strip("\n") for key in REASONING_KEYS if message.get(key)), "")
+    if not reasoning or message["role"] != "assistant":
+        return message
+    return {**{key: value for key, value in message.items() if key not in REASONING_KEYS}, name: reasoning}
+
+
+def think_tokens(added: Collection[str]) -> tuple[str, str]:
+    """Return the added tokens that begin and end reasoning, such as [THINK] and [/THINK]; otherwise <think> and </think>."""
+    for begin in sorted(token for token in added if "think" in token.lower()):
+        ends = {begin[:1] + "/" + begin[1:], begin.replace("START", "END"), begin.replace("start", "end")} - {begin}
+        if end := next((end for end in sorted(ends) if end in added), None):
+            return begin, end
+    return THINK_START, THINK_END
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:

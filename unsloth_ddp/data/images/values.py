@@ -1,7 +1,8 @@
 """Read the images that a row names, and put them into their places in its messages. Pure functions of plain values.
 
 An image is a path, or a data URI for bytes that come with the row. It stands in a message as a content part, as the marker
-<image> in a text beside a column of images, or before the first user message if no place is named.
+<image> in a text beside a column of images, or before the first user message if no place is named. In an answer the
+marker is text.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     inline = [image for message in messages for image in _images_in(message)]
     numbers = [image for image in inline if not isinstance(image, str)]
     places, given = len(numbers), column or []
-    marked = sum(str(message["content"]).count(MARKER) for message in messages)
+    marked = sum(message["content"].count(MARKER) for message in messages if may_hold_markers(message))
     if inline and marked == len(inline):
         raise UserError(
             f"the row has {counted(marked, 'image part')} and as often {MARKER} in its texts; keep one of the two."
@@ -207,12 +208,13 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
             return _before_first_question(messages, given)
         places = marked if column is not None else 0
     if places != len(given):
+        where = "image parts in its messages" if inline else f"{MARKER} outside its answers"
         raise UserError(
-            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({'image parts' if inline else MARKER} in its "
-            "messages); give as many images as places, in image parts or the column images."
+            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({where}); give as many images "
+            "as places, in image parts or the column images."
         )
     if not inline and places:
-        for message in messages:
+        for message in filter(may_hold_markers, messages):
             _split_at_markers(message)
     images = [image for message in messages for image in _images_in(message)]
     order: list[Any] = list(range(len(given))) if None in numbers or not inline else numbers
@@ -222,6 +224,11 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
         )
     following = iter(order)
     return [image if isinstance(image, str) else given[next(following)] for image in images]
+
+
+def may_hold_markers(message: dict[str, Any]) -> bool:
+    """Return whether the marker stands for an image in a message: in an answer it is text, such as a tag of XML."""
+    return isinstance(message["content"], str) and message["role"] != "assistant"
 
 
 def _images_in(message: dict[str, Any]) -> list[str | int | None]:

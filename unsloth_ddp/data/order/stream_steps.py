@@ -141,7 +141,7 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
             )
         for window in self.windows(start):
             if window.ended is not None:
-                print(f"The stream holds {counted(window.ended, 'row')}; its second epoch begins.", flush=True)
+                print(f"The stream holds {counted(window.ended, 'row')}, and begins again after them.", flush=True)
             yield window
 
     def _next(self, filled: Iterator[tuple[Shares, StreamPosition]]) -> Shares:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import IMAGE_KEYS, ROW_KEYS
+from unsloth_ddp.data.chat.template import variables_of
 from unsloth_ddp.data.chat.tokenize import EncodedRow, encode_row
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
 from unsloth_ddp.data.images.files import ImageFiles
@@ -25,6 +26,8 @@ from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_ro
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
+from unsloth_ddp.data.template_values import TemplateColumns
+from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
 
@@ -127,13 +130,15 @@ def streamed_windows(
     seed: int,
     template_date: str | None = None,
     processing: ImageProcessing | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> StreamedWindows:
     """Return the windows of a run; call it before the tokenizer changes after the first rows were tokenized.
 
     Args:
         processing: of images, if the first rows have some.
+        vocabulary: the tokens that rows may hold.
     """
-    encoder = make_encoder(settings, tokenizer, template_date, processing)
+    encoder = make_encoder(settings, tokenizer, template_date, processing, vocabulary)
     files = ImageFiles.of(settings, [one for one in streamed_sources(settings.dataset) if is_file(one)])
     revisions = dataset_revisions(settings)
     sizes = _sizes(streamed_sources(settings.dataset))
@@ -149,6 +154,7 @@ def streamed_windows(
             yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
     convert = converter(settings.task)
+    template = TemplateColumns(settings.chat_template_kwargs, variables_of(tokenizer.chat_template))
 
     def encode(row: SourceRow) -> EncodedRow:
         example = convert(row.columns)
@@ -157,6 +163,7 @@ def streamed_windows(
                 "the row has images and none of the first rows has; move a row with an image to the beginning."
             )
         example.images = [files.checked(image) for image in example.images]
+        template.take(example, row.columns)
         return encode_row(encoder, example, settings.max_length)
 
     return StreamedWindows(

@@ -13,6 +13,7 @@ from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
 from unsloth_ddp.data.sources.values import is_empty
+from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -24,6 +25,7 @@ def checked_rows(
     *,
     task: str,
     images: ImageSettings | None = None,
+    template: TemplateColumns | None = None,
     decode_images: bool = True,
     streaming: bool = False,
     may_be_empty: bool = False,
@@ -33,6 +35,7 @@ def checked_rows(
     Args:
         task: --task, which says how a row is read.
         images: where the images of the rows are; by default beside the file.
+        template: what the chat template is given beside messages and tools.
         decode_images: see ImageFiles.
 
     Raises:
@@ -52,6 +55,7 @@ def checked_rows(
                     "as messages."
                 )
             example.images = [files.checked(image) for image in example.images]
+            (template or TemplateColumns()).take(example, columns)
         except UserError as error:
             raise UserError(f"{location}: {error}") from None
         yield location, example
@@ -92,6 +96,7 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
                 "train",
                 task=settings.task,
                 images=settings,
+                template=TemplateColumns(settings.chat_template_kwargs),
                 # Every rank reads these rows, and the images of all rows are decoded when they are read.
                 decode_images=False,
                 may_be_empty=source not in sources,

@@ -4,7 +4,7 @@ import itertools
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.data.sources.formats import SHOWN_COLUMNS, Example
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import checked_files, left_out, of_other_splits
+from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
@@ -32,11 +33,15 @@ EXAMPLE_FEATURES = datasets.Features(
 )
 
 
-def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
+def read_examples(settings: Settings, runtime: Runtime, folder: Path, variables: Collection[str] = ()) -> None:
     """Read every row of the run into `folder`; refuse the first bad row by file and line.
 
     If training rows are streamed, read only the first STREAM_HEAD of them.
+
+    Args:
+        variables: the names that the chat template reads beside messages and tools; it is given columns of these names.
     """
+    template = TemplateColumns(settings.chat_template_kwargs, variables)
     datasets.disable_progress_bars()
 
     @room_for_rows(folder)
@@ -45,14 +50,18 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
             print(
                 f"Images that rows name by addresses are downloaded once, and kept in {downloads.folder()}.", flush=True
             )
-        train = _examples(settings, settings.dataset, settings.dataset_split, folder, streaming=settings.streaming)
+        trained = settings.dataset, settings.dataset_split
+        train = _examples(settings, *trained, folder, template, streaming=settings.streaming)
         if settings.eval_dataset:
-            evaluation = _examples(settings, settings.eval_dataset, settings.eval_dataset_split, folder)
+            evaluation = _examples(settings, settings.eval_dataset, settings.eval_dataset_split, folder, template)
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
             train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
             evaluation.save_to_disk(folder / "examples_eval")
         train.save_to_disk(folder / "examples_train")
+        if template.taken:
+            names = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in template.taken.most_common())
+            print(printable(f"Columns that are given to the chat template: {names}."), flush=True)
 
     runtime.on_main(read, per_node=True)
 
@@ -90,7 +99,13 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
 
 
 def _examples(
-    settings: Settings, sources: list[str], split: str, folder: Path, *, streaming: bool = False
+    settings: Settings,
+    sources: list[str],
+    split: str,
+    folder: Path,
+    template: TemplateColumns,
+    *,
+    streaming: bool = False,
 ) -> datasets.Dataset:
     revisions = dataset_revisions(settings)
     files = checked_files(sources, streaming=streaming)
@@ -115,6 +130,7 @@ def _examples(
                 revisions.get(source),
                 task=settings.task,
                 images=settings,
+                template=template,
                 streaming=streaming,
                 # A folder may hold empty shards, but a file that the user names should hold rows.
                 may_be_empty=source not in sources,

@@ -9,8 +9,8 @@ The columns of the row determine its format:
     text                           plain text, supervised completely
 
 A `system` column adds a system message to every format except text, a column `images` or `image` the images (images/values.py).
-Lists may also be JSON text, as in CSV files. A prompt or completion counts as such a list only if every item has the keys of a
-message; other text that begins with a bracket stays text.
+Lists may also be JSON text, as in CSV files (messages_or_text); where such text may as well be an answer, the row is
+refused (refuse_mixed).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from unsloth_ddp.data.images.values import COLUMNS as IMAGE_COLUMNS
 from unsloth_ddp.data.images.values import MARKER, JoinedText, images_of_row, place_images
+from unsloth_ddp.data.loss_columns import WRITE_FLAGS, loss_directions, with_loss_flags
 from unsloth_ddp.data.sources.messages import (
     ROLES,
     SHAREGPT_ROLES,
@@ -54,8 +55,14 @@ MEDIA = ("video", "videos", "audio", "audios")
 SHOWN_COLUMNS = 20
 # Keys that make an object a message, of OpenAI's or ShareGPT's form.
 MESSAGE_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-# Begins messages as Python or NumPy prints them.
-PRINTED_MESSAGES = re.compile(r"\s*(\[\s*)?\{\s*'(role|content|from|value)': ")
+# Keys of an object that holds messages.
+CHAT_KEYS = ("messages", "conversations")
+# Matches messages as Python or NumPy prints them.
+PRINTED_MESSAGES = re.compile(
+    r"\s*(\[\s*|\{\s*'(messages|conversations)':\s*\[\s*)?\{\s*'"
+    r"(?=.*\b(role|from)': ['\"])(?=.*\b(content|value|tool_calls)': )",
+    re.DOTALL,
+)
 # Names that other data sets have for the columns instruction and output.
 QUESTIONS = ("instruction", "question", "query", "prompt", "user", "input")
 ANSWERS = ("output", "answer", "response", "completion", "assistant", "target", "reply")
@@ -68,7 +75,8 @@ class Example:
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
     supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
     parts of the messages that have several or an image, by the message's index; a part is text, or None for the next of the
-    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read. Of a pair
+    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read,
+    and `template_values` has what the chat template is given beside messages and tools. Of a pair
     (preference.py) this is the chosen answer after its prompt, and `rejected` the other one; of a labelled answer, `desirable` is
     its label.
     """
@@ -82,6 +90,7 @@ class Example:
     parts: dict[str, list[str | None]] = field(default_factory=dict, compare=False, repr=False)
     images: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list, compare=False, repr=False)
+    template_values: dict[str, Any] = field(default_factory=dict)
     rejected: Example | None = None
     desirable: bool | None = None
 
@@ -123,19 +132,25 @@ def to_example(row: Any) -> Example:
         raise UserError(_refusal(given, row))
     _refuse_undesired(row, columns)
     unread: list[str] = []
+    read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS}
+    directions = loss_directions({name: value for name, value in row.items() if name not in read})
+    if lists := [name for name, flags in directions.items() if isinstance(flags, list) and columns[0] not in TURNS]:
+        raise UserError(f"the row has {lists[0]} as a list, which is read beside messages only; {WRITE_FLAGS}.")
     if len(columns) == 1 and (read_turn := TURNS.get(columns[0])):
-        example = _chat(row, [], [read_turn(turn, unread) for turn in as_list(row[columns[0]], columns[0])])
+        turns = with_loss_flags(as_list(row[columns[0]], columns[0]), directions)
+        example = _chat(row, [], [read_turn(turn, unread) for turn in turns])
     elif columns == ("instruction", "output"):
+        refuse_mixed(row, {"instruction": row["instruction"], "output": messages_or_text(row["output"], "output")})
         example = _chat(row, [], alpaca_turns(row))
     elif columns == ("prompt", "completion"):
         example = _prompt_and_completion(row, unread)
     else:
+        _refuse_messages_in_text(row["text"])
         example = Example(text=as_text(row["text"], "text"))
     if example.text is not None and images_of_row(row):
         raise UserError("the row has images beside plain text, which has no place for them; write it as messages.")
-    read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS} - (
-        {"tools", "functions"} if example.text is not None else set()
-    )
+    read -= {"tools", "functions"} if example.text is not None else set()
+    read |= directions.keys()
     example.unread += sorted(set(unread))
     others = [name for name, value in row.items() if name not in read and not is_empty(value)]
     example.unread += [str(name)[:100] or "(no name)" for name in others]
@@ -220,13 +235,13 @@ def _history(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
     read = {name: messages_or_text(row[name], name) for name in ("prompt", "completion")}
+    refuse_mixed(row, read)
     lists = [name for name, value in read.items() if isinstance(value, list)]
     texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
     if lists and texts:
-        written = "a list of messages" + (" as JSON text" if isinstance(row[lists[0]], str) else "")
         raise UserError(
-            f"{texts[0]} is text and {lists[0]} is {written}; make both text, or both lists of messages (JSON that is meant "
-            "as text can stand as the content of a message)."
+            f"{texts[0]} is text and {lists[0]} is a list of messages; make both text, or both lists of messages (JSON "
+            "that is meant as text can stand as the content of a message)."
         )
     if lists:
         prompt, completion = ([read_message(m, unread) for m in as_list(read[name], name)] for name in read)
@@ -237,26 +252,79 @@ def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
 
 
 def messages_or_text(value: Any, what: str) -> Any:
-    """Return a list of messages for a message, a list of them, or either as JSON text; any other value as it is.
+    """Return the messages of a list, a message, or an object of CHAT_KEYS, also as JSON text; other values as they are.
 
     Raises:
-        UserError: the text is no JSON but messages as Python prints them, or gives a key twice; the value is a list of texts.
+        UserError: the text is no JSON but messages as Python prints them, or gives a key twice; the value is a list of
+            texts; an object with messages has other keys.
     """
     if isinstance(value, list) and (texts := [item for item in value if isinstance(item, str)]):
         raise UserError(
             f"{what} is a list of texts ({texts[0][:50]!r}{', ...' if len(value) > 1 else ''}); write it as one text, or as a list of "
             "messages with role and content."
         )
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        if PRINTED_MESSAGES.match(value):
-            from_json(value, what)  # refuses it
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        items = found if isinstance(found, list) else [found]
-        value = from_json(value, what) if items and all(map(_looks_like_message, items)) else value
-    return [value] if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return _messages_of(value, what) or [value]
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    if PRINTED_MESSAGES.match(value):
+        from_json(value, what)  # refuses it
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return value if _messages_of(parsed, what) is None else _messages_of(from_json(value, what), what)
+
+
+def _messages_of(value: Any, what: str) -> list[Any] | None:
+    """Return the messages of a message, a list of messages, or an object that holds one of them; None for other values.
+
+    Raises:
+        UserError: the object has other keys than its messages, which would be lost.
+    """
+    held = next((key for key in CHAT_KEYS if value.get(key)), None) if isinstance(value, dict) else None
+    items = value[held] if held else value
+    items = [items] if isinstance(items, dict) else items
+    if not isinstance(items, list) or not items or not all(map(_looks_like_message, items)):
+        return None
+    if held and (others := [str(key)[:100] for key, item in value.items() if key != held and not is_empty(item)]):
+        raise UserError(
+            f"{what} is an object with {held} and {', '.join(others)[:200]}; give the list of {held} alone, and the "
+            "others as columns (JSON that is meant as text can stand as the content of a message)."
+        )
+    return items
+
+
+def refuse_mixed(row: dict[str, Any], read: dict[str, Any]) -> None:
+    """Refuse JSON text of messages beside columns that say that it may be meant as text: an answer that is JSON.
+
+    It is read as messages beside other JSON text of messages, and where it is a whole conversation that repeats the
+    texts beside it.
+
+    Args:
+        read: the columns of prompt and answers as messages_or_text returns them.
+    """
+    in_json = [name for name, value in read.items() if isinstance(row.get(name), str) and isinstance(value, list)]
+    for name in in_json:
+        if name in CHAT_KEYS:
+            continue
+        whole = _speaker(read[name][0]) in ("system", "developer", "user", "human")
+        said = {str(turn.get("content", turn.get("value"))).strip() for turn in read[name]} if whole else set()
+        for other, value in read.items():
+            is_text = isinstance(value, str) and value.strip() not in ("", "[]", *said)
+            is_list = isinstance(value, list) and other not in in_json
+            if is_text or (is_list and not whole and name != "prompt"):
+                form = "text" if is_text else "a list of messages"
+                raise UserError(
+                    f"{other} is {form} and {name} is a list of messages as JSON text; make both text, or both lists of "
+                    "messages (JSON that is meant as text can stand as the content of a message)."
+                )
+
+
+def _refuse_messages_in_text(text: Any) -> None:
+    """Refuse messages in the column text, which would be trained with their brackets."""
+    if isinstance(text, str) and isinstance(messages_or_text(text, "text"), list):
+        raise UserError("text is messages as JSON text; write the list of messages as a column messages.")
 
 
 def _looks_like_message(item: Any) -> bool:
@@ -297,6 +365,8 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
     images = place_images(messages, column)
     if column is None and not images and any(MARKER in str(message["content"]) for message in messages):
         unread.append(f"{MARKER} in texts of rows without a column images")
+    elif images and any(m["role"] == "assistant" and MARKER in str(m["content"]) for m in messages):
+        unread.append(f"{MARKER} in answers, where it is text")
     contents = [(str(i), message["content"]) for i, message in enumerate(messages)]
     # JSON, in which examples are stored, has only texts as keys.
     parts = {

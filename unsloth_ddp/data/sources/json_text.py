@@ -1,13 +1,19 @@
 """Read text and JSON from files of any size, a row at a time, in memory for one row; an error names file and line."""
 
+import bz2
 import codecs
+import gzip
+import io
 import json
+import lzma
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.files.json import DECODER
 
 # Bytes or characters of a row. Without a limit, a file without line ends (a disk image named .jsonl) or a quotation mark
@@ -19,14 +25,45 @@ MARGIN = 8
 LFS_POINTER = b"version https://git-lfs"
 # The first bytes of files that are often named as text by mistake.
 MAGIC = {
-    b"\x1f\x8b": ("packed with gzip", "unpack it"),
-    b"\x28\xb5\x2f\xfd": ("packed with zstd", "unpack it"),
-    b"\xfd7zXZ\0": ("packed with xz", "unpack it"),
     b"PK\x03\x04": ("a zip archive or an Excel file", "unpack it, or save the table as CSV"),
     b"PAR1": ("Parquet", "name it .parquet"),
     b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
 }
+
+
+def _open_zstd(file: BinaryIO) -> BinaryIO:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+# The first bytes of compressed files, and what opens them.
+COMPRESSED: dict[bytes, Callable[..., Any]] = {
+    b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd,
+}  # fmt: skip
 SPACE = re.compile(r"[ \t\r\n]*")
+
+
+@contextmanager
+def uncompressed(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, and read what a compressed one holds.
+
+    Raises:
+        UserError: the compressed file is damaged.
+    """
+    with path.open("rb") as file:
+        begin = file.peek(max(map(len, COMPRESSED)))
+        opens = next((opens for magic, opens in COMPRESSED.items() if begin.startswith(magic)), None)
+        if opens is None:
+            yield file
+            return
+        try:
+            with opens(file) as inside:
+                yield inside
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise
+            raise UserError(f"{path} is damaged: {one_line(error, 200).rstrip('.')}; compress it again.") from None
 
 
 def text_pieces(path: Path, most: int) -> Iterator[tuple[int, str]]:
@@ -36,8 +73,8 @@ def text_pieces(path: Path, most: int) -> Iterator[tuple[int, str]]:
         most: bytes of a part.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    with path.open("rb") as file:
-        _refuse_other_content(path, file.peek(max(map(len, MAGIC))))
+    with uncompressed(path) as file:
+        _refuse_other_content(path, file.peek(max(map(len, MAGIC))))  # type: ignore[attr-defined]
         number, before = 1, 0
         while True:
             part = file.readline(most)

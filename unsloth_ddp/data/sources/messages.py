@@ -29,9 +29,16 @@ SHAREGPT_ROLES = {
 LOSS_WORDS = {
     "weight", "weights", "train", "training", "trainable", "trained", "loss", "supervise", "supervised", "learn",
 }  # fmt: skip
-LINK_WORDS = {"is", "in", "on", "do", "has", "for"}
+LINK_WORDS = {"is", "in", "on", "do", "has", "for", "from", "include", "included", "compute"}
 # Such a word beside others, or one of these, may mean a part of the message, or the opposite.
-MASK_WORDS = {"mask", "masked", "ignore", "ignored", "no", "not", "detail", "details"}
+LEFT_OUT_WORDS = {"mask", "masked", "ignore", "ignored", "exclude", "excluded", "skip", "skipped"}
+MASK_WORDS = LEFT_OUT_WORDS | {"no", "not", "detail", "details"}
+# Of a column, they say which parts of the row are meant.
+SCOPE_WORDS = {
+    "history", "prompt", "prompts", "input", "inputs", "output", "outputs", "turn", "turns", "message", "messages", "role",
+    "roles", "response", "responses", "completion", "completions", "assistant", "user", "system", "last", "first", "only",
+    "all", "tokens",
+}  # fmt: skip
 PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Other content than text, which would be dropped silently, and the fix.
@@ -67,6 +74,13 @@ def is_loss_flag(key: str) -> bool:
             "or train: false."
         )
     return False
+
+
+def directs_loss(column: str) -> bool:
+    """Return whether a column, by its name, says what of the row takes part in the loss: loss_mask, mask_history, skip."""
+    words = _words(column)
+    directs = words & (LOSS_WORDS | LEFT_OUT_WORDS)
+    return bool(directs) and words <= LOSS_WORDS | LINK_WORDS | MASK_WORDS | SCOPE_WORDS
 
 
 def _words(key: str) -> frozenset[str]:

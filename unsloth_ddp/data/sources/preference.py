@@ -25,8 +25,17 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
-from unsloth_ddp.data.sources.formats import LABELS, QUESTIONS, Example, alpaca_turns, fix, messages_or_text, to_example
-from unsloth_ddp.data.sources.messages import read_sharegpt_turn
+from unsloth_ddp.data.sources.formats import (
+    LABELS,
+    QUESTIONS,
+    Example,
+    alpaca_turns,
+    fix,
+    messages_or_text,
+    refuse_mixed,
+    to_example,
+)
+from unsloth_ddp.data.sources.messages import RENAMED_ROLES, read_sharegpt_turn
 from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
 
@@ -69,8 +78,9 @@ def to_pair(row: Any) -> Example:
     chosen, rejected = (
         _read(name, {**_rest(row, ANSWERS), **half}) for name, half in zip(ANSWERS, halves, strict=True)
     )
-    rejected.unread = []
+    chosen.unread += [name for name in rejected.unread if name not in chosen.unread]
     chosen.unread += _not_shown(row, (*PROMPTS, "completion"), read, chosen)
+    rejected.unread = []
     return dataclasses.replace(chosen, rejected=rejected)
 
 
@@ -111,6 +121,7 @@ def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     answer = messages_or_text(row[given[0]], given[0]) if given else None
     _refuse_several([name for name in given if row[name] != row[given[0]]], given)
     column, prompt = _prompt(row)
+    refuse_mixed(row, {column: row[column] if column in ASKED else prompt, **dict.fromkeys(given[:1], answer)})
     if column in CHATS:
         if answer is None:
             return column, _last_answer(prompt)
@@ -126,6 +137,8 @@ def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(prompt, str) and isinstance(answer, str):
         return column, {"prompt": prompt, "completion": answer}
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if asked and _is_within(asked, turns := _turns(answer)):
+        return column, _last_answer(turns)
     rest = _without(asked, _turns(answer))
     begin = next((i for i, turn in enumerate(rest) if _role(turn) == "assistant"), 0)
     asked, rest = asked + rest[:begin], rest[begin:]
@@ -229,31 +242,85 @@ def _texts_in(value: Any) -> list[str]:
 
 def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """Return the column of the prompt, and those of the chosen and of the rejected row, as prompt and completion."""
-    answers = [messages_or_text(row[name], name) for name in ANSWERS]
+    answers = {name: messages_or_text(row[name], name) for name in ANSWERS}
     column, prompt = _prompt(row)
-    if not isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
-        return column, _texts(row, prompt, answers)
-    whole = [_turns(answer) for answer in answers]
-    common = _common_messages(whole)
-    # Some sets repeat the conversation in both answers; a text or a question beside them repeats what they hold.
+    refuse_mixed(row, {column: row[column] if column in ASKED else prompt, **answers})
+    if not isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers.values()):
+        return column, _texts(row, prompt, list(answers.values()))
+    whole = [_turns(answer) for answer in answers.values()]
+    # A text or a question beside conversations often repeats what they hold.
     said = isinstance(prompt, str) or column in ASKED
-    if common and (said or not prompt or common[:1] == prompt[:1]):
-        prompt, column = common, "" if said else column
-    elif isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    prompt = prompt or []
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    repeats = any(_is_within(asked, turns) for turns in whole)
+    asked, rest, beside = _after(asked, whole, repeats=repeats, may_differ=said)
+    _check_one_question(asked, dict(zip(ANSWERS, rest, strict=True)))
+    return "" if beside and said else column, [{"prompt": asked, "completion": turns} for turns in rest]
+
+
+def _after(
+    prompt: list[Any], whole: list[list[Any]], *, repeats: bool, may_differ: bool
+) -> tuple[list[Any], list[list[Any]], bool]:
+    """Return the prompt of a pair, each answer after it, and whether the answers hold all of the prompt.
+
+    Every message of the prompt and of both answers stands in the result, except with `may_differ`: a question beside
+    conversations that differs from theirs.
+
+    Args:
+        repeats: whether an answer holds the whole prompt.
+    """
+    common = _common_messages(whole)
     rest = [_without(prompt, turns) for turns in whole]
-    if all(turns and _role(turns[0]) != "assistant" for turns in rest):
+    goes_on = all(turns and _role(turns[0]) != "assistant" for turns in rest)
+    if common and (repeats or (may_differ and goes_on)):
+        return common, [turns[len(common) :] for turns in whole], True
+    if goes_on:
         common = _common_messages(rest)
+        if prompt and common and (_role(common[0]) == "system" or _is_again(common[0], prompt)):
+            raise UserError(
+                "chosen and rejected begin with messages of the prompt and leave out others, so it is not clear what they "
+                "answer; give them without the prompt, or with all of it."
+            )
         prompt, rest = prompt + common, [turns[len(common) :] for turns in rest]
-    _check_one_question(prompt, dict(zip(ANSWERS, rest, strict=True)))
-    return column, [{"prompt": prompt, "completion": turns} for turns in rest]
+    return prompt, rest, False
+
+
+def _is_again(message: Any, prompt: list[Any]) -> bool:
+    """Return whether a message behind a prompt repeats one of it, and is no new question behind an answer."""
+    return _role(prompt[-1]) != "assistant" and _is_within([message], prompt)
 
 
 def _without(prompt: list[Any], turns: list[Any]) -> list[Any]:
-    """Return an answer without messages at its begin that repeat the end of the prompt."""
-    longest = min(len(prompt), len(turns) - 1)
-    return turns[next((n for n in range(longest, 0, -1) if prompt[-n:] == turns[:n]), 0) :]
+    """Return an answer without the messages at its begin that repeat the end of the prompt."""
+    # The system message is often repeated alone.
+    repeats_system = prompt and _role(prompt[0]) == "system" and _same(prompt[0], turns[0])
+    for start in (0, 1) if repeats_system else (0,):
+        for count in range(min(len(prompt), len(turns) - 1 - start), 0, -1):
+            if all(map(_same, prompt[-count:], turns[start : start + count])):
+                return turns[start + count :]
+    return turns
+
+
+def _is_within(part: list[Any], turns: list[Any]) -> bool:
+    """Return whether a conversation holds all messages of another, in their order."""
+    remaining = iter(turns)
+    return all(any(_same(turn, other) for other in remaining) for turn in part)
+
+
+def _same(turn: Any, other: Any) -> bool:
+    return bool(turn == other) or (_role(turn) is not None and _compared(turn) == _compared(other))
+
+
+def _compared(turn: Any) -> Any:
+    """Return what of a message is compared: no empty keys, no space around its text, and content parts joined."""
+    if not isinstance(turn, dict):
+        return turn
+    compared = {key: value for key, value in turn.items() if not is_empty(value)}
+    if "role" in compared:
+        compared["role"] = RENAMED_ROLES.get(str(compared["role"]), compared["role"])
+    content = compared.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text")) for part in content)
+    return compared | {"content": content.strip()} if isinstance(content, str) else compared
 
 
 def _check_one_question(prompt: list[Any], answers: dict[str, list[Any]]) -> None:
@@ -289,7 +356,7 @@ def _turns(answer: list[Any] | str) -> list[Any]:
 def _common_messages(whole: list[list[Any]]) -> list[Any]:
     """Return the messages with which both conversations begin; something is left of each."""
     most = min(map(len, whole)) - 1
-    count = next((i for i in range(most) if whole[0][i] != whole[1][i]), max(most, 0))
+    count = next((i for i in range(most) if not _same(whole[0][i], whole[1][i])), max(most, 0))
     return whole[0][:count]
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import mimetypes
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from unsloth_ddp.utils.known_errors import find_known_error
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
-PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
+# Suffixes of compressed files, which text is read from; an archive may hold several.
+COMPRESSED_SUFFIXES, ARCHIVES = (".gz", ".zst", ".bz2", ".xz"), (".zip", ".tar", ".tgz")
 # The stem of the file whose rows name the images of a folder (Datasets' ImageFolder).
 IMAGE_FOLDER = "metadata"
 # Matches files of other splits as Hub datasets name them: test-00000-of-00001.parquet, validation/0.jsonl.
@@ -39,8 +41,16 @@ def is_file(source: str) -> bool:
     """Return whether `source` is a local path rather than a dataset on the Hub ("name" or "owner/name")."""
     path = Path(source)
     looks_local = not HUB_ID.fullmatch(source)
-    suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
-    return looks_local or suffix.lower() in SUFFIXES or path.exists()
+    packed = path.suffix.lower() in ARCHIVES and row_suffix(path.with_suffix("")) in SUFFIXES
+    return looks_local or packed or row_suffix(path) in SUFFIXES or path.exists()
+
+
+def row_suffix(path: Path) -> str:
+    """Return the suffix that says how a file of rows is read: .jsonl for a.ndjson.gz; one of SUFFIXES, or another."""
+    *_, inner, outer = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    # Parquet is compressed inside.
+    suffix = inner if outer in COMPRESSED_SUFFIXES and inner in (".jsonl", ".ndjson", ".json", ".csv") else outer
+    return ".jsonl" if suffix == ".ndjson" else suffix
 
 
 def check_source(source: str) -> None:
@@ -64,11 +74,13 @@ def check_source(source: str) -> None:
                 f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, which "
                 "takes folders."
             )
-        if path.suffix.lower() in PACKED_SUFFIXES:
+        if path.suffix.lower() in (*COMPRESSED_SUFFIXES, *ARCHIVES) and row_suffix(path) not in SUFFIXES:
             raise UserError(
-                f"dataset {source} is compressed; decompress it and give the {', '.join(SUFFIXES)} file in it."
+                f"dataset {source} is compressed, and its name does not say that it is one text file; unpack it and "
+                "give the "
+                f"{', '.join(SUFFIXES)} file in it, or name it .jsonl.gz (.csv.zst, ...) if it is one."
             )
-        if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+        if not path.is_file() or row_suffix(path) not in SUFFIXES:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; convert it to one of these.")
     except (OSError, RuntimeError) as error:
         # The name may be too long for the file system, or contain ~ with an unknown user.
@@ -110,10 +122,11 @@ def streamed_sources(sources: list[str]) -> list[str]:
 def left_out(sources: list[str]) -> list[str]:
     """Return the files in the folders among `sources` that may hold rows but are not read.
 
-    These are .json files (mostly metadata), packed files and Arrow files.
+    These are .json files (mostly metadata), archives and Arrow files.
     """
     folders = [Path(source).expanduser() for source in sources if is_file(source)]
-    return [path for folder in folders for path in _files_in(folder, (".json", ".arrow", *PACKED_SUFFIXES)) or []]
+    others = (".json", ".arrow", *COMPRESSED_SUFFIXES, *ARCHIVES)
+    return [path for folder in folders for path in _files_in(folder, others) or []]
 
 
 def of_other_splits(sources: list[str]) -> list[str]:
@@ -124,18 +137,29 @@ def of_other_splits(sources: list[str]) -> list[str]:
 
 
 def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
-    """Return the files in a folder that have one of the suffixes, without hidden ones; None if it is not a folder."""
+    """Return the files in a folder that have one of the suffixes, without hidden ones; None if it is not a folder.
+
+    Links to folders are followed, to each folder once.
+    """
+    inside: list[Path] = []
+    seen: set[str] = set()
     try:
         if not folder.is_dir():
             return None
-        inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+        for path, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            if (real := os.path.realpath(path)) in seen:
+                folders.clear()
+            else:
+                seen.add(real)
+                inside += [Path(path, name).relative_to(folder) for name in names if not name.startswith(".")]
     except OSError as error:
         raise UserError(f"dataset {folder} cannot be listed: {os_reason(error)}.") from None
-    return [
-        str(folder / path)
-        for path in inside
-        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.parts)
-    ]
+    return [str(folder / path) for path in sorted(inside) if row_suffix(path) in suffixes]
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def read_rows(
@@ -157,7 +181,7 @@ def read_rows(
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its folder.")
-        for location, columns in readers[path.suffix.lower()](path):
+        for location, columns in readers[row_suffix(path)](path):
             columns = without_filled_nulls(columns) if is_of_table(columns) else columns
             yield SourceRow(location, _with_image(columns) if path.stem == IMAGE_FOLDER else columns)
     except OSError as error:

@@ -28,9 +28,24 @@ def without_filled_nulls(columns: Any) -> Any:
 
 
 def is_of_table(columns: Any) -> bool:
-    """Return whether a tool of a row has a property that is null: no schema has one, so a table was written as JSON."""
-    schemas = _schemas_of(columns).values() if isinstance(columns, dict) else ()
-    return any(None in _object(schema.get("properties")).values() for schema in schemas)
+    """Return whether a table was written as JSON: a tool has a property that is null, or all messages have the same keys.
+
+    No schema has such a property. A table gives the key of calls to every message, and null where there are none.
+    """
+    if not isinstance(columns, dict):
+        return False
+    schemas = _schemas_of(columns).values()
+    return any(None in _object(schema.get("properties")).values() for schema in schemas) or any(
+        _have_keys_of_table(value) for value in columns.values() if isinstance(value, list)
+    )
+
+
+def _have_keys_of_table(messages: list[Any]) -> bool:
+    keys = [one.keys() if isinstance(one, dict) else None for one in messages]
+    if len(keys) < 2 or keys[0] is None or any(other != keys[0] for other in keys):
+        return False
+    calls = [one.get("tool_calls") for one in messages]
+    return "tool_calls" in keys[0] and any(calls) and None in calls
 
 
 def _schemas_of(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,15 +24,40 @@ ROUTER = "gate"
 ALL_LINEAR = "all-linear"
 
 
-def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
-    """Return PEFT's LoraConfig for this model.
+def lora_config(settings: Settings, model: torch.nn.Module, tokenizer: Any = None) -> Any:
+    """Return PEFT's LoraConfig for this model; without a tokenizer, that of an adapter without trained tokens.
 
     Raises:
-        UserError: see target_modules and target_parameters.
+        UserError: see target_modules, target_parameters and token_indices.
     """
     from peft import LoraConfig
 
-    return LoraConfig(**adapter_options(settings, model), task_type="CAUSAL_LM")
+    options = adapter_options(settings, model)
+    if tokenizer is not None and settings.lora_trainable_tokens:
+        options["trainable_token_indices"] = token_indices(settings, model, tokenizer)
+    return LoraConfig(**options, task_type="CAUSAL_LM")
+
+
+def token_indices(settings: Settings, model: Any, tokenizer: Any) -> dict[str, list[int]]:
+    """Return the ids of lora_trainable_tokens for the embedding, and for the output head if it has weights of its own.
+
+    Raises:
+        UserError: a name is no token of the tokenizer, or the model has no row for it.
+    """
+    known = tokenizer.get_vocab()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is None or head.weight is embedding.weight
+    ends = [embedding] if tied else [embedding, head]
+    rows = min(full_shape(end.weight)[0] for end in ends)
+    for token in settings.lora_trainable_tokens:
+        if known.get(token, rows) >= rows:
+            lacks = f"has {rows:,} rows of the embedding" if token in known else "has no such token"
+            raise UserError(
+                f"lora_trainable_tokens {token[:100]}: model {settings.model} {lacks}; add it to a copy of the model "
+                "(docs/rows.md, New tokens)."
+            )
+    ids = sorted({known[token] for token in settings.lora_trainable_tokens})
+    return {path: ids for end in ends for path, module in model.named_modules() if module is end}
 
 
 def adapter_options(settings: Settings, model: torch.nn.Module) -> dict[str, Any]:

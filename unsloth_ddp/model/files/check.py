@@ -319,16 +319,24 @@ def check_source(settings: Settings, backend: str | None, sharding: Sharding = "
 
 def read_model_file(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
     """Return a JSON object of a model; None if the file is missing, unreachable or no object. Loading raises the error."""
+    try:
+        content = json.loads(read_model_text(model, name, revision) or "null")
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_model_text(model: str, name: str, revision: str | None = None) -> str | None:
+    """Return the text of a model's file; None if it is missing or unreachable."""
     path = Path(model).expanduser() / name
     try:
         if not path.parent.is_dir():
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(model, name, revision=revision))
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except Exception:  # the Hub's errors and those of its HTTP client have no common class
         return None
-    return content if isinstance(content, dict) else None
 
 
 def is_padded_by_unsloth(config: Mapping[str, Any]) -> bool:

@@ -118,7 +118,18 @@ def _load(
             raise
         raise _not_loaded(settings, error) from error
     _complete_tokenizer(settings, tokenizer)
+    if tokenizer.pad_token_id >= full_shape(model.get_input_embeddings().weight)[0]:
+        # Padding is masked, so any token with a row serves.
+        print(
+            f"Rows are padded with {tokenizer.eos_token}, as the model has no row for {tokenizer.pad_token}.",
+            flush=True,
+        )
+        tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
+    if is_folder(settings):
+        # A relative path, as adapter_config.json would have it, leads to the model from this working folder only.
+        for config in getattr(model, "peft_config", {}).values():
+            config.base_model_name_or_path = str(Path(str(settings.model)).expanduser().resolve())
     beside = trained_beside(model, settings.train_towers)
     if settings.method == "full":
         freeze_beside_text(model, beside)
@@ -312,7 +323,7 @@ def _load_transformers(
         # ZeRO-3 gathers small weights into buffers of one dtype, so with it adapters keep the dtype of the base model
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
         with shards.copied_with_modules():
-            adapter = PeftConfig.from_pretrained(str(trained)) if trained else lora_config(settings, model)
+            adapter = PeftConfig.from_pretrained(str(trained)) if trained else lora_config(settings, model, tokenizer)
             adapter.inference_mode = False
             model = get_peft_model(model, adapter, autocast_adapter_dtype=runtime.sharding != "zero3")
         if trained:

@@ -16,6 +16,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files.check import ADAPTER_FILE, ADAPTER_WEIGHTS, base_of_reference, of_reference
 from unsloth_ddp.model.files.find import is_folder
 from unsloth_ddp.model.files.identity import opened_files
+from unsloth_ddp.model.loading.classes import read_config
 from unsloth_ddp.model.loading.load import check_class, check_positions, load_model, load_tokenizer
 from unsloth_ddp.model.packing.attention import choose_packing, flatten_for, prove_prompts_shared, prove_rows_apart
 from unsloth_ddp.utils.errors import UserError
@@ -45,6 +46,13 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
             )
 
     runtime.on_main(check)
+
+
+def rows_of_reference(settings: Settings) -> int:
+    """Return for how many tokens the reference model has weights, by its config.json."""
+    base = base_of_reference(settings)
+    assert base is not None
+    return int(read_config(base).get_text_config().vocab_size)
 
 
 def load_reference(

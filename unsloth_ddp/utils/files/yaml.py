@@ -91,9 +91,12 @@ class _Loader(yaml.SafeLoader):
         super().flatten_mapping(node)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return a number, or the text where it is written in base 60 (1:30:00), which only YAML 1.1 knows."""
-        if ":" in (text := self.construct_scalar(node)):
+        """Return a number as YAML 1.2 reads it: 010 is 10, not octal, and 1:30:00 is text, not a number in base 60."""
+        text = str(self.construct_scalar(node))
+        if ":" in text:
             return text
+        if node.tag.endswith("int") and text.lstrip("+-").replace("_", "").isdecimal():
+            return int(text)
         return self.construct_yaml_float(node) if node.tag.endswith("float") else self.construct_yaml_int(node)
 
 

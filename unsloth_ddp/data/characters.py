@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 LONGEST_SHOWN = 20
+ASCII = frozenset(map(chr, range(128)))
 
 
 class Characters:
@@ -25,7 +26,8 @@ class Characters:
             ids: the tokens of the text, which may have more behind them.
             offsets: the characters of each token.
         """
-        if untried := set(text) - self._tried:
+        # Most rows are ASCII, which Python knows of a text without reading it.
+        if untried := (ASCII if text.isascii() else set(text)) - self._tried:
             self._tried |= untried
             self._unwritable |= {character for character in untried if not self._writes(character)}
         unknown = self.tokenizer.unk_token_id

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 LONGEST_SHOWN = 20
+ASCII = frozenset(map(chr, range(128)))
 
 
 class Characters:
@@ -25,9 +26,11 @@ class Characters:
             ids: the tokens of the text, which may have more behind them.
             offsets: the characters of each token.
         """
-        if untried := set(text) - self._tried:
+        # Most rows are ASCII, which Python knows of a text without reading it.
+        if untried := (ASCII if text.isascii() else set(text)) - self._tried:
             self._tried |= untried
-            self._unwritable |= {character for character in untried if not self._writes(character)}
+            if not self._writes(f"a{''.join(sorted(untried))}a", unknown=False):
+                self._unwritable |= {character for character in untried if not self._writes(character)}
         unknown = self.tokenizer.unk_token_id
         words: set[str] = set()
         if unknown is not None and unknown in ids:
@@ -37,13 +40,16 @@ class Characters:
         lost = self._unwritable.intersection(text) if self._unwritable else set()
         return lost | {word[:LONGEST_SHOWN] for word in words}
 
-    def _writes(self, character: str) -> bool:
+    def _writes(self, characters: str, *, unknown: bool = True) -> bool:
+        """Return whether the tokens of a text hold it; `unknown` if they hold the unknown token.
+
+        That token may stand for a character that is written in words; where it is not, the tokens of the row show it.
+        """
         # White space at the ends of a text may be dropped.
-        text = f"a{character}a" if character.isspace() else character
+        text = f"a{characters}a" if characters.isspace() else characters
         ids = self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
         if self.tokenizer.unk_token_id in ids:
-            # It may stand in words that are tokens; where it does not, the tokens of the row show it.
-            return True
+            return unknown
         written = self.tokenizer.decode(token_ids=ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         # Forms that Unicode defines as equal are no loss.
         return any(unicodedata.normalize(form, text) in unicodedata.normalize(form, written) for form in ("NFC", "NFD"))

@@ -91,13 +91,13 @@ def test_an_answer_that_does_not_follow_its_generation_prompt_is_told(
 
 def test_the_prompt_is_looked_at_again_where_the_template_reads_a_directive(core: Tokenizer) -> None:
     encoder = encoder_of(core, QUIET)
-    turns = [ask("q1"), say("Yes."), ask("q2"), say("No.")]
-    for number in range(5):
-        found = result(encoder, {"messages": [system("Be brief."), *turns[: 2 + number % 2 * 2]]})
+    turns = [ask("q1"), say("Yes.")] * 6
+    # Rows of five stand-ins, behind which the places of turns are no longer looked for.
+    for number in range(1, 6):
+        found = result(encoder, {"messages": [system("Be brief."), *turns[: 2 * number]]})
         assert isinstance(found, EncodedRow) and found.notes == ()
-    for row in ([system("Be /quiet now."), *turns[:2]], [system("Be /quiet now."), *turns]):
-        found = result(encoder, {"messages": row})
-        assert isinstance(found, EncodedRow) and found.notes == ("prompt\t<think></think>",)
+    found = result(encoder, {"messages": [system("Be /quiet now."), *turns]})
+    assert isinstance(found, EncodedRow) and found.notes == ("prompt\t<think></think>",)
 
 
 # ---- characters that a tokenizer cannot write ----

@@ -103,4 +103,4 @@ def test_a_token_across_the_end_of_a_prompt_belongs_to_both_answers(
         assert len(prompt) - len(encoder.tokenizer.decode(before)) in (0, 1)
         halves = found.labels[: found.parts[0]], found.labels[found.parts[0] :]
         answers = [encoder.tokenizer.decode([label for label in half if label >= 0]) for half in halves]
-        assert [answer.endswith(f"{text}<eos>") for answer, text in zip(answers, (one, other), strict=True)] == [True, True]
+        assert all(answer.endswith(f"{text}<eos>") for answer, text in zip(answers, (one, other), strict=True))

@@ -205,9 +205,7 @@ _PREPARED = "rows are read and tokenized at every start"
 _OTHER_TASK = "the kit trains on text and on pairs of answers only"
 _OTHER_LORA = "variants of LoRA other than use_rslora are not offered"
 _OTHER_OPTIMIZER = "the optimizers are those of Transformers; give optim"
-_ROWS_BY_COLUMN = (
-    "rows are read by the names of their columns (docs: messages, conversations, instruction, prompt, text)"
-)
+_ROWS_BY_COLUMN = "rows are read by the names of their columns (messages, conversations, instruction, prompt, text); columns renames them"
 _KERNELS = "Unsloth's kernels are used where an accelerator is found"
 _SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
 
@@ -232,10 +230,11 @@ WITHOUT = {
     "mlflow_tracking_uri/A mlflow_experiment_name/A swanlab_project/AL swanlab_run_name/L swanlab_mode/AL": "set the tracker's own environment variables",
     "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A skip_prepare_dataset/A "
     "load_from_cache_file/S cached_dataset/S dataset_keep_in_memory/A preprocessing_batch_size/L": _PREPARED,
-    "max_samples/L": "give fewer rows: a smaller file, or dataset_split train[:1000] of a Hub dataset",
+    "max_samples/L": "give a slice of each dataset, such as rows.jsonl[:1000]",
+    "interleave_probs/L mix_strategy/L": "give each dataset its weight, such as a.jsonl:3 b.jsonl:1",
     "datasets/AT test_datasets/A": "name the files or Hub ids in dataset and eval_dataset",
     "dataset_dir/L dataset_info/L": "name the files or Hub ids themselves in dataset",
-    "dataset_text_field/T remove_unused_columns/ATS columns/S dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
+    "dataset_text_field/T remove_unused_columns/ATS dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
     "lazy_preprocess/G": "give streaming with max_steps where the rows are too many to tokenize beforehand",
     "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps, and loss_on all",
     "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T train_dataloader_shuffle/S": "rows are shuffled by seed in every epoch",

@@ -5,6 +5,7 @@ import socket
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import is_file
+from unsloth_ddp.utils.files.sources import read_source
 
 
 def use_cache_if_hub_is_unreachable(settings: Settings) -> None:
@@ -12,7 +13,8 @@ def use_cache_if_hub_is_unreachable(settings: Settings) -> None:
 
     Call it before any of them is imported. If a proxy or a mirror is configured, nothing is tested or changed.
     """
-    sources = [str(settings.model), *settings.dataset, *settings.eval_dataset]
+    datasets = [read_source(text).name for text in [*settings.dataset, *settings.eval_dataset]]
+    sources = [str(settings.model), *datasets]
     decided = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     if all(is_file(source) for source in sources) or any(name in os.environ for name in decided):
         return

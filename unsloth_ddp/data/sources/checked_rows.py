@@ -1,6 +1,7 @@
 """Read the rows of a source as examples, each checked, and check the first rows of all files of a run."""
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +119,12 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
             if not is_file(source.name):
                 found.hub += 1
                 continue
+            # A slice by percentages or from the end takes a count of all rows, which the ranks leave to the run.
+            split = "train" if re.search("[%-]", source.split or "") else source.split_of("train")
             for file in files:
                 rows = checked_rows(
                     file,
-                    source.split_of("train"),
+                    split,
                     task=settings.task,
                     columns=settings.columns,
                     images=settings,

@@ -92,9 +92,15 @@ def _check_evaluation(settings: Settings) -> None:
         raise UserError(
             f"eval_steps {settings.eval_steps} and eval_strategy {settings.eval_strategy} contradict; leave one out."
         )
+    if settings.early_stopping_patience and settings.eval_strategy == "no":
+        raise UserError(
+            f"early_stopping_patience {settings.early_stopping_patience} counts evaluations, and eval_strategy is no; give --eval_steps, "
+            "or --eval_strategy epoch."
+        )
     asked = {
         f"eval_strategy is {settings.eval_strategy}": settings.eval_strategy in ("steps", "epoch"),
         f"eval_steps is {settings.eval_steps}": settings.eval_steps is not None,
+        f"early_stopping_patience is {settings.early_stopping_patience}": settings.early_stopping_patience is not None,
         f"compare_answers is {settings.compare_answers}": settings.compare_answers > 0,
     }
     if not (settings.eval_dataset or settings.eval_fraction) and (given := next((s for s in asked if asked[s]), None)):

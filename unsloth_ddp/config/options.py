@@ -351,6 +351,13 @@ class OutputSettings:
     eval_steps: int | None = option(
         None, "Steps between two evaluations; sets eval_strategy to steps.", "allow", above=0
     )
+    early_stopping_patience: int | None = option(
+        None,
+        "Stop when the evaluation loss has not fallen for this many evaluations, with a checkpoint at each one; the result is that of the "
+        "lowest loss.",
+        "keep",
+        above=0,
+    )
     save_strategy: Literal["no", "steps", "epoch"] = option("steps", "When to write a checkpoint.", "allow")
     save_steps: int = option(500, "Steps between two checkpoints.", "allow", above=0)
     save_seconds: int | None = option(

@@ -111,6 +111,9 @@ def ignored_settings(settings: Settings) -> list[str]:
         reasons |= dict.fromkeys(("hub_model_id", "hub_private_repo"), "nothing is uploaded without --push_to_hub")
     if settings.save_strategy != "steps":
         reasons["save_steps"] = f"save_strategy is {settings.save_strategy}"
+    if settings.early_stopping_patience:
+        early = "with early_stopping_patience a checkpoint is written at each evaluation"
+        reasons |= dict.fromkeys(("save_strategy", "save_steps"), early)
     if settings.lr_scheduler_type == "constant":
         reasons["warmup_steps"] = "the schedule constant has no warm-up; constant_with_warmup has one"
     standard = Settings()

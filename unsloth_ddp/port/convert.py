@@ -350,6 +350,8 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
         )
     evaluated = options.get("eval_dataset") or options.get("eval_fraction")
     strategy = options.get("eval_strategy")
+    if not evaluated and options.pop("early_stopping_patience", None):
+        ported.left_out["early_stopping_patience"] = "there are no evaluation rows; give eval_dataset or eval_fraction"
     if strategy in ("steps", "epoch") and not evaluated:
         del options["eval_strategy"]
         options.pop("eval_steps", None)

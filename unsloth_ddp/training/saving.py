@@ -15,7 +15,7 @@ import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, set_seed
+from transformers import EarlyStoppingCallback, Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import ParallelMode
 from trl import SFTTrainer
@@ -43,7 +43,7 @@ from unsloth_ddp.training.step.deepspeed_precision import (
 )
 from unsloth_ddp.training.tasks.task import Task
 from unsloth_ddp.utils.redaction import printable
-from unsloth_ddp.utils.units import shown_bytes
+from unsloth_ddp.utils.units import counted, shown_bytes
 
 
 class ResumableTrainer(SFTTrainer):
@@ -406,7 +406,7 @@ class ResumableTrainer(SFTTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run killed after its last step has nothing left to train; upstream would take one more step.
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps or self.patience_used_up:
             self.control.should_training_stop = True
             return
         self.feed.begin_epoch(kwargs["epoch"])
@@ -434,8 +434,21 @@ class ResumableTrainer(SFTTrainer):
             return self.feed.ends_epoch(step, self.plan) or step >= self.state.max_steps
         return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
 
+    @property
+    def patience_used_up(self) -> int:
+        """Return early_stopping_patience if the evaluation loss has not fallen for that many evaluations, else 0."""
+        callbacks = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        worse = (each for each in callbacks if each.early_stopping_patience_counter >= each.early_stopping_patience)
+        return next((each.early_stopping_patience for each in worse), 0)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.settle()
+        if (patience := self.patience_used_up) and self.runtime.ranks.is_main:
+            print(
+                f"Stopped at step {self.state.global_step} of {self.state.max_steps}: the evaluation loss has not fallen for "
+                f"{counted(patience, 'evaluation')}.",
+                flush=True,
+            )
         if self.state.global_step >= self.state.max_steps and self._evaluation_is_due():
             self._determine_best_metric(self._evaluate(None, None), None)
         self._name_best_checkpoint()

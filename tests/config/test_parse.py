@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -397,6 +398,22 @@ def test_any_value_is_coerced_to_the_type_of_its_option_or_refused(name: str, va
         assert str(refused).startswith(f"run.yaml: {name} is ")
     else:
         assert convert_value(name, accepted, "run.yaml") == accepted
+
+
+@pytest.mark.parametrize(
+    ("topic", "first", "shown"),
+    [("lora", "LoRA and QLoRA:", 7), ("data", "Data:", len(dataclasses.fields(DataSettings))), ("dataset", "Data:", 1), ("max-length", "Data:", 1)],
+)
+def test_help_of_a_topic_or_an_option(topic: str, first: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(["--help", topic])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and printed.splitlines()[0] == first
+    assert len(re.findall(r"^  --\w+", printed, re.MULTILINE)) == shown
+    with pytest.raises(
+        UserError, match="--help nothing names no topic or option; the topics are model, lora, task, data"
+    ):
+        parse_settings(["--help", "nothing"])
 
 
 @given(st.lists(st.sampled_from(["--", "-", "=", "--merge", "--lora_r", "8", "--dataset"]) | st.text(), max_size=6))

@@ -58,7 +58,7 @@ def _check_secrets(settings: Settings) -> None:
         if place := find_secret(name, getattr(settings, name)):
             raise UserError(
                 f"{place} holds a secret, and settings are written to files; take it out, and give it in the environment "
-                "(HF_TOKEN, WANDB_API_KEY) or log in once (hf auth login)."
+                "(HF_TOKEN, WANDB_API_KEY) or log in once (uv run hf auth login)."
             )
 
 

@@ -364,7 +364,7 @@ def _hub_rows(
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")
         advice = (
-            f"; download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
+            f"; download it where there is a network (uv run hf download {source} --repo-type dataset --local-dir FOLDER) "
             "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
         )
         raise UserError(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_ddp.config.command_line import make_command_parser, make_parser
-from unsloth_ddp.config.options import OPTIONS, TOPICS, Settings
+from unsloth_ddp.config.options import OPTIONS, TOPICS, DataSettings, Settings
 from unsloth_ddp.config.parse import DEMO_RECIPE, parse_settings, read_config
 from unsloth_ddp.config.upstream_names import installed_trackers, known_names
 from unsloth_ddp.config.values import convert_value

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import re
+import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from tests.conftest import DEMO_MODEL, write_jsonl
+from tests.conftest import DEMO_MODEL, REPO, write_jsonl
+from tests.docs.test_readme import commands_of
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
@@ -137,6 +141,32 @@ def test_a_slice_of_the_hub_is_taken_by_datasets_or_from_the_stream(
     source = read_source("o/r@en[2:4]")
     found = read_rows(source.name, source.split_of("train"), source.subset, streaming=streaming)
     assert [row.columns["text"] for row in found] == ["h2", "h3"] and asked == [("o/r", "en", split)]
+
+
+PAGE = (REPO / "docs" / "my-data.md").read_text()
+
+
+def test_the_commands_of_the_page_read_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (table,) = re.findall(r"```\n(Question,Reply\n.*?)```", PAGE, re.DOTALL)
+    Path("faq.csv").write_text(table)
+    shutil.copy(REPO / "demo" / "train.jsonl", "my_chats.jsonl")
+    read = []
+    for command in [command for command in commands_of(PAGE) if "gsm8k" not in command]:
+        words = shlex.split(command.split("train_ddp.py")[1])
+        settings = parse_settings([str(REPO / word) if word.startswith("recipes/") else word for word in words])
+        check_data(settings, 1)
+        places = [row.location.split(":")[0] for row in training_rows(settings, {}, streaming=False)]
+        read.append(Counter(places))
+    assert read == [{"faq.csv": 2}, {"my_chats.jsonl": 684}, {"my_chats.jsonl": 9, "faq.csv": 2}]
+
+
+def test_the_yaml_of_the_page_parses(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "run.yaml").write_text(f"model: m\n{text}")
+    settings = parse_settings(["--config", str(tmp_path / "run.yaml")])
+    assert settings.dataset == ["my_chats.jsonl:3", "openai/gsm8k@main[train[:10%]]:1"]
+    assert settings.columns == ["question=instruction", "answer=output"]
 
 
 @pytest.mark.usefixtures("rows")

@@ -26,7 +26,7 @@ STAND_INS = re.compile(rf"[A-Z_]+|\.\.\.|.*{FILLED_IN}.*")
 # Words of a sentence that may follow an option that has choices.
 WORDS = {"and", "at", "or", "with", "for", "instead", "is", "too", "trains", "sets", "alone"}
 # Of nvidia-smi, git, pip and other programs that sentences name.
-PROGRAMS = {"--gpus", "--repo-type", "--local-dir", "--no-deps", "--shm-size", "--ipc", "--depth", "--help", "--no-build-isolation",
+PROGRAMS = {"--gpus", "--no-deps", "--shm-size", "--ipc", "--depth", "--help", "--no-build-isolation",
             "--template", "--directory", "--enable-lora", "--lora-modules"}  # fmt: skip
 
 

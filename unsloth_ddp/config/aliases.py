@@ -168,7 +168,7 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "do_eval/T": ({"true": _NOTHING, "false": {"eval_strategy": "no"}}, "give eval_strategy"),
     "stage/L": (
         {"sft": _NOTHING, "dpo": {"task": "dpo"}, "kto": {"task": "kto"}},
-        f"{_TASKS}; for pt give rows with a text column and loss_on all",
+        f"{_TASKS}; for pt give rows with a text column",
     ),
     "rl/A rlhf_type/S": (
         {"dpo": {"task": "dpo"}, "ipo": {"task": "dpo", "preference_loss": "ipo"}, "orpo": {"task": "orpo"},
@@ -237,7 +237,7 @@ WITHOUT = {
     "dataset_dir/L dataset_info/L": "name the files or Hub ids themselves in dataset",
     "dataset_text_field/T remove_unused_columns/ATS dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
     "lazy_preprocess/G": "give streaming with max_steps where the rows are too many to tokenize beforehand",
-    "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps, and loss_on all",
+    "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps",
     "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T train_dataloader_shuffle/S": "rows are shuffled by seed in every epoch",
     "group_by_length/ATS": "rows of like length are padded together already",
     "pad_to_sequence_len/A eval_sample_packing/A pad_to_multiple_of/AT sample_packing_group_size/A sample_packing_bin_size/A "
@@ -271,7 +271,7 @@ WITHOUT = {
     "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A n_gpu/G num_gpus/G": "the launcher and the devices decide it",
     "save_path/G": "the result is written to output_dir/run_name",
     "save_gguf/G push_gguf/G quantization/G": _EXPORT,
-    "raw_text_file/G chunk_size/G stride/G": "give rows with a text column, and loss_on all",
+    "raw_text_file/G chunk_size/G stride/G": "give rows with a text column",
     "mask_history/L": "every assistant turn of a chat is trained",
     "label_smoothing_factor/T neat_loss/G": "the loss is the negative log-likelihood of the supervised tokens",
     "use_hf/S use_ray/AS ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the launcher",

@@ -180,6 +180,7 @@ def test_the_yaml_of_the_page_parses(tmp_path: Path) -> None:
         ("a.jsonl[test]", "dataset a.jsonl[test]: a file has no splits"),
         ("a.jsonl[train[1]]", "is no slice that can be read; write one such as [:1000] or [10%:20%]."),
         ("a.jsonl[:200%]", "a slice ends at 100%"),
+        ("a.jsonl[:10%", "dataset a.jsonl[:10%: a bracket is not closed; write a slice as in a.jsonl[:10%]."),
         ("a.jsonl[]", "the brackets hold no split"),
         ("a.jsonl[20:]", "dataset a.jsonl[train[20:]] holds no rows; give another slice."),
         ("qa.csv@en", "dataset qa.csv@en: a file has no subset; leave @en out."),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,10 +183,13 @@ def test_a_finished_run_is_uploaded_without_what_is_private_and_an_unfinished_on
     shutil.copytree(whole_run(1), stopped, ignore=shutil.ignore_patterns("checkpoint-[1-8]", "logs", "summary.json"))
     assert main([str(stopped), "--to", "hub"]) == 2
     assert f"{stopped} is not finished, and a checkpoint holds more than its model" in capsys.readouterr().err
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert main([str(run), "--to", "hub"]) == 2
-    assert capsys.readouterr().err == (
-        "export: error: --to hub needs a token of the Hub, and none is found; log in once with uv run hf auth login, or set HF_TOKEN.\n"
+    # In a process of its own, which has imported no more than the command does.
+    environ = {**os.environ, "HF_HOME": str(tmp_path), "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
+    words = [sys.executable, "-m", "unsloth_ddp.export", str(run), "--to", "hub"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "export: error: --to hub needs a token of the Hub, and none is found; log in once with uv run hf auth login, or set HF_TOKEN.\n",
     )
 
 

@@ -29,6 +29,7 @@ def check_upload(settings: Settings, asked_by: str = "push_to_hub") -> None:
     if not settings.push_to_hub:
         return
     import huggingface_hub
+    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -36,7 +37,7 @@ def check_upload(settings: Settings, asked_by: str = "push_to_hub") -> None:
         ", or leave push_to_hub out and upload the finished run later: uv run python -m unsloth_ddp.export RUN --to hub"
     )
     later = later if asked_by == "push_to_hub" else ""
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"{asked_by} needs the Hub, which is switched off (HF_HUB_OFFLINE) or cannot be reached; unset the variable where there "
             f"is a network{later}."

@@ -52,6 +52,10 @@ def read_source(text: str) -> Source:
     name, weight, split, subset = text, None, None, None
     if os.path.exists(os.path.expanduser(text)):
         return Source(text)
+    if text.count("[") != text.count("]"):
+        raise UserError(
+            f"dataset {text[:200]}: a bracket is not closed; write a slice as in {text.partition('[')[0]}[:10%]."
+        )
     if (match := WEIGHT.fullmatch(name)) and not match[1].endswith(":"):
         name, weight = match[1], _weight(text, match[2])
     if name.endswith("]") and not os.path.exists(os.path.expanduser(name)):

@@ -124,7 +124,7 @@ EARLY = "--global_batch_size 4 --num_train_epochs 3 --eval_fraction 0.2 --eval_s
 
 
 def train_with_losses(argv: list[str], cwd: str, losses: dict[int, float], stop_at: int = 0) -> None:
-    """train_ddp.py whose evaluations give the loss `losses` has of the step (9 otherwise); asked to stop in step `stop_at`."""
+    """train_ddp.py whose evaluations give the loss that `losses` has of the step, or 9; asked to stop in `stop_at`."""
     evaluate = DDPTrainer.evaluation_loop
 
     def judge(self: DDPTrainer, *args: Any, **given: Any) -> Any:

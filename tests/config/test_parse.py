@@ -402,7 +402,12 @@ def test_any_value_is_coerced_to_the_type_of_its_option_or_refused(name: str, va
 
 @pytest.mark.parametrize(
     ("topic", "first", "shown"),
-    [("lora", "LoRA and QLoRA:", 7), ("data", "Data:", len(dataclasses.fields(DataSettings))), ("dataset", "Data:", 1), ("max-length", "Data:", 1)],
+    [
+        ("lora", "LoRA and QLoRA:", 7),
+        ("data", "Data:", len(dataclasses.fields(DataSettings))),
+        ("dataset", "Data:", 1),
+        ("max-length", "Data:", 1),
+    ],
 )
 def test_help_of_a_topic_or_an_option(topic: str, first: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -109,7 +109,8 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
     [
         (
             {"question": "a", "answer": "b"},
-            f"unknown columns (question, answer); accepted columns: {ACCEPTED}; give --columns question=instruction answer=output.",
+            f"unknown columns (question, answer); accepted columns: {ACCEPTED}; give --columns question=instruction "
+            f"answer=output.",
         ),
         ({"prompt": "a", "response": "b"}, "give --columns prompt=instruction response=output."),
         ({"instruction": "a", "Response": "b", "id": 1}, f"{ACCEPTED}; give --columns Response=output."),

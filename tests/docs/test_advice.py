@@ -1,4 +1,4 @@
-"""Advice that the kit prints: every option, value and command in its sentences is one that the kit takes when it is typed."""
+"""Advice that the kit prints: the options, values and commands in its sentences are taken when they are typed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROGRAMS = {"--gpus", "--no-deps", "--shm-size", "--ipc", "--depth", "--help", "
 
 
 def sentences() -> Iterator[tuple[str, str]]:
-    """Yield the texts of the package that are no docstrings, with FILLED_IN for what is computed, each with its place."""
+    """Yield the place and text of each string of the package but docstrings, with FILLED_IN for what is computed."""
     for path in sorted((REPO / "unsloth_ddp").rglob("*.py")):
         if "notebook" in path.parts:
             continue

@@ -189,7 +189,8 @@ def test_a_finished_run_is_uploaded_without_what_is_private_and_an_unfinished_on
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         2,
-        "export: error: --to hub needs a token of the Hub, and none is found; log in once with uv run hf auth login, or set HF_TOKEN.\n",
+        "export: error: --to hub needs a token of the Hub, and none is found; log in once with uv run hf auth login, "
+        "or set HF_TOKEN.\n",
     )
 
 

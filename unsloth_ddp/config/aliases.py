@@ -206,7 +206,10 @@ _PREPARED = "rows are read and tokenized at every start"
 _OTHER_TASK = "the kit trains on text and on pairs of answers only"
 _OTHER_LORA = "variants of LoRA other than use_rslora are not offered"
 _OTHER_OPTIMIZER = "the optimizers are those of Transformers; give optim"
-_ROWS_BY_COLUMN = "rows are read by the names of their columns (messages, conversations, instruction, prompt, text); columns renames them"
+_ROWS_BY_COLUMN = (
+    "rows are read by the names of their columns (messages, conversations, instruction, prompt, text); columns renames "
+    "them"
+)
 _KERNELS = "Unsloth's kernels are used where an accelerator is found"
 _SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
 
@@ -267,7 +270,8 @@ WITHOUT = {
     "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer checkpoints",
     "loss_watchdog_threshold/A loss_watchdog_patience/A": "early_stopping_patience stops by the evaluation loss",
     "hub_strategy/ATS hub_always_push/T": "push_to_hub uploads once, when the run has ended",
-    "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (uv run hf auth login)",
+    "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (uv "
+    "run hf auth login)",
     "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A n_gpu/G num_gpus/G": "the launcher and the devices decide it",
     "save_path/G": "the result is written to output_dir/run_name",
     "save_gguf/G push_gguf/G quantization/G": _EXPORT,

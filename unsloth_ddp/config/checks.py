@@ -69,12 +69,14 @@ def _check_data(settings: Settings) -> None:
         if len(sources) == 1 and (weight := sources[0].weight) is not None:
             share = f"{sources[0]._replace(weight=None, split=None)}[:{min(weight, 1):.0%}]"
             raise UserError(
-                f"dataset {texts[0]}: a weight mixes several datasets, and there is one; leave :{weight:g} out, or give {share} for "
+                f"dataset {texts[0]}: a weight mixes several datasets, and there is one; leave :{weight:g} out, or "
+                f"give {share} for "
                 "that share of its rows."
             )
     if wrong := next((text for text in settings.columns if not re.fullmatch(r"[^=]+=[^=,]+", text)), None):
         raise UserError(
-            f"columns {wrong} is no pair of names; give each as OLD=NEW, with spaces between them: --columns question=instruction "
+            f"columns {wrong} is no pair of names; give each as OLD=NEW, with spaces between them: --columns "
+            f"question=instruction "
             "answer=output."
         )
     old_names = [text.split("=")[0] for text in settings.columns]
@@ -94,7 +96,8 @@ def _check_evaluation(settings: Settings) -> None:
         )
     if settings.early_stopping_patience and settings.eval_strategy == "no":
         raise UserError(
-            f"early_stopping_patience {settings.early_stopping_patience} counts evaluations, and eval_strategy is no; give --eval_steps, "
+            f"early_stopping_patience {settings.early_stopping_patience} counts evaluations, and eval_strategy is no; "
+            f"give --eval_steps, "
             "or --eval_strategy epoch."
         )
     asked = {

@@ -91,7 +91,8 @@ class DataSettings:
     # A resume compares the rows, their tokens and labels, whichever of these options they come from.
     dataset: list[str] = option(
         [],
-        "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids. NAME[:10%] takes a slice, NAME@SUBSET[SPLIT] a subset and split "
+        "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids. NAME[:10%] takes a slice, NAME@SUBSET[SPLIT] "
+        "a subset and split "
         "of a Hub dataset, NAME:3 beside NAME:1 three rows of the first for one of the other.",
         "allow",
         path="read",
@@ -353,7 +354,8 @@ class OutputSettings:
     )
     early_stopping_patience: int | None = option(
         None,
-        "Stop when the evaluation loss has not fallen for this many evaluations, with a checkpoint at each one; the result is that of the "
+        "Stop when the evaluation loss has not fallen for this many evaluations, with a checkpoint at each one; the "
+        "result is that of the "
         "lowest loss.",
         "keep",
         above=0,

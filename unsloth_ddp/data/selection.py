@@ -32,7 +32,8 @@ def read_slice(
     percent = [bool(match[3]), bool(match[5])]
     if streaming and (any(percent) or any(end is not None and end < 0 for end in ends)):
         raise UserError(
-            f"dataset {name}[{split}]: the number of streamed rows is not known; give a slice by numbers, such as [:1000]."
+            f"dataset {name}[{split}]: the number of streamed rows is not known; give a slice by numbers, such as "
+            f"[:1000]."
         )
     if any(end is not None and share and abs(end) > 100 for end, share in zip(ends, percent, strict=True)):
         raise UserError(f"dataset {name}[{split}]: a slice ends at 100%; write one such as [:10%].")
@@ -68,8 +69,8 @@ def sliced(
 def mixed(rows: Sequence[Iterator[Row]], weights: Sequence[float | None]) -> Iterator[Row]:
     """Yield the rows of several datasets one dataset after the other, or mixed by their weights if one has a weight.
 
-    With weights no row is repeated: the mixture ends with the first dataset of which it needs another row. A dataset without a
-    weight has 1.
+    With weights no row is repeated: the mixture ends with the first dataset of which it needs another row. A dataset
+    without a weight has 1.
     """
     if not any(weights):
         yield from itertools.chain.from_iterable(rows)

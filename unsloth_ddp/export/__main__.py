@@ -4,7 +4,7 @@
     uv run python -m unsloth_ddp.export outputs/RUN --to gguf --quantize q4_k_m --llama_cpp ~/llama.cpp
     uv run python -m unsloth_ddp.export outputs/RUN --to ollama --llama_cpp ~/llama.cpp
     uv run python -m unsloth_ddp.export outputs/RUN --to vllm             # prints the command that serves the adapter
-    uv run python -m unsloth_ddp.export outputs/RUN --to hub              # uploads the adapter or model of a finished run
+    uv run python -m unsloth_ddp.export outputs/RUN --to hub              # uploads the result of a finished run
 
 RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint is exported.
 The export is written to a temporary folder, loaded and asked a question, and only then moved into place. No GPU is
@@ -120,7 +120,8 @@ def upload_run(result: RunResult, given: argparse.Namespace) -> None:
     """
     if result.step is not None:
         raise UserError(
-            f"{result.run} is not finished, and a checkpoint holds more than its model; finish it by the same command, or export the "
+            f"{result.run} is not finished, and a checkpoint holds more than its model; finish it by the same command, "
+            f"or export the "
             "checkpoint with --to merged and upload that folder with hf upload."
         )
     private = result.settings.hub_private_repo if given.hub_private_repo is None else given.hub_private_repo == "true"

@@ -33,7 +33,8 @@ OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
     ("zero2", "optimizer"), ("zero3", "parameters"), ("fsdp2", "parameters")
 )  # fmt: skip
 
-# Shares of the published peak that runs with packed chats and LoRA, QLoRA or all weights of 1.7B and 8B reached, in docs/speed.md.
+# Shares of the published peak that runs with packed chats and LoRA, QLoRA or all weights of 1.7B and 8B reached, in
+# docs/speed.md.
 MEASURED_SHARES = (0.31, 0.54)
 MEASURED_GPU = "H100 or H200"
 
@@ -42,7 +43,8 @@ MEASURED_GPU = "H100 or H200"
 class Hardware:
     """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given.
 
-    `capability` is the compute capability of the GPUs, `speed` the measured tokens per second of one alone, and `gpu` its name.
+    `capability` is the compute capability of the GPUs, `speed` the measured tokens per second of one alone, and `gpu`
+    its name.
     """
 
     nodes: int
@@ -120,7 +122,7 @@ class Plan:
 
 
 def guess_hours(plan: Plan) -> tuple[float, float, str]:
-    """Return the fewest and the most hours of a run on GPUs that compute MEASURED_SHARES of their peak, and which these are.
+    """Return the fewest and the most hours of a run that computes MEASURED_SHARES of the GPUs' peak, and which GPUs.
 
     A GPU that is not known is taken for one of those that were measured.
     """

@@ -11,7 +11,8 @@ from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pair
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bytes, shown_seconds
 
 NO_SPEED = (
-    "The time is a guess from measured runs with packed rows (docs/speed.md): padded rows take longer, and start-up, evaluation and "
+    "The time is a guess from measured runs with packed rows (docs/speed.md): padded rows take longer, and start-up, "
+    "evaluation and "
     "saving come on top. --tokens_per_second, the speed that a short run logs, gives a better one (docs/plan.md#time)."
 )
 # Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.

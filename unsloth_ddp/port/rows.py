@@ -20,7 +20,8 @@ OPENAI, SHAREGPT = ("role", "content"), ("from", "value")
 CHAT_COLUMNS = {OPENAI: ("messages", "conversations"), SHAREGPT: ("conversations",)}
 # Keys of axolotl that name a column, and the kit's name of it.
 COLUMN_KEYS = {
-    "field": "text", "text_column": "text", "field_instruction": "instruction", "field_input": "input", "field_output": "output",
+    "field": "text", "text_column": "text", "field_instruction": "instruction", "field_input": "input",
+    "field_output": "output",
     "field_system": "system", "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected",
     "field_completion": "completion", "field_label": "label", "field_tools": "tools",
 }  # fmt: skip
@@ -33,16 +34,18 @@ AS_HERE = {
     "train_on_eos": ("turn",),
 }
 DEFAULT_SPLITS = {"dataset": "train", "eval_dataset": "test"}
-# Columns of LLaMA-Factory's datasets, and the names under which the kit reads them; the first one is given with columns.
+# Columns of LLaMA-Factory's datasets, and the names under which the kit reads them; the first one is given with
+# columns.
 LLAMA_FACTORY_COLUMNS = {
     "prompt": ("instruction",), "query": ("input",), "response": ("output",), "messages": ("messages", "conversations"),
-    "system": ("system",), "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",), "history": ("history",),
+    "system": ("system",), "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",),
+    "history": ("history",),
     "kto_tag": ("kto_tag", "label"), "images": ("images", "image"),
 }  # fmt: skip
-LLAMA_FACTORY_TAGS = ("role", "content", "user", "assistant", "system", "tool", "from", "value", "human", "gpt", "function_call",
-                      "observation")  # fmt: skip
-LLAMA_FACTORY_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "formatting", "ranking", "subset", "split", "num_samples",
-                      "columns", "tags")  # fmt: skip
+LLAMA_FACTORY_TAGS = ("role", "content", "user", "assistant", "system", "tool", "from", "value", "human", "gpt",
+                      "function_call", "observation")  # fmt: skip
+LLAMA_FACTORY_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "formatting", "ranking", "subset", "split",
+                      "num_samples", "columns", "tags")  # fmt: skip
 
 
 def plain_path(value: str) -> str:
@@ -86,7 +89,8 @@ def _paths(ported: Ported, name: str, entry: dict[str, Any]) -> list[str]:
     if not files:
         if entry.get("data_dir"):
             ported.to_do.append(
-                f"{name}: of {entry['path']} only the folder {entry['data_dir']} is meant; download it and name its files."
+                f"{name}: of {entry['path']} only the folder {entry['data_dir']} is meant; download it and name its "
+                f"files."
             )
         return [plain_path(entry["path"])]
     if is_file(entry["path"]):
@@ -111,7 +115,8 @@ def _port_columns(ported: Ported, title: str, entry: dict[str, Any]) -> None:
         ported.to_do.append(f"{title} is of type {base}; give its rows the columns {columns}.")
     elif task == "sft" and base not in KNOWN_KINDS:
         ported.to_do.append(
-            f"{title} is of type {base}, which the kit does not know; give its rows the columns messages, or instruction and "
+            f"{title} is of type {base}, which the kit does not know; give its rows the columns messages, or "
+            f"instruction and "
             "output, or prompt and completion, or text."
         )
     if base == "alpaca":
@@ -148,7 +153,7 @@ def _port_messages(ported: Ported, title: str, entry: dict[str, Any], base: str)
 
 
 def port_names(ported: Ported, option: str, value: Any, given: Mapping[str, Any]) -> None:
-    """Port datasets that LLaMA-Factory names in dataset_dir/dataset_info.json, with max_samples and interleave_probs."""
+    """Port datasets that LLaMA-Factory names in its dataset_info.json, with max_samples and interleave_probs."""
     names = [str(part) for part in value] if isinstance(value, list) else [p.strip() for p in str(value).split(",")]
     folder, info = _dataset_info(ported.folder, given.get("dataset_dir") or "data")
     sources = []
@@ -181,7 +186,8 @@ def _with_weights(ported: Ported, sources: list[Source], given: Mapping[str, Any
         return sources
     if strategy != "interleave_under":
         ported.to_do.append(
-            f"mix_strategy {strategy} repeats the rows of datasets that end early, and here none is repeated; name those several times "
+            f"mix_strategy {strategy} repeats the rows of datasets that end early, and here none is repeated; name "
+            f"those several times "
             "instead of weighting them."
         )
     return [source._replace(weight=weight) for source, weight in zip(sources, weights, strict=True)]
@@ -219,7 +225,8 @@ def _registered(ported: Ported, name: str, entry: dict[str, Any], folder: Path, 
         ported.to_do.append(f"{title} has messages with other names ({', '.join(tags)}); rename them.")
     if others := [key for key, value in entry.items() if value and key not in (*LLAMA_FACTORY_KEYS, "plain")]:
         ported.to_do.append(
-            f"{title} has {', '.join(others)} in dataset_info.json, which port does not read; name the files that are meant."
+            f"{title} has {', '.join(others)} in dataset_info.json, which port does not read; name the files that are "
+            f"meant."
         )
     split = _first_rows(ported, title, entry, most)
     if hub := entry.get("hf_hub_url"):

@@ -39,12 +39,14 @@ def check_upload(settings: Settings, asked_by: str = "push_to_hub") -> None:
     later = later if asked_by == "push_to_hub" else ""
     if constants.HF_HUB_OFFLINE:
         raise UserError(
-            f"{asked_by} needs the Hub, which is switched off (HF_HUB_OFFLINE) or cannot be reached; unset the variable where there "
+            f"{asked_by} needs the Hub, which is switched off (HF_HUB_OFFLINE) or cannot be reached; unset the "
+            f"variable where there "
             f"is a network{later}."
         )
     if not huggingface_hub.get_token():
         raise UserError(
-            f"{asked_by} needs a token of the Hub, and none is found; log in once with uv run hf auth login, or set HF_TOKEN{later}."
+            f"{asked_by} needs a token of the Hub, and none is found; log in once with uv run hf auth login, or set "
+            f"HF_TOKEN{later}."
         )
     try:
         # The account is not known yet; its name counts too, so a run's name may be refused at the end for its length.
@@ -90,7 +92,8 @@ def upload(settings: Settings, folder: Path) -> str:
         # The errors of the Hub's libraries (its own, httpx's, hf_xet's) have no class in common.
         reason = one_line(error) or type(error).__name__
         raise UserError(
-            f"The run is complete in {folder}, but was not uploaded: {reason.rstrip('.')}; try again with uv run python -m "
+            f"The run is complete in {folder}, but was not uploaded: {reason.rstrip('.')}; try again with uv run "
+            f"python -m "
             f"unsloth_ddp.export {shlex.quote(str(folder))} --to hub."
         ) from None
     return repo.url

@@ -445,7 +445,8 @@ class ResumableTrainer(SFTTrainer):
         self.settle()
         if (patience := self.patience_used_up) and self.runtime.ranks.is_main:
             print(
-                f"Stopped at step {self.state.global_step} of {self.state.max_steps}: the evaluation loss has not fallen for "
+                f"Stopped at step {self.state.global_step} of {self.state.max_steps}: the evaluation loss has not "
+                f"fallen for "
                 f"{counted(patience, 'evaluation')}.",
                 flush=True,
             )

@@ -36,7 +36,8 @@ from unsloth_ddp.utils.errors import UserError
 
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
 ANY_FIX = (
-    "; give --columns OLD=NEW for other names (a question is instruction and its answer output, plain text is text), or write a "
+    "; give --columns OLD=NEW for other names (a question is instruction and its answer output, plain text is text), "
+    "or write a "
     "chat as messages with role and content"
 )
 # Required columns of each format, in the order in which formats are tried -> optional columns.
@@ -158,7 +159,8 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
     """Return why a row has none of the formats; `row` is `given` without nulls."""
     if "chosen" in given and "rejected" in given:
         return (
-            "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, --columns "
+            "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, "
+            "--columns "
             "chosen=messages (a list) or chosen=completion (text)."
         )
     if null := next((name for name in _format_of(given) if is_missing(given[name])), None):

@@ -1,4 +1,4 @@
-"""Test whether the Hub can be reached, before its libraries are imported, and refuse a model that is not in its cache then."""
+"""Test whether the Hub can be reached, before its libraries are imported; if not, refuse a model that is not cached."""
 
 import os
 import re
@@ -12,7 +12,8 @@ from unsloth_ddp.utils.files.sources import read_source
 
 # Seconds for a connection; a name server that does not answer may take longer.
 ANSWER_TIME = 2.0
-# Variables with which the Hub's libraries know by themselves how to reach it. An empty one counts as not set, as it does there.
+# Variables with which the Hub's libraries know by themselves how to reach it. An empty one counts as not set, as it
+# does there.
 DECIDED = (
     "HF_HUB_OFFLINE",
     "TRANSFORMERS_OFFLINE",
@@ -76,7 +77,9 @@ def check_model_in_cache(settings: Settings) -> None:
     if any(wanted in re.sub(r"[^a-z0-9]", "", folder.lower()) for folder in folders if folder.startswith("models--")):
         return
     raise UserError(
-        f"model {name} is no folder here and not in the Hub's cache ({HF_HUB_CACHE}), and the Hub cannot be reached, or HF_HUB_OFFLINE "
-        f"switches it off; download it where there is a network (uv run hf download {name}) with HF_HOME on a disk that this machine reads too, or give a folder as --model; "
+        f"model {name} is no folder here and not in the Hub's cache ({HF_HUB_CACHE}), and the Hub cannot be reached, "
+        f"or HF_HUB_OFFLINE "
+        f"switches it off; download it where there is a network (uv run hf download {name}) with HF_HOME on a disk "
+        f"that this machine reads too, or give a folder as --model; "
         "HF_HUB_OFFLINE=0 tries the network in any case."
     )

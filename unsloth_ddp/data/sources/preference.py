@@ -317,7 +317,8 @@ def _refuse_other_name(row: dict[str, Any]) -> None:
     """Refuse a row whose prompt seems to be in a column that is not read."""
     if other := next((name for name in row if str(name).lower() in QUESTIONS and not is_empty(row[name])), None):
         raise UserError(
-            f"the row has no prompt, but a column {other}, which is not read; give --columns {other}=prompt, or {other}=instruction to "
+            f"the row has no prompt, but a column {other}, which is not read; give --columns {other}=prompt, or "
+            f"{other}=instruction to "
             "use the chat template."
         )
 

@@ -61,7 +61,8 @@ def check_source(source: str) -> None:
         if not path.exists():
             if "," in source:
                 raise UserError(
-                    f"dataset {source}: there is no such file; separate datasets by spaces: --dataset {' '.join(source.split(','))}."
+                    f"dataset {source}: there is no such file; separate datasets by spaces: --dataset "
+                    f"{' '.join(source.split(','))}."
                 )
             near = similar_file(path, SUFFIXES)
             fix = f"did you mean {near}?" if near else "check the path, or give the id of a dataset on the Hub."
@@ -364,7 +365,8 @@ def _hub_rows(
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")
         advice = (
-            f"; download it where there is a network (uv run hf download {source} --repo-type dataset --local-dir FOLDER) "
+            f"; download it where there is a network (uv run hf download {source} --repo-type dataset --local-dir "
+            f"FOLDER) "
             "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
         )
         raise UserError(

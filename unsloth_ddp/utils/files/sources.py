@@ -1,4 +1,4 @@
-"""Read how an option names a dataset: NAME, NAME@SUBSET, NAME[SPLIT], NAME:WEIGHT, or several of these in this order."""
+"""Read how an option names a dataset: NAME, and after it, in this order, @SUBSET, [SPLIT] and :WEIGHT."""
 
 import math
 import os
@@ -87,7 +87,8 @@ def _weight(text: str, value: Any) -> float:
         weight = math.nan
     if isinstance(value, bool) or not 0 < weight < math.inf:
         raise UserError(
-            f"dataset {text[:200]}: the weight is {str(value)[:100] or 'empty'}, but it takes a number above 0; a slice stands in "
+            f"dataset {text[:200]}: the weight is {str(value)[:100] or 'empty'}, but it takes a number above 0; a "
+            f"slice stands in "
             "brackets, such as [:10%]."
         )
     return weight

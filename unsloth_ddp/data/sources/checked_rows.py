@@ -28,7 +28,7 @@ def checked_rows(
     revision: str | None = None,
     *,
     task: str,
-    columns: Sequence[str] = (),
+    column_names: Sequence[str] = (),
     images: ImageSettings | None = None,
     decode_images: bool = True,
     streaming: bool = False,
@@ -38,7 +38,7 @@ def checked_rows(
 
     Args:
         task: --task, which says how a row is read.
-        columns: --columns, which says how columns are renamed.
+        column_names: --columns, which says how columns are renamed.
         images: where the images of the rows are; by default beside the file.
         decode_images: see ImageFiles.
 
@@ -46,7 +46,7 @@ def checked_rows(
         UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
             unless `may_be_empty`.
     """
-    location, convert = "", converter(task, columns)
+    location, convert = "", converter(task, column_names)
     files = ImageFiles.of(images or ImageSettings(), [source] if is_file(source) else [], decode=decode_images)
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
@@ -126,7 +126,7 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
                     file,
                     split,
                     task=settings.task,
-                    columns=settings.columns,
+                    column_names=settings.columns,
                     images=settings,
                     # Every rank reads these rows, and the images of all rows are decoded when they are read.
                     decode_images=False,

@@ -118,7 +118,7 @@ def _examples(
                 source.subset or settings.dataset_config,
                 revisions.get(file),
                 task=settings.task,
-                columns=settings.columns,
+                column_names=settings.columns,
                 images=settings,
                 streaming=streaming,
                 # A folder may hold empty shards, but a file that the user names should hold rows.

@@ -406,7 +406,14 @@ class ResumableTrainer(SFTTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run killed after its last step has nothing left to train; upstream would take one more step.
-        if self.state.global_step >= self.state.max_steps or self.patience_used_up:
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        if kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]:
+            if self._evaluation_is_due():
+                self._determine_best_metric(self._evaluate(None, None), None)
+            self._name_best_checkpoint()
+        if self.patience_used_up:
             self.control.should_training_stop = True
             return
         self.feed.begin_epoch(kwargs["epoch"])
@@ -420,10 +427,6 @@ class ResumableTrainer(SFTTrainer):
             set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
         else:
             super()._load_rng_state(checkpoint=checkpoint)
-        if checkpoint is not None:
-            if self._evaluation_is_due():
-                self._determine_best_metric(self._evaluate(None, None), None)
-            self._name_best_checkpoint()
 
     def _evaluation_is_due(self) -> bool:
         """Return whether the run ended between a step and the evaluation that follows it."""

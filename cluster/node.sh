@@ -116,13 +116,17 @@ check_options() {
   [[ -f $accelerate_config ]] ||
     refuse "$accelerate_config is missing on this node; bring the kit to the same state on every node (git status)."
 
-  local where="${NNODES:+ (node ${NODE_RANK:-0}, $(hostname))}" data
+  local where="${NNODES:+ (node ${NODE_RANK:-0}, $(hostname))}" data file
   [[ -z $config || -f $config ]] || refuse "--config $config: there is no such file on this node$where; copy it here."
   if [[ -n $model ]] && is_path "$model" && [[ ! -d ${model/#\~/$HOME} ]]; then
     refuse "-m $model: there is no such folder on this node$where; copy the model here, or mount the disk that has it."
   fi
   for data in "${datasets[@]}"; do
-    if is_path "$data" && [[ ! -e ${data/#\~/$HOME} ]]; then
+    file=${data/#\~/$HOME}
+    # A weight (:3) and a slice ([:10%]) may follow the name.
+    [[ -e $file || ! $file =~ ^(.*):[0-9.]+$ ]] || file=${BASH_REMATCH[1]}
+    [[ -e $file ]] || file=${file%%\[*}
+    if is_path "$file" && [[ ! -e $file ]]; then
       refuse "-d $data: there is no such file on this node$where; copy it here, or mount the disk that has it."
     fi
   done

@@ -20,6 +20,7 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.training.callbacks import StopTogether
 from unsloth_ddp.training.saving import ResumableTrainer
+from unsloth_ddp.training.trainer import DDPTrainer
 
 RUN = {"seed": 1, "learning_rate": 1e-4, "model_weights": "aa"}
 
@@ -117,6 +118,34 @@ def test_where_the_best_step_could_not_be_saved_the_best_of_the_others_counts(jo
     assert manifest_steps(run) == [5, LAST]
     assert adapter(run) == adapter(run / "checkpoint-5")
     assert "The result has the weights of checkpoint-5, the checkpoint with the lowest evaluation loss." in printed
+
+
+EARLY = "--global_batch_size 4 --num_train_epochs 3 --eval_fraction 0.2 --eval_steps 1 --early_stopping_patience 2"
+
+
+def train_with_losses(argv: list[str], cwd: str, losses: dict[int, float], stop_at: int = 0) -> None:
+    """train_ddp.py whose evaluations give the loss that `losses` has of the step, or 9; asked to stop in `stop_at`."""
+    evaluate = DDPTrainer.evaluation_loop
+
+    def judge(self: DDPTrainer, *args: Any, **given: Any) -> Any:
+        found = evaluate(self, *args, **given)
+        return found._replace(metrics=found.metrics | {"eval_loss": losses.get(self.state.global_step, 9.0)})
+
+    with patch.object(DDPTrainer, "evaluation_loop", judge):
+        train_judged(argv, cwd, losses, stop_at)
+
+
+@pytest.mark.parametrize("stop_at", [0, 4])
+def test_a_run_stops_early_where_the_loss_has_not_fallen_and_a_resumed_one_counts_on(job, place, stop_at):
+    losses, name = {1: 8.0, 2: 3.0, 3: 4.0, 4: 5.0}, f"early-{stop_at}"
+    if stop_at:
+        # Step 3 was the first evaluation that was worse, and step 4 has not been evaluated.
+        job(EARLY, name, code=75, target=train_with_losses, args=(losses, stop_at))
+    printed = job(EARLY, name, target=train_with_losses, args=(losses,)).output
+    assert f"Stopped at step 4 of {LAST}: the evaluation loss has not fallen for 2 evaluations." in printed
+    run = place / "outputs" / name
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert adapter(run) == adapter(run / "checkpoint-2") != adapter(run / "checkpoint-4")
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
         ("-m rows.jsonl", {}, "-m rows.jsonl: there is no such folder"),
         ("-d no.jsonl", TWO, "-d no.jsonl: there is no such file on this node (node 1, "),
         ("-d rows.jsonl ~/no", {}, "-d ~/no: there is no such file"),
+        ("-d rows.jsonl:3 rows.jsonl[:10%]:1 no.jsonl[:5]", {}, "-d no.jsonl[:5]: there is no such file"),
         ("--config no.yaml", {}, "--config no.yaml: there is no such file on this node"),
         ("-m", {}, "-m takes a value and has none"),
         ("--method lola", {}, "--method is lola, but it is one of lora, qlora and full"),

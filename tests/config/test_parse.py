@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_ddp.config.command_line import make_command_parser, make_parser
-from unsloth_ddp.config.options import OPTIONS, TOPICS, Settings
+from unsloth_ddp.config.options import OPTIONS, TOPICS, DataSettings, Settings
 from unsloth_ddp.config.parse import DEMO_RECIPE, parse_settings, read_config
 from unsloth_ddp.config.upstream_names import installed_trackers, known_names
 from unsloth_ddp.config.values import convert_value
@@ -125,7 +126,7 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("run_name: 2026-11-20", "run_name is datetime.date(2026, 11, 20), but it takes text or none; put it in quotes."),
         ("run_name: ''", "run.yaml: run_name is empty, but it takes text or none; leave it out for its default."),
         ("zero_optimization: {stage: 2}", "run.yaml is a file of DeepSpeed; start with uv run accelerate launch"),
-        ("dataset: {a: b}", "run.yaml: dataset is {'a': 'b'}, but it takes text, or a list of texts."),
+        ("dataset: {a: b}", "run.yaml: dataset is {'a': 'b'}; a is not a key of a dataset; the keys are path, subset, split, weight."),
         ("dataset: [a, 3]", "run.yaml: dataset is ['a', 3], but it takes text, or a list of texts."),
         ("trainer_args: 5", "run.yaml: trainer_args is 5, but it takes a mapping of plain, finite values (JSON on the command line)."),
         ("- model: m", "run.yaml holds no options; write one `name: value` a line."),
@@ -399,6 +400,27 @@ def test_any_value_is_coerced_to_the_type_of_its_option_or_refused(name: str, va
         assert str(refused).startswith(f"run.yaml: {name} is ")
     else:
         assert convert_value(name, accepted, "run.yaml") == accepted
+
+
+@pytest.mark.parametrize(
+    ("topic", "first", "shown"),
+    [
+        ("lora", "LoRA and QLoRA:", 7),
+        ("data", "Data:", len(dataclasses.fields(DataSettings))),
+        ("dataset", "Data:", 1),
+        ("max-length", "Data:", 1),
+    ],
+)
+def test_help_of_a_topic_or_an_option(topic: str, first: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(["--help", topic])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and printed.splitlines()[0] == first
+    assert len(re.findall(r"^  --\w+", printed, re.MULTILINE)) == shown
+    with pytest.raises(
+        UserError, match="--help nothing names no topic or option; the topics are model, lora, task, data"
+    ):
+        parse_settings(["--help", "nothing"])
 
 
 @given(st.lists(st.sampled_from(["--", "-", "=", "--merge", "--lora_r", "8", "--dataset"]) | st.text(), max_size=6))

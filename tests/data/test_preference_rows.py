@@ -204,7 +204,7 @@ def test_texts_share_their_prompt_up_to_a_whole_word() -> None:
         ({"input": 3, "chosen": "a", "rejected": "b"}, "input is a number, not text"),
         (
             {"query": "Q", "chosen": "The good", "rejected": "The bad"},
-            "the row has no prompt, but a column query, which is not read; rename it prompt",
+            "the row has no prompt, but a column query, which is not read; give --columns query=prompt",
         ),
         (
             {"prompt": "", "chosen": "good", "rejected": "bad"},
@@ -365,7 +365,7 @@ def test_the_label_is_about_the_last_answer() -> None:
         ({"prompt": "", "completion": "good", "label": True}, "the row has an answer and no prompt"),
         ({"messages": [GOOD], "label": True}, "the conversation begins with the answer, without a prompt"),
         ({"prompt": [ASK], "label": True}, "the row has a label and no answer"),
-        ({"question": "Q", "answer": "a", "label": True}, "instruction and output; rename question to instruction and answer to output."),
+        ({"question": "Q", "answer": "a", "label": True}, "instruction and output; give --columns question=instruction answer=output."),
         ({"question": ["Q"], "output": "a", "label": True}, "question is a list, not text"),
         ({"prompt": [ASK], "completion": 3, "label": True}, "completion is a number, and an answer is text, a message or a list"),
         ({"prompt": "Q", "response": "one", "completion": "two", "label": True}, "the row has an answer in completion and in response, and its label is about one"),

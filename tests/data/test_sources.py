@@ -314,7 +314,8 @@ def test_a_hub_dataset_without_a_network_comes_with_advice(monkeypatch: pytest.M
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
         UserError,
-        match=r"Enabled\); download it where there is a network \(hf download my/rows --repo-type dataset --local-dir FOLDER\) and give the files",
+        match=r"Enabled\); download it where there is a network \(uv run hf download my/rows --repo-type dataset "
+        r"--local-dir FOLDER\) and give the files",
     ):
         list(read_rows("my/rows", "train"))
 

@@ -264,7 +264,9 @@ def test_the_files_of_a_folder_are_in_order_wherever_they_are_listed(
 ) -> None:
     listed = [(str(tmp_path), ["a"], ["c.csv", "b.csv"]), (f"{tmp_path}/a", [], ["2.csv", "1.csv"])]
     monkeypatch.setattr(os, "walk", lambda *given, **options: iter(listed))
-    assert streamed_sources([str(tmp_path)]) == [f"{tmp_path}/{name}" for name in ("a/1.csv", "a/2.csv", "b.csv", "c.csv")]
+    assert streamed_sources([str(tmp_path)]) == [
+        f"{tmp_path}/{name}" for name in ("a/1.csv", "a/2.csv", "b.csv", "c.csv")
+    ]
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 
@@ -15,7 +17,7 @@ import triton
 
 from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.hub import DECIDED, use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.backend import import_backend
 from unsloth_ddp.distributed.ranks import Ranks, forget_mpi, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout, keep_tuned_kernels, started
@@ -99,10 +101,12 @@ def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
         ({"model": "a/b"}, {"https_proxy": "http://127.0.0.1:9"}, None, "1"),
         ({"model": "a/b"}, {"https_proxy": "socks5://127.0.0.1:9"}, None, None),
         ({"model": "a/b"}, {"HF_HUB_OFFLINE": "0"}, False, "0"),
+        # As the Hub's libraries read it, an empty one is not set.
+        ({"model": "a/b"}, {"HF_HUB_OFFLINE": ""}, False, "1"), ({"model": "a/b"}, {"https_proxy": ""}, True, None),
     ],
 )  # fmt: skip
 def test_an_unreachable_hub_is_not_waited_for(monkeypatch, capsys, given, environ, reachable, offline):
-    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+    for name in (*DECIDED, "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     for name, value in environ.items():
@@ -114,9 +118,39 @@ def test_an_unreachable_hub_is_not_waited_for(monkeypatch, capsys, given, enviro
 
     if reachable is not None:
         monkeypatch.setattr("urllib.request.urlopen", answer)
-    use_cache_if_hub_is_unreachable(Settings(**{"model": "./m", "dataset": ["rows.jsonl"], **given}))
+    settings = Settings(**{"model": "./m", "dataset": ["rows.jsonl"], **given})
+    use_cache_if_hub_is_unreachable(settings, check_model=False)
     assert os.environ.get("HF_HUB_OFFLINE") == offline
     assert ("a/b has to be in this machine's cache" in capsys.readouterr().out) == (offline == "1")
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for_a_moment_only(monkeypatch):
+    answers = threading.Event()
+    for name in (*DECIDED, "HF_ENDPOINT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("urllib.request.urlopen", lambda *given, **more: answers.wait())
+    monkeypatch.setattr("unsloth_ddp.data.sources.hub.ANSWER_TIME", 0.01)
+    use_cache_if_hub_is_unreachable(Settings(model="a/b", dataset=["d.jsonl"]), check_model=False)
+    answers.set()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_model_that_is_not_in_the_cache_is_refused_without_the_hub(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    settings = Settings(model="Qwen/Qwen3-8B", dataset=["d.jsonl"])
+    with pytest.raises(UserError) as refused:
+        use_cache_if_hub_is_unreachable(settings)
+    assert str(refused.value).startswith(
+        f"model Qwen/Qwen3-8B is no folder here and not in the Hub's cache ({tmp_path}), and"
+    )
+    assert "(uv run hf download Qwen/Qwen3-8B) with HF_HOME on a disk" in str(refused.value)
+    (tmp_path / "models--unsloth--qwen3-8b-unsloth-bnb-4bit").mkdir()
+    use_cache_if_hub_is_unreachable(settings)
+    use_cache_if_hub_is_unreachable(dataclasses.replace(settings, model="./nowhere"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    use_cache_if_hub_is_unreachable(dataclasses.replace(settings, model="a/other"))
 
 
 def test_libraries_are_silent_when_a_run_imports_them(monkeypatch):

@@ -31,6 +31,9 @@ COMMANDS = commands_of(TEXT)
 # Run by demo/test_demo.py and run/test_train_ddp.py, by this very run, by notebook/test_cli.py and test_run.py, by
 # cluster/test_nodes.py (with names and addresses of its own), and by parity/test_command.py (with real launchers).
 ELSEWHERE = {
+    # They need the network.
+    "pip install uv",
+    "git clone https://github.com/your-name/unsloth-ddp && cd unsloth-ddp",
     "uv run python train_ddp.py",
     "uv run pytest -n 2",
     "uv run notebook_to_script.py input.ipynb output.py",
@@ -88,7 +91,7 @@ def test_tensorboard_is_there():
 OTHERS = {
     "--config_file", "--num_processes", "--nproc_per_node", "--nproc", "--help", "--logdir", "--to", "--extra",
     "--tensorboard", "--check", "--diff", "--report", "--force", "--dry", "--per",
-    "--compare", "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
+    "--compare", "--nodes", "--gpu_memory", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
 }  # fmt: skip
 PAGES = {
     f"{page.stem}: {command}": command
@@ -96,6 +99,19 @@ PAGES = {
     for command in commands_of(page.read_text())
     if not {"...", "mine.yaml"} & set(command.split())
 }
+
+
+def test_the_address_of_the_repository_is_the_same_everywhere():
+    files = ["README.md", *(f"notebooks/{name}.ipynb" for name in ("colab", "kaggle_two_t4"))]
+    addresses = [
+        set(re.findall(r"https://github\.com/([\w-]+/unsloth-ddp)", (REPO / file).read_text())) for file in files
+    ]
+    assert addresses == [{"your-name/unsloth-ddp"}] * 3
+    # The command that replaces it in all of them.
+    assert (
+        "sed -i 's#your-name/unsloth-ddp#OWNER/REPO#' README.md notebooks/*.ipynb"
+        in (REPO / "notebooks/README.md").read_text()
+    )
 
 
 def test_every_command_of_the_readme_begins_with_uv_run():

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from unsloth_ddp.chat.__main__ import main as chat
@@ -138,6 +144,56 @@ def test_a_checkpoint_is_exported_under_its_own_name(whole_run, tmp_path: Path) 
     assert model.generation_config.eos_token_id == [2, 3]
 
 
+def test_a_finished_run_is_uploaded_without_what_is_private_and_an_unfinished_one_is_not(
+    run: Path, whole_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[Any] = []
+
+    class Api:
+        def whoami(self) -> dict[str, str]:
+            return {"name": "me"}
+
+        def create_repo(self, repo_id: str, private: bool, exist_ok: bool) -> Any:
+            sent.append((repo_id, private))
+            return SimpleNamespace(repo_id=repo_id, url=f"https://hub/{repo_id}")
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
+            paths = [path.relative_to(folder_path).as_posix() for path in folder_path.rglob("*") if path.is_file()]
+            sent.extend(sorted(filter_repo_objects(paths, ignore_patterns=ignore_patterns)))
+
+        def upload_file(self, *, path_in_repo: str, **given: Any) -> None:
+            sent.append(path_in_repo)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for name in ("gguf", "merged-checkpoint-9"):
+        (run / name).mkdir()
+        (run / name / "weights").write_text("exported")
+    assert main([str(run), "--to", "hub"]) == 0
+    assert capsys.readouterr().out == "Uploaded to https://hub/me/mine\n"
+    assert sent == [
+        ("me/mine", True), "README.md", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
+        "adapter_config.json",
+    ]  # fmt: skip
+    sent.clear()
+    assert main([str(run), "--to", "hub", "--hub_model_id", "us/ours", "--hub_private_repo", "false"]) == 0
+    assert sent[0] == ("us/ours", False)
+    stopped = tmp_path / "stopped"
+    shutil.copytree(whole_run(1), stopped, ignore=shutil.ignore_patterns("checkpoint-[1-8]", "logs", "summary.json"))
+    assert main([str(stopped), "--to", "hub"]) == 2
+    assert f"{stopped} is not finished, and a checkpoint holds more than its model" in capsys.readouterr().err
+    # In a process of its own, which has imported no more than the command does.
+    environ = {**os.environ, "HF_HOME": str(tmp_path), "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
+    words = [sys.executable, "-m", "unsloth_ddp.export", str(run), "--to", "hub"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "export: error: --to hub needs a token of the Hub, and none is found; log in once with uv run hf auth login, "
+        "or set HF_TOKEN.\n",
+    )
+
+
 def test_a_whole_model_is_not_merged_and_is_served_as_it_is(full_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(full_run), "--to", "merged"]) == 2
     assert f"{full_run} holds a complete model already" in capsys.readouterr().err
@@ -158,6 +214,8 @@ def test_a_whole_model_is_not_merged_and_is_served_as_it_is(full_run: Path, caps
         ("--to onnx", "argument --to: invalid choice: 'onnx'"),
         ("", "the following arguments are required: --to"),
         ("--to merged --ask=", "--ask is empty"),
+        ("--to merged --hub_model_id me/mine", "--hub_model_id is for --to hub, but --to is merged; leave it out."),
+        ("--to hub --output here", "--to hub writes none here; leave it out."),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

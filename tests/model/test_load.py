@@ -107,7 +107,9 @@ def test_a_missing_flash_attn_is_told_with_what_helps() -> None:
 @pytest.mark.parametrize("load", [load_tokenizer, read_model_shape])
 def test_without_a_network_it_is_said_how_to_bring_the_model(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):
+    with pytest.raises(
+        UserError, match=r"What helps: download it once where there is a network \(uv run hf download NAME\)"
+    ):
         load(Settings(model="nobody/no-such-model"))
 
 

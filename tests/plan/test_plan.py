@@ -18,7 +18,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan, plan_batch
 from unsloth_ddp.data.order.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
-from unsloth_ddp.plan.compute import Hardware, make_memory_row, make_plan
+from unsloth_ddp.plan.compute import Hardware, guess_hours, make_memory_row, make_plan
 from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.sizing.choose import choose_step, make_workload
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
@@ -209,7 +209,7 @@ def plan(*words: str) -> int:
     return command.main(list(words))
 
 
-def test_the_demo_without_a_speed_says_what_is_missing(capsys, tmp_path):
+def test_the_demo_without_a_speed_has_a_guess_of_the_time(capsys, tmp_path):
     path = tmp_path / "plan.json"
     words = ["--nodes", "2", "--gpus_per_node", "2", "--gpu_memory", "80GB", "--packing", "off"]
     assert plan(*words, "--json", str(path)) == 0
@@ -218,7 +218,7 @@ def test_the_demo_without_a_speed_says_what_is_missing(capsys, tmp_path):
     assert "4 rows per device x 1 accumulation x 4 processes = 16 rows" in printed
     # As train_ddp.py's own table has them.
     assert "760 (18,040 tokens, mean 24, longest 43)" in printed and "144 (48 per epoch)" in printed
-    assert "Time and efficiency are left out" in printed and "GPU-hours" not in printed
+    assert "time, a guess under a minute on 4 GPUs (H100 or H200)" in printed and "GPU-hours" not in printed
     assert "The run fits: method lora with DDP needs about" in printed
     assert max(map(len, shown.splitlines())) <= 100
     found = json.loads(path.read_text())
@@ -243,6 +243,40 @@ def test_on_one_node_there_is_no_copy_to_plan(tmp_path):
     assert plan("--gpus_per_node", "2", "--packing", "off", "--json", str(path)) == 0
     found = json.loads(path.read_text())["plan"]
     assert {row["model_copies"] for row in found["memory"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "speed", "gpu"),
+    [
+        # docs/speed.md: chats with the kit's defaults on an H200.
+        ("qwen3_8b", "lora", 17_304, "NVIDIA H200"), ("qwen3_8b", "qlora", 16_935, "NVIDIA H200"),
+        ("qwen3_1.7b", "lora", 64_514, None), ("qwen3_1.7b", "full", 51_760, None),
+    ],
+)  # fmt: skip
+def test_the_guess_of_the_time_holds_what_was_measured(measured_job, model, method, speed, gpu):
+    shapes, _ = measured_job
+    settings = Settings(model="m", dataset=["d"], method=method)
+    rows = packs_of(np.full(40_960, 512))
+    made = make_plan(settings, shapes[model], rows, plan_batch(8, 1, 8, None), Hardware(1, 1, [1e9], gpu=gpu))
+    least, most, shown = guess_hours(made)
+    assert least * 0.98 <= made.tokens / speed / 3600 <= most * 1.02 and most < 2 * least
+    assert shown == (gpu or "H100 or H200")
+    other = make_plan(
+        settings, shapes[model], rows, plan_batch(8, 1, 8, None), Hardware(1, 1, [1e9], gpu="NVIDIA A100")
+    )
+    assert guess_hours(other)[0] == pytest.approx(least * 989 / 312)
+
+
+def test_the_plan_is_for_the_gpus_of_this_machine_unless_others_are_named(monkeypatch, capsys):
+    seen = command.Gpu("NVIDIA GeForce RTX 4090", 24 * 2**30, (8, 9), 2)
+    monkeypatch.setattr(command, "find_gpu", lambda: seen)
+    assert plan("--packing", "off") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 node x 2 GPUs" in printed and "on 2 GPUs (NVIDIA GeForce RTX 4090)" in printed
+    assert "The run fits: method lora with DDP needs about" in printed and "on a GPU of 24.0 GiB." in printed
+    assert plan("--packing", "off", "--gpus_per_node", "4") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 node x 4 GPUs" in printed and "Give --gpu_memory, such as 80GB, to learn what fits" in printed
 
 
 def test_the_demo_with_a_speed_has_hours(capsys, tmp_path):

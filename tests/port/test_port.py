@@ -14,7 +14,7 @@ from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.checks import check_settings
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.data.sources.formats import to_example
+from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.distributed.sharding import check_sharding
 from unsloth_ddp.model.backend import BackendFacts, choose_backend
 from unsloth_ddp.port.__main__ import main, render
@@ -135,8 +135,9 @@ def test_a_file_of_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> N
     result = ported(LLAMA_FACTORY_FILE, folder=tmp_path)
     # ZeRO-3, as the file has it, is refused with QLoRA.
     assert (result.tool, result.launch_config) == (LLAMA_FACTORY, "fsdp2")
-    assert result.to_do == ["dataset mine has its response in the column answer, which is not read under that name."]
+    assert result.to_do == []
     settings = settings_of(result, tmp_path)
+    assert settings.columns == ["answer=output"]
     assert settings.dataset == [str(tmp_path / "data" / "mine.json"), "org/rows"]
     assert (settings.method, settings.lora_target_modules) == ("qlora", ["q_proj", "v_proj"])
     # Its own defaults.
@@ -196,25 +197,72 @@ def test_a_file_that_asks_for_something_else_is_refused(line: str, said: str) ->
     [
         ("{path: rows.jsonl, type: alpaca}", {"dataset": ["rows.jsonl"]}, ""),
         ("{path: json, data_files: [./a.jsonl, b.jsonl], type: chat_template}", {"dataset": ["a.jsonl", "b.jsonl"]}, ""),
-        ("{path: o/r, type: completion, name: en}", {"dataset": ["o/r"], "dataset_config": "en", "loss_on": "all"}, ""),
+        ("{path: o/r, type: completion, name: en, split: 'train[:10%]'}", {"dataset": ["o/r@en[train[:10%]]"]}, ""),
+        ("{path: o/r, split: main, shards: 8, shards_idx: 1, revision: v2}",
+         {"dataset": ["o/r[main[12%:25%]]"], "dataset_revision": ["v2"]}, ""),
+        ("{path: a.jsonl, split: 'train[:10%]'}", {"dataset": ["a.jsonl[train[:10%]]"]}, ""),
+        ("{path: o/r, data_dir: en}", {"dataset": ["o/r"]}, "of o/r only the folder en is meant"),
+        ("{path: o/r, type: {field_instruction: q, field_output: a, format: '[INST] {instruction}'}}",
+         {"dataset": ["o/r"], "columns": ["q=instruction", "a=output"]}, ""),
         ("{path: o/r, type: context_qa.load_v2}", {"dataset": ["o/r"]}, "is of type context_qa, which the kit does not know"),
-        ("{path: o/r, field_messages: chat}", {"dataset": ["o/r"]}, ": rename the column chat to messages."),
+        ("{path: o/r, field_messages: chat}", {"dataset": ["o/r"], "columns": ["chat=messages"]}, ""),
         ("{path: o/r, message_property_mappings: {role: who, content: what}}", {"dataset": ["o/r"]}, "rename who to role and what to content in its messages."),
-        ("{path: o/r, message_property_mappings: {role: from, content: value}}", {"dataset": ["o/r"]},
-         "rename the column messages to conversations."),
+        ("{path: o/r, message_property_mappings: {role: from, content: value}}",
+         {"dataset": ["o/r"], "columns": ["messages=conversations"]}, ""),
         ("{path: o/r, field_messages: conversations, message_property_mappings: {role: from, content: value}}", {"dataset": ["o/r"]}, ""),
-        ("{path: o/r, field_messages: c, message_field_role: from, message_field_content: value}", {"dataset": ["o/r"]},
-         "rename the column c to conversations."),
-        ("{path: o/r, field_messages: c, message_property_mappings: {role: from}}", {"dataset": ["o/r"]},
-         "rename the column c to messages, and from to role in its messages."),
+        ("{path: o/r, field_messages: c, message_field_role: from, message_field_content: value}",
+         {"dataset": ["o/r"], "columns": ["c=conversations"]}, ""),
+        ("{path: o/r, field_messages: c, message_property_mappings: {role: from}}",
+         {"dataset": ["o/r"], "columns": ["c=messages"]}, "datasets o/r: rename from to role in its messages."),
         ("{path: o/r, type: sharegpt}", {"dataset": ["o/r"]}, ""),
-        ("{path: o/r, type: completion, field: body}", {"dataset": ["o/r"]}, "in the column body; rename it text."),
+        ("{path: o/r, type: completion, field: body}", {"dataset": ["o/r"], "columns": ["body=text"]}, ""),
     ],
 )  # fmt: skip
 def test_data_sets_of_axolotl(entry: str, options: dict[str, Any], to_do: str) -> None:
     result = ported(f"base_model: m\ndatasets: [{entry}]\n", AXOLOTL)
-    assert options.items() <= result.options.items()
+    assert result.options | options == result.options
+    assert "loss_on" not in result.options
     assert len(result.to_do) == bool(to_do) and to_do in "".join(result.to_do)
+
+
+def test_what_differs_between_the_data_sets_of_a_file_is_carried_or_told(tmp_path: Path) -> None:
+    entries = [
+        {"path": "o/chats", "split": "train[:10%]", "name": "en", "field_messages": "chat"},
+        {"path": "o/books", "type": "completion", "field": "chat", "revision": "v2", "extra": True},
+        {"path": "o/pages", "type": "completion", "split": "main"},
+    ]
+    result = port({"base_model": "m", "datasets": entries, "rl": None}, AXOLOTL, Path())
+    assert result.options["dataset"] == ["o/chats@en[train[:10%]]", "o/books", "o/pages[main]"]
+    assert result.options["dataset_revision"] == ["main", "v2", "main"]
+    assert result.options["columns"] == ["chat=messages"] and "loss_on" not in result.options
+    assert result.to_do == [
+        "datasets o/books: rename the column chat to text in its rows, since in datasets o/chats it is messages."
+    ]
+    assert "datasets o/books: extra" in result.left_out
+    preferences = port({"base_model": "m", "rl": "dpo", "datasets": [{**entries[0], "extra": 1}]}, AXOLOTL, Path())
+    assert preferences.options["dataset"] == ["o/chats@en[train[:10%]]"]
+    assert "datasets o/chats: extra" in preferences.left_out
+
+
+def test_numbers_of_samples_and_probabilities_of_llama_factory_are_those_of_each_data_set(tmp_path: Path) -> None:
+    info = {
+        "a": {"hf_hub_url": "o/a", "subset": "en", "split": "main", "num_samples": 50},
+        "b": {"file_name": "b.json", "folder": "x"},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    content = {
+        "model_name_or_path": "m", "cutoff_len": 99, "dataset": "a,b", "eval_dataset": "b", "dataset_dir": str(tmp_path),
+        "max_samples": 100, "mix_strategy": "interleave_under", "interleave_probs": "0.7,0.3",
+    }  # fmt: skip
+    result = port(content, LLAMA_FACTORY, tmp_path)
+    file = f"{tmp_path}/b.json[:100]"
+    assert result.options["dataset"] == ["o/a@en[main[:50]]:0.7", f"{file}:0.3"]
+    assert result.options["eval_dataset"] == [file]
+    assert set(result.to_do) == {
+        "dataset b has folder in dataset_info.json, which port does not read; name the files that are meant."
+    }
+    repeated = port({**content, "mix_strategy": "interleave_over"}, LLAMA_FACTORY, tmp_path)
+    assert any("mix_strategy interleave_over repeats" in sentence for sentence in repeated.to_do)
 
 
 @pytest.mark.parametrize(
@@ -332,11 +380,11 @@ def test_rows_of_axolotl_are_read_once_the_advice_is_followed(column: str, role:
     entry = {
         "path": "o/r", "field_messages": column, "message_property_mappings": {"role": role, "content": content},
     }  # fmt: skip
-    to_do = "".join(port({"base_model": "m", "datasets": [entry]}, AXOLOTL, Path()).to_do)
-    renamed = dict(re.findall(r"(\w+) to (\w+)", to_do))
+    result = port({"base_model": "m", "datasets": [entry]}, AXOLOTL, Path())
+    renamed = dict(re.findall(r"(\w+) to (\w+)", "".join(result.to_do)))
     turns = [{role: "user", content: "Who?"}, {role: "assistant", content: "I."}]
     turns = [{renamed.get(name, name): text for name, text in turn.items()} for turn in turns]
-    example = to_example({renamed.get(column, column): turns})
+    example = converter("sft", result.options.get("columns", []))({column: turns})
     assert [message["content"] for message in example.messages or []] == ["Who?", "I."]
 
 

@@ -90,7 +90,8 @@ def test_an_upload_without_a_token_is_refused_before_anything_is_loaded(files, t
     argv = f"{GOOD} --push_to_hub".split()
     result = run_ranks(2, train_without_token, argv, str(files), folder=tmp_path)
     assert_told(
-        result, "push_to_hub needs a token of the Hub, and none is found; log in once with hf auth login, set HF_T"
+        result,
+        "push_to_hub needs a token of the Hub, and none is found; log in once with uv run hf auth login, or set HF_T",
     )
 
 

@@ -108,7 +108,11 @@ def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch, error
             raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    with pytest.raises(UserError, match=f"complete in .* not uploaded: {said}$"):
+    with pytest.raises(
+        UserError,
+        match=f"complete in .* not uploaded: {said}; try again with uv run python -m unsloth_ddp.export {tmp_path} "
+        f"--to hub.$",
+    ):
         summary.finish(Settings(run_name="r", push_to_hub=True), tmp_path, SUMMARY)
     assert (tmp_path / "summary.json").is_file()
 

@@ -66,6 +66,7 @@ RENAMED = {
     "warmup_steps": "warmup_ratio/ALTSG",
     "optim": "optimizer/A",
     "eval_strategy": "evaluation_strategy/T",
+    "early_stopping_patience": "early_stopping_steps/L",
     "loss_on": "train_on/G",
     "image_folder": "media_dir/L image_dir/G",
     "image_max_pixels": "max_pixels/S",
@@ -175,7 +176,7 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "do_eval/T": ({"true": _NOTHING, "false": {"eval_strategy": "no"}}, "give eval_strategy"),
     "stage/L": (
         {"sft": _NOTHING, "dpo": {"task": "dpo"}, "kto": {"task": "kto"}},
-        f"{_TASKS}; for pt give rows with a text column and loss_on all",
+        f"{_TASKS}; for pt give rows with a text column",
     ),
     "rl/A rlhf_type/S": (
         {"dpo": {"task": "dpo"}, "ipo": {"task": "dpo", "preference_loss": "ipo"}, "orpo": {"task": "orpo"},
@@ -215,7 +216,8 @@ _OTHER_TASK = "the kit trains on text and on pairs of answers only"
 _OTHER_LORA = "variants of LoRA other than use_rslora are not offered"
 _OTHER_OPTIMIZER = "the optimizers are those of Transformers; give optim"
 _ROWS_BY_COLUMN = (
-    "rows are read by the names of their columns (docs: messages, conversations, instruction, prompt, text)"
+    "rows are read by the names of their columns (messages, conversations, instruction, prompt, text); columns renames "
+    "them"
 )
 _KERNELS = "Unsloth's kernels are used where an accelerator is found"
 _SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
@@ -242,12 +244,13 @@ WITHOUT = {
     "mlflow_tracking_uri/A mlflow_experiment_name/A swanlab_project/AL swanlab_run_name/L swanlab_mode/AL": "set the tracker's own environment variables",
     "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A skip_prepare_dataset/A "
     "load_from_cache_file/S cached_dataset/S dataset_keep_in_memory/A preprocessing_batch_size/L": _PREPARED,
-    "max_samples/L": "give fewer rows: a smaller file, or dataset_split train[:1000] of a Hub dataset",
+    "max_samples/L": "give a slice of each dataset, such as rows.jsonl[:1000]",
+    "interleave_probs/L mix_strategy/L": "give each dataset its weight, such as a.jsonl:3 b.jsonl:1",
     "datasets/AT test_datasets/A": "name the files or Hub ids in dataset and eval_dataset",
     "dataset_dir/L dataset_info/L": "name the files or Hub ids themselves in dataset",
-    "dataset_text_field/T remove_unused_columns/ATS columns/S dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
+    "dataset_text_field/T remove_unused_columns/ATS dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
     "lazy_preprocess/G": "give streaming with max_steps where the rows are too many to tokenize beforehand",
-    "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps, and loss_on all",
+    "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps",
     "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T train_dataloader_shuffle/S": "rows are shuffled by seed in every epoch",
     "group_by_length/ATS": "rows of like length are padded together already",
     "pad_to_sequence_len/A eval_sample_packing/A pad_to_multiple_of/AT sample_packing_group_size/A sample_packing_bin_size/A "
@@ -275,13 +278,14 @@ WITHOUT = {
     "overwrite_output_dir/LTG": "give overwrite to replace an earlier run of the same name",
     "logging_dir/TSG": "logs are written to the run's folder",
     "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer checkpoints",
-    "early_stopping_patience/A early_stopping_steps/L loss_watchdog_threshold/A loss_watchdog_patience/A": "early stopping is not offered; load_best_model_at_end in trainer_args takes the best checkpoint",
+    "loss_watchdog_threshold/A loss_watchdog_patience/A": "early_stopping_patience stops by the evaluation loss",
     "hub_strategy/ATS hub_always_push/T": "push_to_hub uploads once, when the run has ended",
-    "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (hf auth login)",
+    "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (uv "
+    "run hf auth login)",
     "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A n_gpu/G num_gpus/G": "the launcher and the devices decide it",
     "save_path/G": "the result is written to output_dir/run_name",
     "save_gguf/G push_gguf/G quantization/G": _EXPORT,
-    "raw_text_file/G chunk_size/G stride/G": "give rows with a text column, and loss_on all",
+    "raw_text_file/G chunk_size/G stride/G": "give rows with a text column",
     "mask_history/L": "every assistant turn of a chat is trained",
     "label_smoothing_factor/T neat_loss/G": "the loss is the negative log-likelihood of the supervised tokens",
     "use_hf/S use_ray/AS ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the launcher",

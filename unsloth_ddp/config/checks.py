@@ -10,6 +10,7 @@ from unsloth_ddp.config.task_options import PAIR_TASKS, PREFERENCE_TASKS, REFERE
 from unsloth_ddp.config.trainer_args import check_trainer_args
 from unsloth_ddp.config.upstream_names import check_name, choose_trackers, known_names
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import Source, read_source
 from unsloth_ddp.utils.redaction import find_secret
 
 
@@ -37,6 +38,7 @@ def check_settings(settings: Settings) -> None:
             "give --backend "
             "transformers, or auto."
         )
+    _check_data(settings)
     _check_task(settings)
     _check_evaluation(settings)
     _check_names(settings)
@@ -62,8 +64,30 @@ def _check_secrets(settings: Settings) -> None:
         if place := find_secret(name, getattr(settings, name)):
             raise UserError(
                 f"{place} holds a secret, and settings are written to files; take it out, and give it in the environment "
-                "(HF_TOKEN, WANDB_API_KEY) or log in once (hf auth login)."
+                "(HF_TOKEN, WANDB_API_KEY) or log in once (uv run hf auth login)."
             )
+
+
+def _check_data(settings: Settings) -> None:
+    """Refuse names of datasets and columns that cannot be meant."""
+    for texts in (settings.dataset, settings.eval_dataset):
+        sources = [read_source(text) for text in texts]
+        if len(sources) == 1 and (weight := sources[0].weight) is not None:
+            share = f"{sources[0]._replace(weight=None, split=None)}[:{min(weight, 1):.0%}]"
+            raise UserError(
+                f"dataset {texts[0]}: a weight mixes several datasets, and there is one; leave :{weight:g} out, or "
+                f"give {share} for "
+                "that share of its rows."
+            )
+    if wrong := next((text for text in settings.columns if not re.fullmatch(r"[^=]+=[^=,]+", text)), None):
+        raise UserError(
+            f"columns {wrong} is no pair of names; give each as OLD=NEW, with spaces between them: --columns "
+            f"question=instruction "
+            "answer=output."
+        )
+    old_names = [text.split("=")[0] for text in settings.columns]
+    if twice := next((name for name in old_names if old_names.count(name) > 1), None):
+        raise UserError(f"columns {' '.join(settings.columns)[:200]} renames {twice} twice; name it once.")
 
 
 def _check_evaluation(settings: Settings) -> None:
@@ -76,9 +100,16 @@ def _check_evaluation(settings: Settings) -> None:
         raise UserError(
             f"eval_steps {settings.eval_steps} and eval_strategy {settings.eval_strategy} contradict; leave one out."
         )
+    if settings.early_stopping_patience and settings.eval_strategy == "no":
+        raise UserError(
+            f"early_stopping_patience {settings.early_stopping_patience} counts evaluations, and eval_strategy is no; "
+            f"give --eval_steps, "
+            "or --eval_strategy epoch."
+        )
     asked = {
         f"eval_strategy is {settings.eval_strategy}": settings.eval_strategy in ("steps", "epoch"),
         f"eval_steps is {settings.eval_steps}": settings.eval_steps is not None,
+        f"early_stopping_patience is {settings.early_stopping_patience}": settings.early_stopping_patience is not None,
         f"compare_answers is {settings.compare_answers}": settings.compare_answers > 0,
     }
     if not (settings.eval_dataset or settings.eval_fraction) and (given := next((s for s in asked if asked[s]), None)):
@@ -147,6 +178,12 @@ def full_path(name: str, path: Path) -> Path:
     return full
 
 
+def path_and_suffix(name: str, value: str) -> tuple[str, str]:
+    """Return the path in a value of option `name`, and what follows it (the slice and the weight of a dataset)."""
+    source = read_source(value) if name in ("dataset", "eval_dataset") else Source(value)
+    return source.name, source.suffix
+
+
 def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with every path that leads to something on this machine in full, so that they mean the same anywhere."""
     return {name: _full_if_there(name, value) if name in OPTIONS else value for name, value in options.items()}
@@ -158,8 +195,9 @@ def _full_if_there(name: str, value: Any) -> Any:
     if OPTIONS[name].path != "read" or value in OPTIONS[name].words or not isinstance(value, str):
         return value
     try:
-        path = Path(value).expanduser()
-        return str(path.resolve()) if path.exists() else value
+        file, suffix = path_and_suffix(name, value)
+        path = Path(file).expanduser()
+        return str(path.resolve()) + suffix if path.exists() else value
     except (OSError, RuntimeError, ValueError):
         return value
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import itertools
 import re
 import sys
@@ -98,16 +99,57 @@ def _with_value(word: str, following: str | None) -> str:
     return f"{word}={bare or NO_VALUE}"
 
 
+class TopicHelp(argparse.Action):
+    """Print the help of all options, or with `--help TOPIC` of a topic or an option."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        """Print it and exit."""
+        if value is None:
+            parser.print_help()
+            parser.exit()
+        wanted = value.lstrip("-").replace("-", "_")
+        groups = {title: [wanted] if wanted in names else names for title, names in _groups().items()}
+        shown = {title: names for title, names in groups.items() if wanted in (title.split()[0].lower(), *names)}
+        if not shown:
+            near = difflib.get_close_matches(wanted, [*OPTIONS, *_topics()], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the topics are {', '.join(_topics())}."
+            raise UserError(f"command line: --help {value} names no topic or option; {hint}")
+        only = Parser(parser.prog, None, usage=argparse.SUPPRESS, add_help=False)
+        _add_options(only, shown)
+        only.print_help()
+        parser.exit()
+
+
+def _groups() -> dict[str, list[str]]:
+    """Return the names of the options of each topic, by its title."""
+    return {str(topic.__doc__): [f.name for f in dataclasses.fields(topic)] for topic in TOPICS}
+
+
+def _topics() -> list[str]:
+    return [title.split()[0].lower() for title in _groups()]
+
+
 def make_parser(description: str) -> Parser:
     """Return the parser of train_ddp.py's options, each as text that convert_value reads."""
     # The list of all options by topic follows; their usage alone would fill a screen.
     usage = "train_ddp.py [--config FILE] [--OPTION VALUE ...]"
-    parser = SettingsParser("train_ddp.py", description, usage=usage, argument_default=argparse.SUPPRESS)
+    parser = SettingsParser(
+        "train_ddp.py", description, usage=usage, argument_default=argparse.SUPPRESS, add_help=False
+    )
+    parser.add_argument(
+        "-h", "--help", nargs="?", action=TopicHelp, metavar="TOPIC",
+        help=f"Show all options, those of a topic ({', '.join(_topics())}), or one option, and exit.",
+    )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line takes precedence.")
+    _add_options(parser, _groups())
+    return parser
+
+
+def _add_options(parser: Parser, groups: dict[str, list[str]]) -> None:
     defaults = Settings()
-    for topic in TOPICS:
-        group = parser.add_argument_group(str(topic.__doc__))
-        for name in (f.name for f in dataclasses.fields(topic)):
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for name in names:
             text = f"{OPTIONS[name].help} [{_shown(getattr(defaults, name))}]".replace("%", "%%")
             kind = TYPES[name]
             if bool in (kind, *typing.get_args(kind)):
@@ -122,7 +164,6 @@ def make_parser(description: str) -> Parser:
                 values = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
                 metavar = "{" + ",".join(values) + "}" if values else "VALUE"
                 group.add_argument(f"--{name}", metavar=metavar, help=text)
-    return parser
 
 
 def _shown(default: Any) -> str:

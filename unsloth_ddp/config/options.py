@@ -97,16 +97,24 @@ class DataSettings:
 
     # A resume compares the rows, their tokens and labels, whichever of these options they come from.
     dataset: list[str] = option(
-        [], "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids.", "allow", path="read", summary=True
+        [],
+        "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids. NAME[:10%] takes a slice, NAME@SUBSET[SPLIT] "
+        "a subset and split "
+        "of a Hub dataset, NAME:3 beside NAME:1 three rows of the first for one of the other.",
+        "allow",
+        path="read",
+        summary=True,
     )
-    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.", "allow")
+    dataset_config: str | None = option(
+        None, "Subset (configuration) of the Hub datasets that are named without one.", "allow"
+    )
     dataset_revision: list[str] = option(
         [],
         "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name them.",
         "allow",  # compared for streamed rows only: the others are compared themselves
         summary=True,
     )
-    dataset_split: str = option("train", "Split of a Hub dataset to train on.", "allow")
+    dataset_split: str = option("train", "Split of the Hub datasets to train on that are named without one.", "allow")
     eval_dataset: list[str] = option([], "Evaluation rows, given like --dataset.", "allow", path="read", summary=True)
     eval_dataset_split: str = option("test", "Split of a Hub dataset given to --eval_dataset.", "allow")
     eval_fraction: float = option(
@@ -115,6 +123,12 @@ class DataSettings:
         "allow",
         at_least=0,
         below=1,
+        summary=True,
+    )
+    columns: list[str] = option(
+        [],
+        "Columns of the rows to read under other names: question=instruction answer=output (a mapping in a YAML file).",
+        "allow",
         summary=True,
     )
     max_length: int = option(2048, "Longest row, in tokens.", "refuse", above=0, at_most=100_000_000, summary=True)
@@ -360,6 +374,14 @@ class OutputSettings:
     )
     eval_steps: int | None = option(
         None, "Steps between two evaluations; sets eval_strategy to steps.", "allow", above=0
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "Stop when the evaluation loss has not fallen for this many evaluations, with a checkpoint at each one; the "
+        "result is that of the "
+        "lowest loss.",
+        "keep",
+        above=0,
     )
     save_strategy: Literal["no", "steps", "epoch"] = option("steps", "When to write a checkpoint.", "allow")
     save_steps: int = option(500, "Steps between two checkpoints.", "allow", above=0)

@@ -8,7 +8,7 @@ is also why TRL's own TrlParser, whose conventions this follows, is not used.
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.checks import check_settings, full_path
+from unsloth_ddp.config.checks import check_settings, full_path, path_and_suffix
 from unsloth_ddp.config.command_line import NO_VALUE, Parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.unknown import unknown_options, unknown_words
@@ -119,8 +119,9 @@ def _relative_to(folder: Path, name: str, value: Any, beside: bool = False) -> A
         return value
     if value.startswith(("./", "../")):
         return str(full_path(name, folder / value))
-    if beside and not _exists(Path(value)) and _exists(folder / value):
-        return str(full_path(name, folder / value))
+    path, suffix = path_and_suffix(name, value)
+    if beside and not _exists(Path(path)) and _exists(folder / path):
+        return str(full_path(name, folder / path)) + suffix
     return value
 
 

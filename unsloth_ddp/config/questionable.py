@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.utils.files.sources import read_source
 from unsloth_ddp.utils.units import counted
 
 # The learning rates of recipes/ for adapters and for every parameter.
@@ -73,8 +74,8 @@ def questionable_settings(
         sentences.append(
             f"The run has {counted(steps, 'optimizer step')}, which is little to learn from; raise {more}."
         )
-    trained = {_whole_name(name, settings.dataset_split) for name in settings.dataset}
-    both = [name for name in settings.eval_dataset if _whole_name(name, settings.eval_dataset_split) in trained]
+    trained = {_whole_name(text, settings.dataset_split) for text in settings.dataset}
+    both = [text for text in settings.eval_dataset if _whole_name(text, settings.eval_dataset_split) in trained]
     if both:
         sentences.append(
             f"eval_dataset {both[0]} is trained on too, so its loss does not show what the model does with other rows; give other "
@@ -83,10 +84,13 @@ def questionable_settings(
     return sentences
 
 
-def _whole_name(source: str, split: str) -> tuple[str, str]:
-    """Return the same for the same file, or for the same split of a Hub dataset."""
-    path = Path(source).expanduser()
-    return (str(path.resolve()), "") if path.exists() else (source, split)
+def _whole_name(text: str, split: str) -> tuple[str, str]:
+    """Return the same for the same slice of a file, or for the same split of a Hub dataset."""
+    source = read_source(text)
+    path = Path(source.name).expanduser()
+    if path.exists():
+        return str(path.resolve()), source.split_of("")
+    return f"{source.name}@{source.subset}", source.split_of(split)
 
 
 # The options of an adapter.
@@ -107,6 +111,9 @@ def ignored_settings(settings: Settings) -> list[str]:
         reasons |= dict.fromkeys(("hub_model_id", "hub_private_repo"), "nothing is uploaded without --push_to_hub")
     if settings.save_strategy != "steps":
         reasons["save_steps"] = f"save_strategy is {settings.save_strategy}"
+    if settings.early_stopping_patience:
+        early = "with early_stopping_patience a checkpoint is written at each evaluation"
+        reasons |= dict.fromkeys(("save_strategy", "save_steps"), early)
     if settings.lr_scheduler_type == "constant":
         reasons["warmup_steps"] = "the schedule constant has no warm-up; constant_with_warmup has one"
     standard = Settings()

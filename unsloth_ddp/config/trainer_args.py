@@ -50,7 +50,7 @@ OWNED = {
     "save_only_model":
         "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and --save_total_limit keeps fewer checkpoints",
     "enable_jit_checkpoint": "a signal to stop writes a checkpoint by itself",
-    "hub_token": "put it into HF_TOKEN, or log in once (hf auth login)",
+    "hub_token": "put it into HF_TOKEN, or log in once (uv run hf auth login)",
     "hub_strategy hub_always_push hub_revision": "--push_to_hub pushes once, when the run has ended",
 }  # fmt: skip
 OWNED_ARGS = {name: reason for names, reason in OWNED.items() for name in names.split()}

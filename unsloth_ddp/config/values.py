@@ -13,6 +13,7 @@ from unsloth_ddp.config.aliases import OTHER_VALUES
 from unsloth_ddp.config.options import OPTIONS, TYPES
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import DECODER
+from unsloth_ddp.utils.files.sources import source_text
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # int | None is one, int | Literal["auto"] the other.
@@ -27,6 +28,13 @@ def convert_value(name: str, value: Any, source: str) -> Any:
     Raises:
         UserError: naming the value, its source and what the option takes.
     """
+    if name in ("dataset", "eval_dataset"):
+        try:
+            value = [source_text(item) for item in value] if isinstance(value, list) else source_text(value)
+        except UserError as refused:
+            raise UserError(f"{source}: {name} is {_shortened(value)}; {refused}") from None
+    if name == "columns" and isinstance(value, dict):
+        value = [f"{old}={new}" for old, new in value.items()]
     if value is False and "no" in OPTIONS[name].words:
         value = "no"  # YAML reads an unquoted no as False.
     try:

@@ -37,6 +37,7 @@ from unsloth_ddp.distributed.sharding import (
 )
 from unsloth_ddp.distributed.watch.progress import Progress
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import read_source
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.units import counted
 
@@ -302,7 +303,7 @@ def control_timeout(settings: Settings) -> timedelta:
     It is one hour and a second for every 200 kB of local rows, or eight hours for rows from the Hub, whose size is not
     known here. A process that dies ends the wait at once.
     """
-    files = [Path(s).expanduser() for s in [*settings.dataset, *settings.eval_dataset]]
+    files = [Path(read_source(text).name).expanduser() for text in [*settings.dataset, *settings.eval_dataset]]
     if not all(path.is_file() for path in files):
         return timedelta(hours=8)
     return timedelta(hours=1, seconds=sum(path.stat().st_size for path in files) / 200_000)

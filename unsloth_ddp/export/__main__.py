@@ -4,6 +4,7 @@
     uv run python -m unsloth_ddp.export outputs/RUN --to gguf --quantize q4_k_m --llama_cpp ~/llama.cpp
     uv run python -m unsloth_ddp.export outputs/RUN --to ollama --llama_cpp ~/llama.cpp
     uv run python -m unsloth_ddp.export outputs/RUN --to vllm             # prints the command that serves the adapter
+    uv run python -m unsloth_ddp.export outputs/RUN --to hub              # uploads the result of a finished run
 
 RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint is exported.
 The export is written to a temporary folder, loaded and asked a question, and only then moved into place. No GPU is
@@ -11,6 +12,7 @@ needed. Exit code: 0, or 2 for a mistake in the options, a missing program, or a
 """
 
 import argparse
+import dataclasses
 import shlex
 import signal
 import sys
@@ -22,11 +24,12 @@ from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_import
 from unsloth_ddp.export.folder import export_folder
 from unsloth_ddp.export.llama_cpp import CONVERTED, QUANTIZED, LlamaCpp, find_llama_cpp
 from unsloth_ddp.run.result import RunResult, find_result
+from unsloth_ddp.run.upload import check_upload, upload
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.streams import protect_streams
 
-TARGETS = ("merged", "gguf", "ollama", "vllm")
+TARGETS = ("merged", "gguf", "ollama", "vllm", "hub")
 WITH_LLAMA_CPP = ("gguf", "ollama")
 QUESTION = "Hello! Who are you?"
 
@@ -42,6 +45,12 @@ def make_parser() -> Parser:
         help=f"weights of a GGUF file: {', '.join(CONVERTED)}; with llama-quantize also {', '.join(QUANTIZED)} [bf16]",
     )  # fmt: skip
     parser.add_argument("--llama_cpp", metavar="DIR", help="llama.cpp's folder [the variable LLAMA_CPP, or the PATH]")
+    parser.add_argument("--hub_model_id", metavar="NAME", help="Hub repository [that of the run, or its name]")
+    parser.add_argument(
+        "--hub_private_repo",
+        choices=("true", "false"),
+        help="create the Hub repository as private [as the run says: true]",
+    )
     parser.add_argument("--ask", metavar="TEXT", default=QUESTION, help=f"question for the exported model [{QUESTION}]")
     parser.add_argument(
         "--plain", action="store_true", help="the run trained on text, so ask without the chat template"
@@ -55,6 +64,11 @@ def check(given: argparse.Namespace) -> None:
     for option in ("quantize", "llama_cpp"):
         if getattr(given, option) and given.to not in WITH_LLAMA_CPP:
             raise UserError(f"--{option} is for --to gguf and --to ollama, but --to is {given.to}; leave it out.")
+    for option in ("hub_model_id", "hub_private_repo"):
+        if getattr(given, option) and given.to != "hub":
+            raise UserError(f"--{option} is for --to hub, but --to is {given.to}; leave it out.")
+    if given.output and given.to == "hub":
+        raise UserError("--output is for files, and --to hub writes none here; leave it out.")
     if not given.ask.strip():
         raise UserError("--ask is empty; give a question, or leave it out.")
 
@@ -68,6 +82,9 @@ def export(argv: list[str]) -> None:
         raise UserError(
             f"{result.folder} holds a complete model already, because the run used --method full; load it from there."
         )
+    if given.to == "hub":
+        upload_run(result, given)
+        return
     tools = None
     if given.to in WITH_LLAMA_CPP:
         tools = find_llama_cpp(given.llama_cpp, quantize=given.quantize in QUANTIZED)
@@ -93,6 +110,30 @@ def export(argv: list[str]) -> None:
 
         # A folder is only written where vLLM has to be told more than its command line holds.
         print(vllm_command(result, lambda: export_folder(result, "vllm", given.output)), flush=True)
+
+
+def upload_run(result: RunResult, given: argparse.Namespace) -> None:
+    """Upload the result of a finished run as --push_to_hub does.
+
+    Raises:
+        UserError: the run is not finished; there is no token or no network; the Hub refuses.
+    """
+    if result.step is not None:
+        raise UserError(
+            f"{result.run} is not finished, and a checkpoint holds more than its model; finish it by the same command, "
+            f"or export the "
+            "checkpoint with --to merged and upload that folder with hf upload."
+        )
+    private = result.settings.hub_private_repo if given.hub_private_repo is None else given.hub_private_repo == "true"
+    settings = dataclasses.replace(
+        result.settings,
+        push_to_hub=True,
+        run_name=result.run.name,
+        hub_model_id=given.hub_model_id or result.settings.hub_model_id,
+        hub_private_repo=private,
+    )
+    check_upload(settings, "--to hub")
+    print(f"Uploaded to {upload(settings, result.folder)}", flush=True)
 
 
 def _merge(result: RunResult, target: Path, given: argparse.Namespace) -> None:

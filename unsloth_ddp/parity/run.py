@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images.files import ImageFiles
 from unsloth_ddp.data.images.values import image_value
 from unsloth_ddp.data.sources.revisions import dataset_revisions
-from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
+from unsloth_ddp.data.sources.rows import checked_files, is_file, training_rows
 from unsloth_ddp.model.files.find import model_folder
 from unsloth_ddp.parity.comparison import LaunchComparison, LaunchOutcome, Tolerance, compare_launch
 from unsloth_ddp.parity.launches import Launch, launch_command, launch_settings
@@ -90,17 +90,7 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
 
 def write_rows(settings: Settings, count: int, path: Path) -> int:
     """Copy the first `count` rows of the data to a JSONL file; return how many there are."""
-    sources = checked_files(settings.dataset, streaming=settings.streaming)
-    rows = chain.from_iterable(
-        read_rows(
-            source,
-            settings.dataset_split,
-            settings.dataset_config,
-            dataset_revisions(settings).get(source),
-            streaming=settings.streaming,
-        )
-        for source in sources
-    )
+    rows = training_rows(settings, dataset_revisions(settings), streaming=settings.streaming)
     lines = [json.dumps(row.columns, default=_as_text) for row in islice(rows, count)]
     if not lines:
         raise UserError(f"dataset {', '.join(settings.dataset)} holds no rows.")
@@ -110,8 +100,8 @@ def write_rows(settings: Settings, count: int, path: Path) -> int:
 
 def with_image_folders(settings: Settings) -> Settings:
     """Return settings that name the folders of the rows' images, since a copy of the rows lies elsewhere."""
-    files = [one for one in checked_files(settings.dataset, streaming=settings.streaming) if is_file(one)]
-    folders = ImageFiles.of(settings, files).folders
+    checked = checked_files(settings.dataset, streaming=settings.streaming)
+    folders = ImageFiles.of(settings, [file for _, files in checked for file in files if is_file(file)]).folders
     return dataclasses.replace(settings, image_folder=[str(one.absolute()) for one in folders])
 
 

@@ -15,12 +15,13 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser, run_command
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.distributed.missing_gpu import has_nvidia
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime, quiet_imports
@@ -41,7 +42,9 @@ def make_parser() -> Parser:
     """Return the parser of the plan's own options; all others are those of train_ddp.py."""
     parser = make_command_parser("python -m unsloth_ddp.plan", __doc__)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines [1]")
-    parser.add_argument("--gpus_per_node", type=int, default=1, metavar="N", help="GPUs per machine [1]")
+    parser.add_argument(
+        "--gpus_per_node", type=int, metavar="N", help="GPUs per machine [those of this machine, or 1 without a GPU]"
+    )
     parser.add_argument(
         "--bandwidth", nargs="+", metavar="RATE", default=["10Gbps", "100Gbps"],
         help="bandwidth of each machine's network, one or several to compare [10Gbps 100Gbps]",
@@ -51,14 +54,16 @@ def make_parser() -> Parser:
         metavar="RATE",
         help="bandwidth between the GPUs of a machine, such as 400GB/s [not counted]",
     )
-    parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
+    parser.add_argument(
+        "--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [that of this machine's]"
+    )
     parser.add_argument(
         "--compute_capability", metavar="X.Y",
-        help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [8.0 or newer]",
+        help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [this machine's, or 8.0 without a GPU]",
     )  # fmt: skip
     parser.add_argument(
         "--tokens_per_second", type=float, metavar="N",
-        help="measured speed of one GPU, as a short run with these options logs it [no times]",
+        help="measured speed of one GPU, as a short run with these options logs it [a guess]",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
     return parser
@@ -73,8 +78,13 @@ def plan(argv: list[str]) -> None:
     inside = parse_bandwidth("--node_bandwidth", given.node_bandwidth) if given.node_bandwidth else None
     gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
     capability = _parse_capability(given.compute_capability)
+    # Options on the GPU mean another machine's.
+    gpu = None if gpu_memory or given.compute_capability or given.gpus_per_node else find_gpu()
+    if gpu:
+        gpu_memory, capability = gpu.memory, gpu.capability
+    gpus_per_node = given.gpus_per_node or (gpu.number if gpu else 1)
     settings = with_precision_of(settings, capability)
-    check_data(settings, given.nodes * given.gpus_per_node)
+    check_data(settings, given.nodes * gpus_per_node)
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
@@ -88,11 +98,18 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.sizing.choose import planned_packing
     from unsloth_ddp.sizing.count import read_model_shape
 
-    request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
+    request = BatchRequest.of(settings, given.nodes * gpus_per_node)
     # Rows over the model's length are only counted here.
     transformers.utils.logging.set_verbosity_error()
     hardware = Hardware(
-        given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability, given.tokens_per_second
+        given.nodes,
+        gpus_per_node,
+        networks,
+        inside,
+        gpu_memory,
+        capability,
+        given.tokens_per_second,
+        gpu.name if gpu else None,
     )
     check_training_arguments(settings)
     settings = with_backend(settings)
@@ -109,6 +126,27 @@ def plan(argv: list[str]) -> None:
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
         write_as_asked("--json", given.json, plan_as_json(made))
+
+
+class Gpu(NamedTuple):
+    """The first GPU that a run on this machine would use, with its memory in bytes, and how many there are."""
+
+    name: str
+    memory: float
+    capability: tuple[int, int]
+    number: int
+
+
+def find_gpu() -> Gpu | None:
+    """Return the GPU of this machine, or None without one, for which torch is not imported."""
+    if not has_nvidia():
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    gpu = torch.cuda.get_device_properties(0)
+    return Gpu(gpu.name, gpu.total_memory, (gpu.major, gpu.minor), torch.cuda.device_count())
 
 
 def tokenize_rows(settings: Settings) -> RowLengths:

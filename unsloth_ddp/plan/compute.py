@@ -25,6 +25,7 @@ from unsloth_ddp.sizing.estimate import (
 from unsloth_ddp.sizing.ladder import Rung
 from unsloth_ddp.sizing.micro_batch import RowLengths, in_order
 from unsloth_ddp.sizing.shape import ModelShape
+from unsloth_ddp.training.shown.mfu import PEAK_FLOPS, peak_flops
 from unsloth_ddp.utils.memory_limits import NUMBER_BYTES
 
 # The shardings with parts in host memory that accelerate_configs/ has.
@@ -32,12 +33,18 @@ OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
     ("zero2", "optimizer"), ("zero3", "parameters"), ("fsdp2", "parameters")
 )  # fmt: skip
 
+# Shares of the published peak that runs with packed chats and LoRA, QLoRA or all weights of 1.7B and 8B reached, in
+# docs/speed.md.
+MEASURED_SHARES = (0.31, 0.54)
+MEASURED_GPU = "H100 or H200"
+
 
 @dataclass(frozen=True)
 class Hardware:
     """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given.
 
-    `capability` is the compute capability of the GPUs, and `speed` the measured tokens per second of one alone.
+    `capability` is the compute capability of the GPUs, `speed` the measured tokens per second of one alone, and `gpu`
+    its name.
     """
 
     nodes: int
@@ -47,6 +54,7 @@ class Hardware:
     gpu_memory: float | None = None
     capability: tuple[int, int] = AMPERE
     speed: float | None = None
+    gpu: str | None = None
 
     @property
     def processes(self) -> int:
@@ -111,6 +119,18 @@ class Plan:
     memory: list[MemoryRow]
     even: float | None
     durations: list[Duration]
+
+
+def guess_hours(plan: Plan) -> tuple[float, float, str]:
+    """Return the fewest and the most hours of a run that computes MEASURED_SHARES of the GPUs' peak, and which GPUs.
+
+    A GPU that is not known is taken for one of those that were measured.
+    """
+    peak = peak_flops(plan.hardware.gpu or "", "bf16")
+    name = plan.hardware.gpu if peak and plan.hardware.gpu else MEASURED_GPU
+    work = plan.tokens * plan.shape.flops_a_token(plan.settings.method)
+    hours = work / (peak or PEAK_FLOPS[("H200",)]) / plan.hardware.processes / 3600
+    return hours / max(MEASURED_SHARES), hours / min(MEASURED_SHARES), name
 
 
 def make_memory_row(

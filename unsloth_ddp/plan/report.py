@@ -4,14 +4,16 @@ import dataclasses
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
+from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan, guess_hours
 from unsloth_ddp.sizing.choose import backend_of, planned_packing, precision_of
 from unsloth_ddp.utils.memory_limits import FILLED
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bytes, shown_seconds
 
 NO_SPEED = (
-    "Time and efficiency are left out: give --tokens_per_second, the measured speed of one GPU (docs/plan.md#time)."
+    "The time is a guess from measured runs with packed rows (docs/speed.md): padded rows take longer, and start-up, "
+    "evaluation and "
+    "saving come on top. --tokens_per_second, the speed that a short run logs, gives a better one (docs/plan.md#time)."
 )
 # Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.
 NOT_IN_NARROW = ("optimizer", "working", "loading")
@@ -53,8 +55,16 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
                             f"{' with padding' if rows.packing is None else ''}"),
         ("CUDA graphs", describe_graphs(plan)),
         ("steps", f"{plan.steps:,}{per_epoch}"),
+        *([] if hardware.speed else [("time, a guess", _guessed_time(plan))]),
         ("model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP per token"),
     ]  # fmt: skip
+
+
+def _guessed_time(plan: Plan) -> str:
+    least, most, gpu = guess_hours(plan)
+    gpus = plan.hardware.processes
+    shown = "under a minute" if most < 1 / 60 else f"{shown_seconds(least * 3600)} to {shown_seconds(most * 3600)}"
+    return f"{shown} on {counted(gpus, 'GPU')} ({gpu})"
 
 
 def describe_graphs(plan: Plan) -> str:

@@ -66,7 +66,7 @@ def render(ported: Ported, source: Path) -> str:
     """Return the kit's YAML file, with what was left out as comments."""
     lines = [f"# Ported from {printable(source.name)} ({ported.tool})."]
     problem = None if ported.to_do else problem_of(ported)
-    to_do = [*ported.to_do, *([problem] if problem else [])]
+    to_do = dict.fromkeys([*ported.to_do, *([problem] if problem else [])])
     if to_do:
         lines += ["#", "# To do before it runs:", *(f"#   {printable(text)}" for text in to_do)]
     if ported.left_out:

@@ -12,9 +12,11 @@ from unsloth_ddp.config.options import OPTIONS, TYPES, Settings
 from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.config.trainer_args import OWNED_ARGS, RefusedField, check_trainer_args
 from unsloth_ddp.config.upstream_names import known_names, other_trl_configs, sft_config_fields
+from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.port.rows import plain_path, port_mappings, port_names
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import read_source
 
 AXOLOTL, LLAMA_FACTORY, TRL = TOOLS["A"], TOOLS["L"], TOOLS["T"]
 PORTED_TOOLS = {"axolotl": AXOLOTL, "llamafactory": LLAMA_FACTORY, "trl": TRL}
@@ -220,7 +222,7 @@ def _a_number_per_epoch(strategy: str, ported: Ported, key: str, value: Any, giv
 
 def _dataset_names(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
     if ported.tool == LLAMA_FACTORY:
-        port_names(ported, key, value, given.get("dataset_dir"))
+        port_names(ported, key, value, given)
     else:
         ported.add({key: [plain_path(str(item)) for item in (value if isinstance(value, list) else [value])]}, key)
 
@@ -279,6 +281,9 @@ def _read_elsewhere(ported: Ported, key: str, value: Any, given: Mapping[str, An
 
 RULES: dict[str, Rule] = {
     "dataset_dir": _read_elsewhere,
+    "max_samples": _read_elsewhere,
+    "interleave_probs": _read_elsewhere,
+    "mix_strategy": _read_elsewhere,
     "output_dir": _run_folder,
     "gradient_checkpointing": _recompute,
     "gradient_checkpointing_kwargs": _recompute,
@@ -319,6 +324,12 @@ RULES: dict[str, Rule] = {
 def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     """Add the tool's own defaults, and take out what contradicts the rest."""
     options = ported.options
+    if renamed := [f"{old}={new}" for old, (new, _) in ported.columns.items() if old != new]:
+        ported.add({"columns": renamed}, "columns")
+    if ported.revisions:
+        sources = [read_source(text).name for text in (*options.get("dataset", []), *options.get("eval_dataset", []))]
+        names = [name for name in dict.fromkeys(sources) if not is_file(name)]
+        ported.add({"dataset_revision": [ported.revisions.get(name, "main") for name in names]}, "revision")
     of_task = {"learning_rate": 1e-6} if ported.tool == TRL and options["task"] != "sft" else {}
     for option, value in {**DEFAULTS[ported.tool], **of_task}.items():
         options.setdefault(option, value)
@@ -339,6 +350,8 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
         )
     evaluated = options.get("eval_dataset") or options.get("eval_fraction")
     strategy = options.get("eval_strategy")
+    if not evaluated and options.pop("early_stopping_patience", None):
+        ported.left_out["early_stopping_patience"] = "there are no evaluation rows; give eval_dataset or eval_fraction"
     if strategy in ("steps", "epoch") and not evaluated:
         del options["eval_strategy"]
         options.pop("eval_steps", None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.hub import check_model_in_cache, use_cache_if_hub_is_unreachable
 from unsloth_ddp.data.sources.revisions import pin_revisions
 from unsloth_ddp.distributed.exit_codes import forget_exit_code
 from unsloth_ddp.distributed.ranks import Ranks
@@ -61,7 +61,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     # First, because the checks of files import a library of the Hub.
-    use_cache_if_hub_is_unreachable(settings)
+    use_cache_if_hub_is_unreachable(settings, check_model=ranks.nodes == 1)
     if ranks.nodes == 1:
         check_files(settings, ranks.world_size)
         check_run_folder(settings)
@@ -78,6 +78,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         if ranks.nodes > 1:
             # Each node may lack something else, which is raised on all of them.
             runtime.on_every_rank(lambda: check_files(settings, ranks.world_size))
+            runtime.on_every_rank(lambda: check_model_in_cache(settings))
         decide_backend(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.
         settings = pin_revisions(settings, runtime)

@@ -7,7 +7,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers, installed_trackers, known_names
 from unsloth_ddp.data.chat.template import check_chat_template
 from unsloth_ddp.data.order.packing import BatchRequest
-from unsloth_ddp.data.sources.checked_rows import FirstRows, check_first_rows
+from unsloth_ddp.data.sources.checked_rows import FirstRows, check_column_names, check_first_rows
 from unsloth_ddp.data.sources.revisions import dataset_revisions
 from unsloth_ddp.data.sources.rows import checked_files
 from unsloth_ddp.model.files.check import (
@@ -53,8 +53,9 @@ def check_data(settings: Settings, processes: int) -> FirstRows:
     _ = BatchRequest.of(settings, processes).plan
     check_chat_template(settings.chat_template)
     dataset_revisions(settings)
-    files = [*checked_files(settings.dataset, streaming=settings.streaming), *checked_files(settings.eval_dataset)]
-    return check_first_rows(settings, max(1, FIRST_ROWS // len(files)))
+    checked = [*checked_files(settings.dataset, streaming=settings.streaming), *checked_files(settings.eval_dataset)]
+    check_column_names(settings)
+    return check_first_rows(settings, max(1, FIRST_ROWS // sum(len(files) for _, files in checked)))
 
 
 def _check_model_name(settings: Settings) -> None:

@@ -1,6 +1,7 @@
 """Upload a finished run to the Hub."""
 
 import json
+import shlex
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
@@ -12,28 +13,40 @@ from unsloth_ddp.utils.errors import UserError, one_line
 # The report and its record hold rows of the evaluation set; all of these hold local paths, and so names of users, or the
 # name of the host, which is part of the names of TensorBoard's files.
 PRIVATE = [
-    "checkpoint*", "logs/*", "merged/*", "*.partial", "run.lock", "tensorboard/*", "training_args.bin",
+    "checkpoint*", "logs/*", "*.partial", "run.lock", "tensorboard/*", "training_args.bin",
+    # What was exported from the run.
+    "merged*/*", "gguf*/*", "ollama*/*", "vllm*/*",
     RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE,
 ]  # fmt: skip
 
 
-def check_upload(settings: Settings) -> None:
-    """Refuse an upload that would fail when the run is done; the network is not asked."""
+def check_upload(settings: Settings, asked_by: str = "push_to_hub") -> None:
+    """Refuse an upload that would fail when the run is done; the network is not asked.
+
+    Args:
+        asked_by: the option that asks for the upload.
+    """
     if not settings.push_to_hub:
         return
     import huggingface_hub
+    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    later = (
+        ", or leave push_to_hub out and upload the finished run later: uv run python -m unsloth_ddp.export RUN --to hub"
+    )
+    later = later if asked_by == "push_to_hub" else ""
+    if constants.HF_HUB_OFFLINE:
         raise UserError(
-            "push_to_hub needs the Hub, which is switched off (HF_HUB_OFFLINE) or cannot be reached; unset the variable, or "
-            "leave push_to_hub out and upload the run's folder later with hf upload."
+            f"{asked_by} needs the Hub, which is switched off (HF_HUB_OFFLINE) or cannot be reached; unset the "
+            f"variable where there "
+            f"is a network{later}."
         )
     if not huggingface_hub.get_token():
         raise UserError(
-            "push_to_hub needs a token of the Hub, and none is found; log in once with hf auth login, set HF_TOKEN, or leave "
-            "push_to_hub out."
+            f"{asked_by} needs a token of the Hub, and none is found; log in once with uv run hf auth login, or set "
+            f"HF_TOKEN{later}."
         )
     try:
         # The account is not known yet; its name counts too, so a run's name may be refused at the end for its length.
@@ -78,5 +91,9 @@ def upload(settings: Settings, folder: Path) -> str:
     except Exception as error:
         # The errors of the Hub's libraries (its own, httpx's, hf_xet's) have no class in common.
         reason = one_line(error) or type(error).__name__
-        raise UserError(f"The run is complete in {folder}, but was not uploaded: {reason}") from None
+        raise UserError(
+            f"The run is complete in {folder}, but was not uploaded: {reason.rstrip('.')}; try again with uv run "
+            f"python -m "
+            f"unsloth_ddp.export {shlex.quote(str(folder))} --to hub."
+        ) from None
     return repo.url

@@ -15,7 +15,7 @@ import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, set_seed
+from transformers import EarlyStoppingCallback, Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import ParallelMode
 from trl import SFTTrainer
@@ -43,7 +43,7 @@ from unsloth_ddp.training.step.deepspeed_precision import (
 )
 from unsloth_ddp.training.tasks.task import Task
 from unsloth_ddp.utils.redaction import printable
-from unsloth_ddp.utils.units import shown_bytes
+from unsloth_ddp.utils.units import counted, shown_bytes
 
 
 class ResumableTrainer(SFTTrainer):
@@ -409,6 +409,13 @@ class ResumableTrainer(SFTTrainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        if kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]:
+            if self._evaluation_is_due():
+                self._determine_best_metric(self._evaluate(None, None), None)
+            self._name_best_checkpoint()
+        if self.patience_used_up:
+            self.control.should_training_stop = True
+            return
         self.feed.begin_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)
 
@@ -420,10 +427,6 @@ class ResumableTrainer(SFTTrainer):
             set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
         else:
             super()._load_rng_state(checkpoint=checkpoint)
-        if checkpoint is not None:
-            if self._evaluation_is_due():
-                self._determine_best_metric(self._evaluate(None, None), None)
-            self._name_best_checkpoint()
 
     def _evaluation_is_due(self) -> bool:
         """Return whether the run ended between a step and the evaluation that follows it."""
@@ -434,8 +437,22 @@ class ResumableTrainer(SFTTrainer):
             return self.feed.ends_epoch(step, self.plan) or step >= self.state.max_steps
         return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
 
+    @property
+    def patience_used_up(self) -> int:
+        """Return early_stopping_patience if the evaluation loss has not fallen for that many evaluations, else 0."""
+        callbacks = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        worse = (each for each in callbacks if each.early_stopping_patience_counter >= each.early_stopping_patience)
+        return next((each.early_stopping_patience for each in worse), 0)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.settle()
+        if (patience := self.patience_used_up) and self.runtime.ranks.is_main:
+            print(
+                f"Stopped at step {self.state.global_step} of {self.state.max_steps}: the evaluation loss has not "
+                f"fallen for "
+                f"{counted(patience, 'evaluation')}.",
+                flush=True,
+            )
         if self.state.global_step >= self.state.max_steps and self._evaluation_is_due():
             self._determine_best_metric(self._evaluate(None, None), None)
         self._name_best_checkpoint()

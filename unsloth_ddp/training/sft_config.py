@@ -71,9 +71,14 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
 
 def _chosen(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> dict[str, Any]:
     """Return the fields that the kit sets, whatever options have their names."""
-    strategy = settings.eval_strategy
+    strategy: str = settings.eval_strategy
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"
+    save: dict[str, Any] = {"save_strategy": settings.save_strategy}
+    if settings.early_stopping_patience:
+        # Each evaluated step is saved, since the best one becomes the result.
+        save = {"save_strategy": strategy, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        save |= {"save_steps": settings.eval_steps} if settings.eval_steps else {}
     checkpointing = kinds_here(runtime, settings)[0] != "none"
     return {
         "output_dir": str(run_folder),
@@ -102,7 +107,7 @@ def _chosen(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: P
         # A language model's buffers are constants; a broadcast before each forward pass would make ranks wait.
         "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
-        "save_strategy": settings.save_strategy,
+        **save,
         # Checkpoints removes older ones; Transformers would remove the newest one before the result is written.
         "save_total_limit": None,
         "report_to": choose_trackers(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -126,6 +126,7 @@ class DDPTrainer(ResumableTrainer):
                 ReportProgress(runtime.progress),
                 LogSteps(settings.logging_steps),
                 StopTogether(stop, settings.save_seconds),
+                *([EarlyStoppingCallback(patience)] if (patience := settings.early_stopping_patience) else []),
             ],
         )
         self._undo_changes_of_the_backend()

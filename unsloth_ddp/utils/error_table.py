@@ -249,14 +249,16 @@ KNOWN_ERRORS = (
         r"gated repo|GatedRepoError|awaiting a review|401 Client Error|403 Client Error|Invalid user token|"
         r"RepositoryNotFoundError|is not a valid model identifier listed on",
         "The Hub requires an account with access to this repository, or the name is wrong.",
-        "accept the licence on the model's page and log in (hf auth login, or HF_TOKEN), on every node; check the name.",
+        "accept the licence on the model's page and log in (uv run hf auth login, or HF_TOKEN), on every node; check "
+        "the name.",
     ),
     KnownError(
         "no network",
         r"OfflineModeIsEnabled|outgoing traffic has been disabled|LocalEntryNotFoundError|"
         r"couldn't connect to .{0,20}huggingface\.co|huggingface\.co.{0,200}(Max retries|timed out|unreachable)",
         "The Hub cannot be reached, and the file is not in the cache.",
-        "download it once where there is a network (hf download NAME) and copy ~/.cache/huggingface, or give a folder as "
+        "download it once where there is a network (uv run hf download NAME) and copy ~/.cache/huggingface, or give a "
+        "folder as "
         "--model; HF_HUB_OFFLINE=0 tries the network again.",
     ),
     KnownError(
@@ -270,7 +272,8 @@ KNOWN_ERRORS = (
         r"SafetensorError|Error while deserializing header|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|"
         r"PytorchStreamReader failed|invalid load key",
         "A weight file is incomplete or not a weight file: the download broke off, or the file is a Git LFS pointer.",
-        "delete that file and download it again (hf download NAME --force-download); with git, run git lfs pull.",
+        "delete that file and download it again (uv run hf download NAME --force-download); with git, run git lfs "
+        "pull.",
     ),
     KnownError(
         "model and weights differ",

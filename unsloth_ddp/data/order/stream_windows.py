@@ -25,10 +25,11 @@ from unsloth_ddp.data.order.reading_processes import StayWithParent
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows
 from unsloth_ddp.data.sources.preference import converter
 from unsloth_ddp.data.sources.revisions import dataset_revisions
-from unsloth_ddp.data.sources.rows import SourceRow, is_file, read_rows, streamed_sources
+from unsloth_ddp.data.sources.rows import SourceRow, is_file, streamed_sources, training_rows
 from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import read_source
 from unsloth_ddp.utils.redaction import printable
 
 T = TypeVar("T")
@@ -139,21 +140,19 @@ def streamed_windows(
         vocabulary: the tokens that rows may hold.
     """
     encoder = make_encoder(settings, tokenizer, template_date, processing, vocabulary)
-    files = ImageFiles.of(settings, [one for one in streamed_sources(settings.dataset) if is_file(one)])
+    names = [read_source(text).name for text in settings.dataset]
     revisions = dataset_revisions(settings)
-    sizes = _sizes(streamed_sources(settings.dataset))
+    files = ImageFiles.of(settings, [one for one in streamed_sources(names) if is_file(one)])
+    sizes = _sizes(streamed_sources(names))
 
     def read() -> Iterator[SourceRow]:
-        sources = streamed_sources(settings.dataset)
-        for sentence in _changes(sizes, now := _sizes(sources)):
+        for sentence in _changes(sizes, now := _sizes(streamed_sources(names))):
             print(sentence, flush=True)
         sizes.clear()
         sizes.update(now)
-        for source in sources:
-            revision = revisions.get(source)
-            yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
+        yield from training_rows(settings, revisions, streaming=True)
 
-    convert = converter(settings.task)
+    convert = converter(settings.task, settings.columns)
     template = TemplateColumns(settings.chat_template_kwargs, variables_of(tokenizer.chat_template))
 
     def encode(row: SourceRow) -> EncodedRow:

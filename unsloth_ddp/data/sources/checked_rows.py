@@ -1,7 +1,8 @@
 """Read the rows of a source as examples, each checked, and check the first rows of all files of a run."""
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from unsloth_ddp.config.task_options import ImageSettings
 from unsloth_ddp.data.images.files import ImageFiles
 from unsloth_ddp.data.images.values import COLUMNS
 from unsloth_ddp.data.sources.formats import Example
-from unsloth_ddp.data.sources.preference import converter
+from unsloth_ddp.data.sources.preference import READ_COLUMNS, converter
 from unsloth_ddp.data.sources.rows import checked_files, is_file, read_rows
 from unsloth_ddp.data.sources.values import is_empty
 from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import read_source
+
+# Rows of each file whose columns --columns is compared with.
+ROWS_OF_COLUMNS = 100
 
 
 def checked_rows(
@@ -24,6 +29,7 @@ def checked_rows(
     revision: str | None = None,
     *,
     task: str,
+    column_names: Sequence[str] = (),
     images: ImageSettings | None = None,
     template: TemplateColumns | None = None,
     decode_images: bool = True,
@@ -34,6 +40,7 @@ def checked_rows(
 
     Args:
         task: --task, which says how a row is read.
+        column_names: --columns, which says how columns are renamed.
         images: where the images of the rows are; by default beside the file.
         template: what the chat template is given beside messages and tools.
         decode_images: see ImageFiles.
@@ -42,7 +49,7 @@ def checked_rows(
         UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
             unless `may_be_empty`.
     """
-    location, convert = "", converter(task)
+    location, convert = "", converter(task, column_names)
     files = ImageFiles.of(images or ImageSettings(), [source] if is_file(source) else [], decode=decode_images)
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
         try:
@@ -61,6 +68,31 @@ def checked_rows(
         yield location, example
     if not location and not may_be_empty:
         raise UserError(f"dataset {source} holds no rows; leave it out, or check why it is empty.")
+
+
+def check_column_names(settings: Settings) -> None:
+    """Refuse --columns with a new name that is not read, or an old one that no column of the first rows has.
+
+    Raises:
+        UserError: naming the pair; rows on the Hub are not looked at.
+    """
+    names = [read_source(text).name for text in (*settings.dataset, *settings.eval_dataset)]
+    files = [name for name in names if Path(name).expanduser().is_file()]
+    for pair in settings.columns:
+        old, new = pair.split("=")
+        if new not in READ_COLUMNS:
+            raise UserError(
+                f"columns {pair}: {new} is not a column that is read; give one of {', '.join(READ_COLUMNS)}."
+            )
+        if len(files) == len(names):
+            rows = (
+                row.columns for file in files for row in itertools.islice(read_rows(file, "train"), ROWS_OF_COLUMNS)
+            )
+            titles = list(dict.fromkeys(str(name) for row in rows if isinstance(row, dict) for name in row))
+            if old not in titles:
+                raise UserError(
+                    f"columns {pair}: the first rows have no column {old}; they have {', '.join(titles)[:200]}."
+                )
 
 
 @dataclass
@@ -85,24 +117,29 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
     """
     found = FirstRows()
     for sources, streaming in ((settings.dataset, settings.streaming), (settings.eval_dataset, False)):
-        there = [source for source in sources if not is_file(source) or Path(source).expanduser().exists()]
-        for source in checked_files(there, streaming=streaming):
-            if not is_file(source):
+        names = {text: read_source(text).name for text in sources}
+        there = [text for text, name in names.items() if not is_file(name) or Path(name).expanduser().exists()]
+        for source, files in checked_files(there, streaming=streaming):
+            if not is_file(source.name):
                 found.hub += 1
                 continue
-            # A folder may hold empty shards, but a file that the user names should hold rows.
-            rows = checked_rows(
-                source,
-                "train",
-                task=settings.task,
-                images=settings,
-                template=TemplateColumns(settings.chat_template_kwargs),
-                # Every rank reads these rows, and the images of all rows are decoded when they are read.
-                decode_images=False,
-                may_be_empty=source not in sources,
-            )
-            for _, example in itertools.islice(rows, count):
-                found.rows += 1
-                found.images |= bool(example.images)
-            found.files += 1
+            # A slice by percentages or from the end takes a count of all rows, which the ranks leave to the run.
+            split = "train" if re.search("[%-]", source.split or "") else source.split_of("train")
+            for file in files:
+                rows = checked_rows(
+                    file,
+                    split,
+                    task=settings.task,
+                    column_names=settings.columns,
+                    images=settings,
+                    template=TemplateColumns(settings.chat_template_kwargs),
+                    # Every rank reads these rows, and the images of all rows are decoded when they are read.
+                    decode_images=False,
+                    # A folder may hold empty shards, but a file that the user names should hold rows.
+                    may_be_empty=file != source.name,
+                )
+                for _, example in itertools.islice(rows, count):
+                    found.rows += 1
+                    found.images |= bool(example.images)
+                found.files += 1
     return found

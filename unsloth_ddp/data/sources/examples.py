@@ -14,13 +14,15 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.images import downloads
 from unsloth_ddp.data.images.files import stored
 from unsloth_ddp.data.node_folder import room_for_rows
+from unsloth_ddp.data.selection import mixed
 from unsloth_ddp.data.sources.checked_rows import checked_rows
 from unsloth_ddp.data.sources.formats import SHOWN_COLUMNS, Example
 from unsloth_ddp.data.sources.revisions import dataset_revisions
-from unsloth_ddp.data.sources.rows import checked_files, left_out, of_other_splits
+from unsloth_ddp.data.sources.rows import checked_files, is_file, left_out, of_other_splits
 from unsloth_ddp.data.template_values import TemplateColumns
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import Source
 from unsloth_ddp.utils.redaction import printable
 from unsloth_ddp.utils.units import counted
 
@@ -108,44 +110,51 @@ def _examples(
     streaming: bool = False,
 ) -> datasets.Dataset:
     revisions = dataset_revisions(settings)
-    files = checked_files(sources, streaming=streaming)
-    empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
-    if streaming and (lists := left_out(sources)):
+    checked = checked_files(sources, streaming=streaming)
+    names = [source.name for source, _ in checked]
+    empty = [file for _, files in checked for file in files if file not in names and Path(file).stat().st_size == 0]
+    if streaming and (lists := left_out(names)):
         print(f"{_said_of(lists, 'is', 'are')} not read: of a folder, only .jsonl, .parquet and .csv files are read.")
-    if streaming and (others := of_other_splits(sources)):
+    if streaming and (others := of_other_splits(names)):
         print(
             f"{_said_of(others, 'is', 'are')} trained too, although the name is that of another split; to leave it out, name the files to train on."
         )
 
     unread: Counter[str] = Counter()
+    taken: Counter[Source] = Counter()
     numbers = itertools.count(1)
 
-    def rows() -> Iterator[dict[str, Any]]:
-        for source in files:
+    def rows(source: Source, files: list[str]) -> Iterator[dict[str, Any]]:
+        for file in files:
             location = ""
             for location, example in checked_rows(
-                source,
-                split,
-                settings.dataset_config,
-                revisions.get(source),
+                file,
+                source.split_of("train" if is_file(file) else split),
+                source.subset or settings.dataset_config,
+                revisions.get(file),
                 task=settings.task,
+                column_names=settings.columns,
                 images=settings,
                 template=template,
                 streaming=streaming,
                 # A folder may hold empty shards, but a file that the user names should hold rows.
-                may_be_empty=source not in sources,
+                may_be_empty=file not in names,
             ):
+                taken[source] += 1
                 unread.update(example.unread)
                 if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
                     print(f"{number:,} rows read.", flush=True)
                 example.unread = []
                 example.images = [stored(image, folder / "images") for image in example.images]
                 yield {"location": location, "example": example.to_json(), "images": len(example.images)}
-            if not location and source not in empty:
-                empty.append(source)
+            if not location and file not in empty:
+                empty.append(file)
 
-    read = itertools.islice(rows(), STREAM_HEAD) if streaming else rows()
-    examples = _from_rows(read, folder, sources)
+    read = mixed([rows(*dataset) for dataset in checked], [source.weight for source, _ in checked])
+    examples = _from_rows(itertools.islice(read, STREAM_HEAD) if streaming else read, folder, sources)
+    if any(source.weight for source in taken) and not streaming:
+        counts = ", ".join(f"{count:,} of {source}" for source, count in taken.items())
+        print(printable(f"Rows mixed by their weights, none repeated: {counts}."), flush=True)
     if empty:
         what = _said_of(empty, "holds no rows and adds", "hold no rows and add")
         print(f"{what} nothing to the stream; check them if they should hold rows.")

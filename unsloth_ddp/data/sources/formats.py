@@ -37,8 +37,9 @@ from unsloth_ddp.utils.errors import UserError
 
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
 ANY_FIX = (
-    "; rename a question to instruction and its answer to output, or plain text to text, or write a chat as messages with role "
-    "and content"
+    "; give --columns OLD=NEW for other names (a question is instruction and its answer output, plain text is text), "
+    "or write a "
+    "chat as messages with role and content"
 )
 # Required columns of each format, in the order in which formats are tried -> optional columns.
 FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -173,8 +174,9 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
     """Return why a row has none of the formats; `row` is `given` without nulls."""
     if "chosen" in given and "rejected" in given:
         return (
-            "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, rename chosen to "
-            "messages (a list) or completion (text), and drop rejected."
+            "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, "
+            "--columns "
+            "chosen=messages (a list) or chosen=completion (text)."
         )
     if null := next((name for name in _format_of(given) if is_missing(given[name])), None):
         return f"{null} is null; give it a value or remove the row."
@@ -189,16 +191,16 @@ def fix(row: dict[str, Any]) -> str:
     for name, value in row.items():
         turns = messages_or_text(value, name) if isinstance(value, str) else value
         if isinstance(turns, list) and all(map(_looks_like_message, turns)) and len({*map(_speaker, turns)}) > 1:
-            return f"; rename {name} to messages"
+            return f"; give --columns {name}=messages"
     asked, answers = ([name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS))
     asked = ["instruction"] if "instruction" in row else asked
     if len(asked) != 1 or len(answers) != 1:
         return ""
     read = {*asked, *answers, *FORMATS["instruction", "output"], *IMAGE_COLUMNS, *LABELS}
     others = ", ".join(name for name, value in row.items() if isinstance(value, str) and value and name not in read)
-    needed = f"; of the others ({others[:200]}) rename to input what the question needs" if others else ""
+    needed = f"; of the others ({others[:200]}) NAME=input adds what the question needs" if others else ""
     wanted = {asked[0]: "instruction", answers[0]: "output"}
-    return "; rename " + " and ".join(f"{name} to {new}" for name, new in wanted.items() if name != new) + needed
+    return "; give --columns " + " ".join(f"{name}={new}" for name, new in wanted.items() if name != new) + needed
 
 
 def _speaker(turn: dict[str, Any]) -> str:

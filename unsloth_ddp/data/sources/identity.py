@@ -13,6 +13,7 @@ from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import Source, read_source
 
 
 def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: TokenizedRows) -> dict[str, Any]:
@@ -31,13 +32,19 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
         found["chat_template_date"] = rows.template_date
     if rows.streamed:
         hub = " ".join(word for word in (settings.dataset_split, settings.dataset_config) if word)
-        names = (str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset)
+        names = (_identity_of_source(source, hub) for source in map(read_source, settings.dataset))
         found |= {
             "sources": ", ".join(names),
             "sources_revision": settings.dataset_revision,
             "shuffle_buffer": settings.shuffle_buffer,
         }
     return found
+
+
+def _identity_of_source(source: Source, hub: str) -> str:
+    if is_file(source.name):
+        return str(Path(source.name).expanduser().resolve()) + source.suffix
+    return f"{source} {hub}"
 
 
 def same_everywhere(rows: TokenizedRows, runtime: Runtime, purpose: str) -> str:

@@ -21,11 +21,14 @@ as in any other row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
+from unsloth_ddp.data.images.values import COLUMNS as IMAGE_COLUMNS
+from unsloth_ddp.data.selection import renamed
 from unsloth_ddp.data.sources.formats import (
+    FORMATS,
     LABELS,
     QUESTIONS,
     Example,
@@ -56,11 +59,20 @@ LABELLED = ("completion", "output", "response")
 ACCEPTED_LABELLED = (
     "label (true or false) beside prompt and completion, messages, conversations, or instruction and output"
 )
+# Names that --columns may give: those of all formats of all tasks.
+READ_COLUMNS = sorted(
+    {
+        *(name for columns in FORMATS.items() for names in columns for name in names),
+        *(*ANSWERS, *PROMPTS, *LABELLED, *LABELS, *IMAGE_COLUMNS),
+    }
+)
 
 
-def converter(task: str) -> Callable[[Any], Example]:
-    """Return the function that converts a row for a task."""
-    return to_labelled if task == "kto" else to_pair if task in PAIR_TASKS else to_example
+def converter(task: str, columns: Sequence[str] = ()) -> Callable[[Any], Example]:
+    """Return the function that converts a row for a task, after renaming columns as --columns says."""
+    convert = to_labelled if task == "kto" else to_pair if task in PAIR_TASKS else to_example
+    names = dict(pair.split("=", 1) for pair in columns)
+    return (lambda row: convert(renamed(row, names))) if names else convert
 
 
 def to_pair(row: Any) -> Example:
@@ -364,7 +376,9 @@ def _refuse_other_name(row: dict[str, Any]) -> None:
     """Refuse a row whose prompt seems to be in a column that is not read."""
     if other := next((name for name in row if str(name).lower() in QUESTIONS and not is_empty(row[name])), None):
         raise UserError(
-            f"the row has no prompt, but a column {other}, which is not read; rename it prompt, or instruction to use the chat template."
+            f"the row has no prompt, but a column {other}, which is not read; give --columns {other}=prompt, or "
+            f"{other}=instruction to "
+            "use the chat template."
         )
 
 

@@ -13,6 +13,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.sources import read_source
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Seconds that the Hub may take to answer.
@@ -37,21 +38,23 @@ def dataset_revisions(settings: Settings) -> dict[str, str]:
 
 def _hub_datasets(settings: Settings) -> list[str]:
     """Return each dataset on the Hub once, in the order of the options."""
-    return [name for name in dict.fromkeys([*settings.dataset, *settings.eval_dataset]) if not is_file(name)]
+    names = [read_source(text).name for text in [*settings.dataset, *settings.eval_dataset]]
+    return [name for name in dict.fromkeys(names) if not is_file(name)]
 
 
 def ignored_hub_options(settings: Settings) -> list[str]:
     """Return a sentence for each option that selects from the Hub although the model or dataset is local."""
-    hub, standard = set(_hub_datasets(settings)), Settings()
+    standard = Settings()
+    trained, evaluated = (
+        [source for source in map(read_source, texts) if not is_file(source.name)]
+        for texts in (settings.dataset, settings.eval_dataset)
+    )
     local = {
         "model_revision": ("the model", is_file(str(settings.model))),
         "reference_model_revision": ("the reference model", is_file(str(settings.reference_model))),
-        "dataset_split": ("the dataset", not hub.intersection(settings.dataset)),
-        "eval_dataset_split": (
-            "the evaluation dataset",
-            bool(settings.eval_dataset) and not hub.intersection(settings.eval_dataset),
-        ),
-        "dataset_config": ("the dataset", not hub),
+        "dataset_split": ("the dataset", not trained),
+        "eval_dataset_split": ("the evaluation dataset", bool(settings.eval_dataset) and not evaluated),
+        "dataset_config": ("the dataset", not trained and not evaluated),
     }
     return [
         f"{name} {getattr(settings, name)} is ignored: {what} is on this machine, and the option selects from the Hub."

@@ -1,19 +1,23 @@
 """Read rows from files and Hub datasets, each with its location, so that an error can name the row."""
 
 import csv
+import functools
 import mimetypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.selection import mixed, read_slice, sliced
 from unsloth_ddp.data.sources import json_text
 from unsloth_ddp.data.sources.json_text import LFS_POINTER, json_list_items, parse_json, text_lines
 from unsloth_ddp.data.sources.table_nulls import is_of_table, without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.json import DECODER
 from unsloth_ddp.utils.files.missing import looked_in, similar_file
+from unsloth_ddp.utils.files.sources import HUB_ID, Source, read_source
 from unsloth_ddp.utils.known_errors import find_known_error
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -26,7 +30,6 @@ IMAGE_FOLDER = "metadata"
 OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
 # What Python, pandas and databases write into a CSV cell for a missing value.
 NULL_CELLS = {"nan", "NaN", "null", "NULL", "None", "<NA>"}
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_ADDRESS = re.compile(r"https?://huggingface\.co/datasets/([^/]+(?:/[^/]+)?)")
 
 
@@ -66,6 +69,11 @@ def check_source(source: str) -> None:
             raise UserError(f"dataset {source} is a URL; give the dataset's id on the Hub: {match[1]}.")
         path = Path(source).expanduser()
         if not path.exists():
+            if "," in source:
+                raise UserError(
+                    f"dataset {source}: there is no such file; separate datasets by spaces: --dataset "
+                    f"{' '.join(source.split(','))}."
+                )
             near = similar_file(path, SUFFIXES)
             fix = f"did you mean {near}?" if near else "check the path, or give the id of a dataset on the Hub."
             raise UserError(f"dataset {source}: there is no such file{'' if near else looked_in(path)}; {fix}")
@@ -88,16 +96,25 @@ def check_source(source: str) -> None:
         raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
 
 
-def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
-    """Return the files and Hub ids of `sources`, with streamed folders expanded; each is checked by `check_source`.
+def checked_files(texts: list[str], *, streaming: bool = False) -> list[tuple[Source, list[str]]]:
+    """Return each dataset that `texts` name, with its files or its Hub id, which are checked by `check_source`.
 
     Raises:
-        UserError: see streamed_sources and check_source.
+        UserError: see streamed_sources, check_source and read_slice.
     """
-    files = streamed_sources(sources) if streaming else sources
-    for source in files:
-        check_source(source)
-    return files
+    checked = []
+    for source in map(read_source, texts):
+        files = streamed_sources([source.name]) if streaming else [source.name]
+        for file in files:
+            check_source(file)
+        if files != [source.name] and source.split:
+            raise UserError(f"dataset {source}: a folder has no slices; name one of its files, or leave [...] out.")
+        if is_file(source.name) and source.subset:
+            raise UserError(f"dataset {source}: a file has no subset; leave @{source.subset} out.")
+        if is_file(source.name) or streaming:
+            read_slice(source.name, source.split_of("train"), of_file=is_file(source.name), streaming=streaming)
+        checked.append((source, files))
+    return checked
 
 
 def streamed_sources(sources: list[str]) -> list[str]:
@@ -165,7 +182,7 @@ def _raise(error: OSError) -> None:
 def read_rows(
     source: str, split: str, config: str | None = None, revision: str | None = None, *, streaming: bool = False
 ) -> Iterator[SourceRow]:
-    """Yield the rows of one file that `check_source` accepted, or of one split of a Hub dataset.
+    """Yield the rows of one file that `check_source` accepted, or of one split of a Hub dataset, or of a slice of them.
 
     With `streaming`, nothing of a Hub dataset is kept on disk; files are always read row by row.
 
@@ -173,19 +190,46 @@ def read_rows(
         UserError: the source cannot be read, or a row is broken; the message names file and line.
     """
     if not is_file(source):
-        yield from _hub_rows(source, split, config, revision, streaming)
+        if streaming:
+            # Datasets slices no streams.
+            name = read_slice(source, split, of_file=False, streaming=True)[0]
+            hub_rows = functools.partial(_hub_rows, source, name, config, revision, streaming)
+            yield from sliced(source, split, hub_rows, of_file=False, streaming=True)
+        else:
+            yield from _hub_rows(source, split, config, revision, streaming)
         return
     path = Path(source).expanduser()
-    readers = {".jsonl": _jsonl_rows, ".json": json_list_items, ".parquet": _parquet_rows, ".csv": _csv_rows}
     try:
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its folder.")
-        for location, columns in readers[row_suffix(path)](path):
-            columns = without_filled_nulls(columns) if is_of_table(columns) else columns
-            yield SourceRow(location, _with_image(columns) if path.stem == IMAGE_FOLDER else columns)
+        yield from sliced(source, split, functools.partial(_file_rows, path), of_file=True, streaming=streaming)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
+
+
+def training_rows(settings: Settings, revisions: Mapping[str, str], *, streaming: bool) -> Iterator[SourceRow]:
+    """Yield the training rows of a run in the order of its datasets, mixed where these have weights.
+
+    Raises:
+        UserError: see checked_files and read_rows.
+    """
+
+    def rows(source: Source, files: list[str]) -> Iterator[SourceRow]:
+        for file in files:
+            split = source.split_of("train" if is_file(file) else settings.dataset_split)
+            config = source.subset or settings.dataset_config
+            yield from read_rows(file, split, config, revisions.get(file), streaming=streaming)
+
+    checked = checked_files(settings.dataset, streaming=settings.streaming)
+    yield from mixed([rows(*dataset) for dataset in checked], [source.weight for source, _ in checked])
+
+
+def _file_rows(path: Path) -> Iterator[SourceRow]:
+    readers = {".jsonl": _jsonl_rows, ".json": json_list_items, ".parquet": _parquet_rows, ".csv": _csv_rows}
+    for location, columns in readers[row_suffix(path)](path):
+        columns = without_filled_nulls(columns) if is_of_table(columns) else columns
+        yield SourceRow(location, _with_image(columns) if path.stem == IMAGE_FOLDER else columns)
 
 
 def _with_image(columns: Any) -> Any:
@@ -345,7 +389,8 @@ def _hub_rows(
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")
         advice = (
-            f"; download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
+            f"; download it where there is a network (uv run hf download {source} --repo-type dataset --local-dir "
+            f"FOLDER) "
             "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
         )
         raise UserError(

@@ -223,7 +223,7 @@ def _refuse_pointer(folder: Path, name: str) -> None:
     if begin == LFS_POINTER:
         raise UserError(
             f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "
-            "the model with hf download NAME."
+            "the model with uv run hf download NAME."
         )
 
 

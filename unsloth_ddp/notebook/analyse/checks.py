@@ -47,9 +47,7 @@ _FITS_SENTENCES = (
     "number of processes"
 )
 # What may run long on a model that it gets.
-_LONG = re.compile(
-    r"(^|_)(train|fit|tune|finetune|distill|optimi[sz]e|simulate)(_|$)"
-)
+_LONG = re.compile(r"(^|_)(train|fit|tune|finetune|distill|optimi[sz]e|simulate)(_|$)")
 _ENDS = ("exit", "quit", "sys.exit", "SystemExit")
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")

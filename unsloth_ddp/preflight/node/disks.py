@@ -15,6 +15,7 @@ from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.model.files.find import model_folder, weight_bytes
 from unsloth_ddp.preflight.checks import Finding, failure, warning
 from unsloth_ddp.utils.errors import os_reason
+from unsloth_ddp.utils.files.sources import read_source
 from unsloth_ddp.utils.units import GIB, MIB, shown_bytes
 
 CACHE_WANTED = 2 * GIB
@@ -80,7 +81,7 @@ def find_datasets_cache(environ: Mapping[str, str]) -> Path:
 def read_data_sizes(settings: Settings) -> list[int]:
     """Return the bytes of every local data file whose tokens are cached; those of streamed rows are not."""
     sources = [*([] if settings.streaming else settings.dataset), *settings.eval_dataset]
-    paths = [Path(source).expanduser() for source in sources if is_file(source)]
+    paths = [Path(name).expanduser() for name in (read_source(text).name for text in sources) if is_file(name)]
     return [path.stat().st_size for path in paths if path.is_file()]
 
 

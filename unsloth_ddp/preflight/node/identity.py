@@ -23,6 +23,7 @@ from unsloth_ddp.model.files.identity import (
 from unsloth_ddp.preflight.checks import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.files.opened import UNREAD, recording
+from unsloth_ddp.utils.files.sources import read_source
 from unsloth_ddp.utils.redaction import is_secret_name
 from unsloth_ddp.utils.units import shown_bytes
 from unsloth_ddp.utils.versions import PACKAGES, kit_checksum, versions
@@ -86,7 +87,7 @@ def describe_data(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return an entry for every source of rows, by option and position, and for the chat template's file."""
     found, revisions = {}, dataset_revisions(settings)
     for option in ("dataset", "eval_dataset"):
-        sources: list[str] = getattr(settings, option)
+        sources = [read_source(text).name for text in getattr(settings, option)]
         for number, source in enumerate(sources, 1):
             label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
             path = Path(source).expanduser()

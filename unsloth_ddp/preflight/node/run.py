@@ -100,10 +100,13 @@ def machine_checks(
         return machine.check_shared_memory(usage.free, usage.total, several, bool(devices) and not cpu)
 
     def gpus() -> Finding:
-        import torch
-
         expected, visible = environ.get("GPUS_PER_NODE"), environ.get(VISIBLE)
-        missing = None if devices else explain_missing_gpu(visible, has_nvidia(), torch.version.cuda, reason)
+        missing = None
+        # With --use_cpu nothing has imported torch yet, which may take longer than the time limit of a check.
+        if not devices and not cpu:
+            import torch
+
+            missing = explain_missing_gpu(visible, has_nvidia(), torch.version.cuda, reason)
         return machine.check_gpus(
             devices,
             cpu=cpu,

@@ -154,6 +154,8 @@ def _first_image(run: RunRecord) -> str | None:
 
 def _hardware(run: RunRecord) -> list[tuple[str, str]]:
     found = {name: run.fact(name) for name in MACHINE}
+    # Of replicas there is one but with hybrid sharding.
+    found = {name: value for name, value in found.items() if (name, value) != ("copies", 1)}
     hardware = dict((run.parts[-1].get("hardware") if run.parts else None) or {})
     if memory := hardware.pop("gpu_memory_bytes", None):
         hardware["gpu_memory"] = shown_bytes(memory)

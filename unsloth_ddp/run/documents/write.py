@@ -32,6 +32,7 @@ from unsloth_ddp.run.documents.model_card import write_card
 from unsloth_ddp.run.documents.record import RunRecord, begin_record, end_record, read_run
 from unsloth_ddp.run.documents.report import write_report
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.files.sources import read_source
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.versions import versions
 
@@ -131,7 +132,7 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
             "license": base_license(name, settings.model_revision),
         },
         "data": {
-            "hub": [name for name in settings.dataset if not is_file(name)],
+            "hub": [name for name in (read_source(text).name for text in settings.dataset) if not is_file(name)],
             "train": _counts(data.train),
             "evaluation": _counts(data.evaluation) if data.evaluation else None,
             "packing": data.packing.reason if data.train.packing is not None else None,

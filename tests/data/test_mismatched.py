@@ -10,8 +10,8 @@ from tests.conftest import DEMO_MODEL, write_jsonl
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.dataset import tokenize_examples
-from unsloth_ddp.data.mismatched import answer_start, join_mismatched, partners, with_mismatched
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.mismatched import answer_start, join_mismatched, partners, with_mismatched
 from unsloth_ddp.data.order.stream_windows import streamed_windows
 from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.sources.examples import held_out_examples, read_examples

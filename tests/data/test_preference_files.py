@@ -19,7 +19,7 @@ from tests.conftest import DEMO_MODEL, write_jsonl
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.dataset import TokenizedRows, tokenize_examples
-from unsloth_ddp.data.mismatched import answer_start
+from unsloth_ddp.data.order.mismatched import answer_start
 from unsloth_ddp.data.sources.examples import read_examples
 from unsloth_ddp.plan import __main__ as plan
 from unsloth_ddp.run.file_checks import check_data

@@ -19,8 +19,8 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
-from unsloth_ddp.data.mismatched import with_mismatched
 from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.mismatched import with_mismatched
 from unsloth_ddp.data.sources.preference import to_labelled, to_pair
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.training.tasks.kto import KtoTask

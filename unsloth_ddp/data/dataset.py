@@ -23,9 +23,9 @@ from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.chat.template import prints_date, use_template_of_processor
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, encode_row
 from unsloth_ddp.data.images.processing import ImageProcessing, load_processing
-from unsloth_ddp.data.mismatched import join_mismatched_rows
 from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.mismatched import join_mismatched_rows
 from unsloth_ddp.data.order.packing import BatchRequest, Packing, PackingDecision, plan_step
 from unsloth_ddp.data.row_report import column_of, most_frequent, report
 from unsloth_ddp.data.sources.examples import have_images

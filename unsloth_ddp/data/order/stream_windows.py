@@ -19,7 +19,7 @@ from unsloth_ddp.data.chat.tokenize import EncodedRow, encode_row
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
 from unsloth_ddp.data.images.files import ImageFiles
 from unsloth_ddp.data.images.processing import ImageProcessing
-from unsloth_ddp.data.mismatched import join_mismatched
+from unsloth_ddp.data.order.mismatched import join_mismatched
 from unsloth_ddp.data.order.packing import Packing
 from unsloth_ddp.data.order.reading_processes import StayWithParent
 from unsloth_ddp.data.order.stream_order import FIRST, StreamPosition, stream_rows

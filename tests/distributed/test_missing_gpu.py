@@ -37,7 +37,7 @@ FOUND = "CUDA_VISIBLE_DEVICES is {}, but torch finds no GPU"
          "kit's own with uv sync."),
         (None, True, None, "", "This machine has an NVIDIA driver, but this torch is built without CUDA, so"),
         (None, True, "13.0", TOO_OLD, "This machine has an NVIDIA driver, but torch finds no GPU (The NVIDIA driver on your system is "
-         "too old (found version 12020)), so the CPU is used; update the driver to one for CUDA 13.0."),
+         "too old (found version 12020)), so the CPU is used; update the driver to one for CUDA 13.0, or install torch for this driver: "),
         (None, True, "13.0", NO_FABRIC, "This machine has an NVIDIA driver, but torch finds no GPU (Error 802: system not yet "
          "initialized), so"),
     ],

@@ -132,7 +132,7 @@ def test_a_base_model_that_cannot_be_loaded_is_named(
     (run / "settings.yaml").write_text(settings.replace(f"model: {tiny_model}", f"model: {base}"))
     before = names(run)
     assert main([str(run), "--to", "merged"]) == 2
-    assert f"The adapter in {run} cannot be merged: " in capsys.readouterr().err
+    assert f"The base model of {run} cannot be " in capsys.readouterr().err
     assert names(run) == before
 
 

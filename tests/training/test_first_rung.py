@@ -245,8 +245,8 @@ def test_every_rank_tries_what_the_main_process_would(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("device", "sharding", "options", "resumed", "rung", "reason"),
     [
-        ("cpu", "none", {}, {}, Rung(False, "none", 16), "the default on a CPU"),
-        ("cpu", "fsdp2", {}, {}, Rung(False, "torch", 16), "the default on a CPU"),
+        ("cpu", "none", {}, {}, Rung(False, "none", 1), "the default on a CPU"),
+        ("cpu", "fsdp2", {}, {}, Rung(False, "torch", 1), "the default on a CPU"),
         (
             "cuda", "none", {"gradient_checkpointing": "none", "per_device_train_batch_size": 1}, {},
             Rung(False, "none", 1), "as set",

@@ -173,7 +173,7 @@ class FirstRung:
         if last is not None:
             return rungs[0], f"memory ran out with {last}"
         if self.runtime.device_type == "cpu":
-            return rungs[0], "the default on a CPU"
+            return min(rungs, key=lambda rung: (KINDS.index(rung.kind), rung.rows)), "the default on a CPU"
         if len(rungs) == 1 and self.settings.gradient_checkpointing != "auto":
             return rungs[0], "as set"
         if resumed and self.runtime.sharding != "none":

@@ -11,8 +11,6 @@ from unsloth_ddp.utils.errors import one_line
 LARGEST_BYTES = 1 << 20
 # With aliases, a few lines can stand for more values than fit into memory, as soon as they are shown or copied.
 MOST_CHARACTERS = 4 * LARGEST_BYTES
-# Merges (<<) copy values while the file is read.
-MOST_MERGED, MERGE = 10_000, "tag:yaml.org,2002:merge"
 
 
 class Unreadable(ValueError):
@@ -79,16 +77,6 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        for _, value in (pair for pair in node.value if pair[0].tag == MERGE):
-            mappings = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            mappings = [mapping for mapping in mappings if isinstance(mapping, yaml.MappingNode)]
-            for mapping in mappings:
-                self.flatten_mapping(mapping)
-            if sum(len(mapping.value) for mapping in mappings) > MOST_MERGED:
-                raise Unreadable("its merges (<<) stand for too many values; write them out")
-        super().flatten_mapping(node)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
         """Return a number as YAML 1.2 reads it: 010 is 10, not octal, and 1:30:00 is text, not a number in base 60."""

@@ -169,7 +169,7 @@ ONE = {"messages": turns(ASK, GOOD)}
 BESIDE = "with prompt, messages, conversations or instruction beside them, or as whole conversations."
 # Options and the row, and what is said, after the place for those that are refused.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "pairs as text": ("--task sft", PAIR, "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, rename chosen to messages (a list) or completion (text), and drop rejected."),
+    "pairs as text": ("--task sft", PAIR, "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, --columns chosen=messages (a list) or chosen=completion (text)."),
     "a bad answer as text": ("--task sft", {**LABEL, "label": False}, "the row has label false, which in KTO's format marks an answer not to learn; give --task kto, or remove such rows, or the column."),
     "pairs as labelled answers": ("--task kto", PAIR, "the row is a preference pair (chosen, rejected); give --task dpo."),
     "labelled answers as pairs": ("--task orpo", LABEL, f"the row is one answer with a label; give --task kto, or write pairs, which have chosen and rejected, {BESIDE}"),
@@ -177,8 +177,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "chats as labelled answers": ("--task kto", ONE, "the row has no label, which --task kto learns from; add a column label (true or false), or learn all answers with --task sft."),
     "one answer of two": ("--task dpo", {"prompt": ASK, "chosen": GOOD}, "the row has no rejected answer beside the other; add it or remove the row."),
     "no prompt": ("--task dpo", ANSWERS, "the row has no prompt, and chosen and rejected do not begin with the same words; add a column prompt, or remove the row."),
-    "a prompt of another name": ("--task dpo", {"query": ASK, "chosen": "The sea.", "rejected": "The lake."}, "the row has no prompt, but a column query, which is not read; rename it prompt, or instruction to use the chat template."),
-    "a labelled prompt of another name": ("--task kto", {"query": ASK, "completion": GOOD, "label": True}, "the row has no prompt, but a column query, which is not read; rename it prompt, or instruction to use the chat template."),
+    "a prompt of another name": ("--task dpo", {"query": ASK, "chosen": "The sea.", "rejected": "The lake."}, "the row has no prompt, but a column query, which is not read; give --columns query=prompt, or query=instruction to use the chat template."),
+    "a labelled prompt of another name": ("--task kto", {"query": ASK, "completion": GOOD, "label": True}, "the row has no prompt, but a column query, which is not read; give --columns query=prompt, or query=instruction to use the chat template."),
     "PKU-SafeRLHF before a choice": ("--task dpo", {"prompt": ASK, "response_0": GOOD, "response_1": BAD, "better_response_id": 0}, f"the row (prompt, response_0, response_1, better_response_id) is no pair of answers that the kit knows; write the better answer as chosen and the other as rejected, {BESIDE}"),
     "SHP before a choice": ("--task dpo", {"history": ASK, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1}, f"the row (history, human_ref_A, human_ref_B, labels) is no pair of answers that the kit knows; write the better answer as chosen and the other as rejected, {BESIDE}"),
     "several rejected answers": ("--task dpo", {**PAIR, "rejected": [BAD, "No."]}, "rejected is a list of texts ('A lake.', ...); write it as one text, or as a list of messages with role and content."),

@@ -113,7 +113,10 @@ class OnGPU(MemoryTrials):
         settings = Settings(model="m", dataset=["d"], **options)
         runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200")
         train = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
-        checkpointing, data = SimpleNamespace(use=self.use), SimpleNamespace(train=train, plan=BatchPlan(1, 16, 1))
+        checkpointing, data = (
+            SimpleNamespace(use=self.use, forget_failed_pass=list),
+            SimpleNamespace(train=train, plan=BatchPlan(1, 16, 1)),
+        )
         super().__init__(settings, runtime, data, checkpointing, None, 0, lambda rung: None)  # type: ignore[arg-type]
         self.room, self.kind = room or {}, ""
 

@@ -36,7 +36,7 @@ def rows(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("task", "ranks", "cases"),
     [
-        ("sft", 1, 8),
+        ("sft", 1, 4),
         *[pytest.param(task, ranks, 34, marks=pytest.mark.slow) for task in TASKS for ranks in (1, 2)],
     ],
 )

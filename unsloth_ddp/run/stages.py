@@ -253,19 +253,20 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
     """
     try:
         seconds = trainer.train_from(resume)
+        if not trainer.stopped:
+            run.stop.finishing = True
+            return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
     except OutOfMemory as error:
-        ranks = run.runtime.ranks
+        trainer.save_without_memory(error)
+        ranks, state = run.runtime.ranks, trainer.state
         location = str(run.runtime.locations[ranks.rank]) if ranks.world_size > 1 else ""
-        step, last = trainer.state.global_step + 1, trainer.checkpoints.last
-        raise without_memory(error, step, last, location=location) from error
-    if trainer.stopped:
-        cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
-        documents.stopped(run.runtime, trainer, run.folder, cause, seconds)
-        if checkpoints.last is None:
-            raise RunEnd(f"Stopped on {cause} without a complete checkpoint: {checkpoints.failed}.")
-        raise stopped(cause, checkpoints.last, named=run.named)
-    run.stop.finishing = True
-    return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
+        step = min(state.global_step + 1, state.max_steps)
+        raise without_memory(error, step, trainer.checkpoints.last, location=location) from error
+    cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
+    documents.stopped(run.runtime, trainer, run.folder, cause, seconds)
+    if checkpoints.last is None:
+        raise RunEnd(f"Stopped on {cause} without a complete checkpoint: {checkpoints.failed}.")
+    raise stopped(cause, checkpoints.last, named=run.named)
 
 
 def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str, Any]) -> None:

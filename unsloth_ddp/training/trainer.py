@@ -377,9 +377,6 @@ class DDPTrainer(ResumableTrainer):
             self.evaluation_interrupted = True
             self.save_interrupted()
             self.settle()
-        except OutOfMemory as error:
-            self._save_without_memory(error)
-            raise
         else:
             self.check_weights()
         finally:
@@ -387,7 +384,7 @@ class DDPTrainer(ResumableTrainer):
         self.runtime.progress.enter("finishing")
         return time.perf_counter() - began
 
-    def _save_without_memory(self, error: OutOfMemory) -> None:
+    def save_without_memory(self, error: OutOfMemory) -> None:
         """Write a checkpoint of the last complete step if this process can do so alone, else note what ran out of memory."""
         if not error.lowest:
             # The other ranks wait in a collective of this pass, so that nothing can be repeated or saved any more.

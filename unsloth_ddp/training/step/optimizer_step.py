@@ -253,8 +253,9 @@ class OptimizerStep:
         return self.micro_batch(compute, model, start.batches[failed], start.divisor, last=last)
 
     def restore_random_numbers(self) -> None:
-        """Set the generators to their states at the beginning of the step."""
-        assert self._start is not None
+        """Set the generators to their states at the beginning of the step, if one began."""
+        if self._start is None:
+            return
         cpu, gpu = self._start.random
         torch.set_rng_state(cpu)
         if gpu is not None:

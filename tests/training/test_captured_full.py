@@ -24,8 +24,7 @@ OPTIONS = (
 
 def train_captured(argv: list[str], cwd: str) -> None:
     """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
-    from unsloth_ddp.sizing import graphs
-    from unsloth_ddp.training.step import captured_step, cuda_graphs, gradient_exchange
+    from unsloth_ddp.training.step import capture_trial, captured_step, first_rung, gradient_exchange
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:
         return captured_step.CapturedStep(model, forward, autocast, torch.float32, *more)
@@ -50,10 +49,10 @@ def train_captured(argv: list[str], cwd: str) -> None:
 
     gradient_exchange.GradientExchange.average = noted_average  # type: ignore[method-assign]
     captured_step.CapturedStep.run = noted_replay  # type: ignore[method-assign]
-    cuda_graphs.CapturedStep = in_fp32  # type: ignore[misc,assignment]
-    cuda_graphs.obstacle = lambda *_: None
-    graphs.too_short = lambda *_: None
-    cuda_graphs.use_capture_stream = lambda device: None
+    capture_trial.CapturedStep = in_fp32  # type: ignore[misc,assignment]
+    first_rung.obstacle_to_capture = lambda *_: None
+    first_rung.FirstRung._why_not_captured = lambda *_: None  # type: ignore[method-assign]
+    first_rung.use_capture_stream = lambda device: None
     train(argv, cwd)
     import os
 

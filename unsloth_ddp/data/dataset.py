@@ -48,7 +48,6 @@ REPORT_FEATURES = datasets.Features(
         "notes": datasets.List(datasets.Value("string")),
         "unread_keys": datasets.List(datasets.Value("string")),
         "written_tokens": datasets.List(datasets.Value("string")),
-        "location": datasets.Value("string"),
         "problem": datasets.Value("string"),
         "cuts_image": datasets.Value("bool"),
     }
@@ -220,7 +219,7 @@ def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, pu
         except UserError as error:
             encoded, problem = EncodedRow([], []), f"{location}: {error}"
         supervised = sum(label != IGNORED for label in encoded.labels[1:])
-        columns = {**vars(encoded), "supervised": supervised, "location": location, "problem": problem}
+        columns = {**vars(encoded), "supervised": supervised, "problem": problem}
         return {name: columns[name] for name in features}
 
     def encode_all(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
@@ -258,7 +257,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     problems = problems.filter(pc.not_equal(problems, ""))
     if len(problems):
         raise UserError(problems[0].as_py())
-    for sentence in report(tokenized, purpose):
+    for sentence in report(tokenized, column_of(examples, "location"), purpose):
         print(printable(sentence), flush=True)
     stop_tokens = most_frequent(column_of(tokenized, "stop_tokens"))
     cuts_image = column_of(tokenized, "cuts_image").to_numpy()

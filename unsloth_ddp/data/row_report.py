@@ -71,9 +71,13 @@ NOTES: dict[str, str] = {
 SHOWN_NAMES = 10
 
 
-def report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
-    """Return a sentence for each note on how rows were rendered, with the number of such rows."""
-    sentences = _said_in_notes(tokenized, purpose)
+def report(tokenized: datasets.Dataset, locations: pa.ChunkedArray, purpose: str) -> list[str]:
+    """Return a sentence for each note on how rows were rendered, with the number of such rows.
+
+    Args:
+        locations: file and line of each row.
+    """
+    sentences = _said_in_notes(tokenized, locations, purpose)
     for column, what in (
         ("unread_keys", f"Keys of {purpose} messages that the chat template does not read"),
         (
@@ -87,7 +91,7 @@ def report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
     return sentences
 
 
-def _said_in_notes(tokenized: datasets.Dataset, purpose: str) -> list[str]:
+def _said_in_notes(tokenized: datasets.Dataset, locations: pa.ChunkedArray, purpose: str) -> list[str]:
     """Return a sentence for each kind of note, with the number of its rows and the first of them."""
     notes = column_of(tokenized, "notes")
     counts = most_frequent(notes)
@@ -97,7 +101,7 @@ def _said_in_notes(tokenized: datasets.Dataset, purpose: str) -> list[str]:
         named = {note: note.partition("\t")[2] for note in counts if note.partition("\t")[0] == kind}
         of_kind = rows.filter(pc.is_in(values, pa.array(list(named)))).unique()
         said = NOTES[kind].replace("{}", _listed({what: counts[note] for note, what in named.items()}))
-        first = column_of(tokenized, "location")[pc.min(of_kind).as_py()]
+        first = locations[pc.min(of_kind).as_py()]
         sentences.append(
             f"{len(of_kind):,} of {counted(len(tokenized), f'{purpose} row')}: {said}. The first is {first}."
         )

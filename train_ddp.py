@@ -49,7 +49,8 @@ def train(run: Run) -> None:
 
 def main() -> None:
     """Read the settings and train; report a user's mistake in one sentence, and other errors with their cause."""
-    # Collections would walk all that is imported again and again. The stages turn them on where rows are read and after imports.
+    # Collections would walk all that is imported again and again. The stages turn them on where rows are read and after
+    # imports.
     gc.disable()
     protect_streams()
     let_idle_threads_sleep()

@@ -18,7 +18,8 @@ from tests.unsloth_on_cpu import families
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-# Families that cannot be computed here, with the end of the error: what is missing belongs to the CPU or to the tiny model.
+# Families that cannot be computed here, with the end of the error: what is missing belongs to the CPU or to the tiny
+# model.
 NOT_HERE = {
     "deepseek_v4": "expected m1 and m2 to have the same dtype",
     "ernie4_5_vl_moe": "must match the existing size",

@@ -102,8 +102,8 @@ CALLED = {
     "unsloth/utils/packing.py:patch_hybrid_linear_attention_varlen": "model",
     "unsloth_zoo/fused_losses/cross_entropy_loss.py:_get_chunk_multiplier": "vocab_size target_gb fixed_gb device",
 }
-# Arguments in other releases that the kit runs with: with torch 2.11 it takes no kernel for packed rows of Transformers' attention,
-# and torch 2.15 and Transformers 5.24 run with the transformers backend.
+# Arguments in other releases that the kit runs with: with torch 2.11 it takes no kernel for packed rows of
+# Transformers' attention, and torch 2.15 and Transformers 5.24 run with the transformers backend.
 OTHERS = {
     "torch/nn/attention/varlen.py:varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale window_size",
     "torch/nn/attention/varlen.py:_varlen_attn_backward": f"{CALLED['torch/nn/attention/varlen.py:_varlen_attn_backward']} backend",

@@ -29,8 +29,8 @@ LISTS = (
     "{% for line in message.content %}{% if line.type == 'text' %}{{ line.text }}{% elif line.type == 'image' %}{{ '<image>' }}"
     "{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# model_type -> class of the checkpoint, class of the processor, class of its image processor with arguments, arguments of the
-# processor, special tokens by the attribute of the tokenizer, chat template, fields of the config.
+# model_type -> class of the checkpoint, class of the processor, class of its image processor with arguments, arguments
+# of the processor, special tokens by the attribute of the tokenizer, chat template, fields of the config.
 PATCHES = {
     "patch_size": 14,
     "temporal_patch_size": 2,

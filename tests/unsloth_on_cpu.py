@@ -1,7 +1,7 @@
 """Drive Unsloth's GPU code on a CPU, for its wiring with the kit: `python -m tests.unsloth_on_cpu FAMILY...`.
 
-Unsloth takes the machine for one with a GPU, its Triton kernels are interpreted, nothing is compiled, and what asks for the
-device "cuda" gets the CPU. Speed, memory and compiled code are not covered: those need a GPU.
+Unsloth takes the machine for one with a GPU, its Triton kernels are interpreted, nothing is compiled, and what asks for
+the device "cuda" gets the CPU. Speed, memory and compiled code are not covered: those need a GPU.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def drive(family: str, folder: Path) -> dict[str, Any]:
 
     Returns:
         the methods that Unsloth has put on the model (`wrapped`), the loss and the norm of the gradients of each pass
-        (`passes`), why rows are not packed (`padded`), and the losses before saving and after loading (`saved`); or why the kit
-        does not load it (`refused`).
+        (`passes`), why rows are not packed (`padded`), and the losses before saving and after loading (`saved`); or why
+        the kit does not load it (`refused`).
     """
     from unsloth_ddp.config.parse import parse_settings
     from unsloth_ddp.data.arrow_rows import join_rows

@@ -3,10 +3,11 @@
     python -m benchmarks.memory.recipes --json FILE --cells gemma4_e4b_lora_24gb:24 gemma4_e4b_lora_24gb:24:transformers
     python -m benchmarks.memory.recipes --json FILE --cells qwen3_8b_lora:80:cut=3,0.6
 
-A cell is RECIPE:GB with further words: `unsloth` or `transformers` (backend), `peer` (Unsloth's own trainer at its notebook's
-settings), `tuned` (the same with packing and the checkpointing of --gradient_checkpointing), `cut=STEP,SHARE` (from that step on, the
-memory of passes is limited to a share of what they took), `--option=value`. Cells run side by side while their cards fit on the GPU, so
-times are upper bounds. Rows are chats (or pairs, or chats with images) of log-normal length, the longest of the recipe's max_length.
+A cell is RECIPE:GB with further words: `unsloth` or `transformers` (backend), `peer` (Unsloth's own trainer at its
+notebook's settings), `tuned` (the same with packing and the checkpointing of --gradient_checkpointing),
+`cut=STEP,SHARE` (from that step on, the memory of passes is limited to a share of what they took), `--option=value`.
+Cells run side by side while their cards fit on the GPU, so times are upper bounds. Rows are chats (or pairs, or chats
+with images) of log-normal length, the longest of the recipe's max_length.
 """
 
 from __future__ import annotations

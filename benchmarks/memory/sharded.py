@@ -2,10 +2,11 @@
 
     python -m benchmarks.memory.sharded --json benchmarks/results/memory/sharded_fit.json
 
-Needs two GPUs of 141 GB (or --at_once 2) and, for ZeRO, the extra deepspeed. Each launch estimates all kinds and sizes as a run does
-before training (unsloth_ddp/sizing/sharded_trial.py), and then trains some steps with each of them on rows of the same
-length; the peaks of the last steps are compared. Nothing is saved. Qwen3-1.7B's shape, random weights, packs of 2048
-tokens. A ratio above 1 says that the estimate was higher than the peak; HEADROOM there has to cover the ratios below 1.
+Needs two GPUs of 141 GB (or --at_once 2) and, for ZeRO, the extra deepspeed. Each launch estimates all kinds and sizes
+as a run does before training (unsloth_ddp/sizing/sharded_trial.py), and then trains some steps with each of them on
+rows of the same length; the peaks of the last steps are compared. Nothing is saved. Qwen3-1.7B's shape, random weights,
+packs of 2048 tokens. A ratio above 1 says that the estimate was higher than the peak; HEADROOM there has to cover the
+ratios below 1.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Seen:
-    """What one process did in one program: the values that went backward, logged losses, weights, files."""
+    """Hold what one process did in one program: the values that went backward, logged losses, weights, files."""
 
     backward: list[float] = field(default_factory=list)
     steps: int = 0

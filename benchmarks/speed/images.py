@@ -3,9 +3,10 @@
     python -m benchmarks.speed.images --json benchmarks/results/speed/images.json
     python -m benchmarks.speed.images --cpu --json FILE            tries the script with a tiny model
 
-A random-weight model of the shape of Qwen3-VL-2B or Gemma 4 E2B (`--model`) answers questions about one image a row: 384 to 640
-pixels a side, 144 to 400 image tokens, or at most 280 (Gemma 4). LoRA of rank 16. The rows of a step are the same number for all but the notebooks' settings (8). Tokens are counted without padding.
-Unsloth's collator supervises the assistant's answer and all text around it; `kit_all` does so too.
+A random-weight model of the shape of Qwen3-VL-2B or Gemma 4 E2B (`--model`) answers questions about one image a row:
+384 to 640 pixels a side, 144 to 400 image tokens, or at most 280 (Gemma 4). LoRA of rank 16. The rows of a step are the
+same number for all but the notebooks' settings (8). Tokens are counted without padding. Unsloth's collator supervises
+the assistant's answer and all text around it; `kit_all` does so too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rows and options give to the chat template beside messages and tools, and what templates do with reasoning and spaces."""
+"""Test what rows and options give to the chat template, and what templates do with reasoning and spaces."""
 
 from __future__ import annotations
 

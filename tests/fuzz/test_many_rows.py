@@ -12,8 +12,8 @@ from tests.peak_memory import most_memory
 from tests.ranks import run_ranks
 
 MEBIBYTE = 1 << 20
-# 312 MiB were measured, much of it the files of examples and tokens mapped into memory; as Python objects the rows would take over
-# a kilobyte each.
+# 312 MiB were measured, much of it the files of examples and tokens mapped into memory; as Python objects the rows
+# would take over a kilobyte each.
 BOUND = 384 * MEBIBYTE
 
 

@@ -1,4 +1,4 @@
-"""What one process did several still do: batches, unused weights, entries, waits, files and trackers."""
+"""Check that several processes do what one did: batches, unused weights, entries, waits, files and trackers."""
 
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, kinds

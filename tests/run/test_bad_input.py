@@ -54,8 +54,8 @@ def files(tmp_path_factory) -> Path:
 
 
 GOOD = f"--model {DEMO_MODEL} --dataset good.jsonl --max_steps 1 --per_device_train_batch_size 1"
-# What options and files show is found before the ranks start, which tests/config and test_file_checks.py test; one stands
-# for all here.
+# What options and files show is found before the ranks start, which tests/config and test_file_checks.py test; one
+# stands for all here.
 MISTAKES = {
     "bad row": (f"--model {DEMO_MODEL} --dataset good.jsonl role.jsonl", r"role.jsonl:2: .*'robot'"),
     "nothing supervised": (f"--model {DEMO_MODEL} --dataset late.jsonl --max_length 64", "no supervised token"),

@@ -239,7 +239,8 @@ def test_a_captured_rung_is_tried_with_its_pass_and_the_head_of_all_tokens(monke
 
     def captured_pass(rung: Rung) -> Any:
         asked.append(rung)
-        # It has buffers of its own for the gradients. A model that cannot be called so is tried as the backend computes it.
+        # It has buffers of its own for the gradients. A model that cannot be called so is tried as the backend computes
+        # it.
         return (
             None if rung.rows == 1 else lambda b: trials.held.append(("captured", b, trials.runner.model.weight.grad))
         )

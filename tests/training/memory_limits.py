@@ -104,8 +104,8 @@ class StepsOfTrainer:
         where = drawn.choice(["forward", "backward"])
         rank = drawn.randrange(self.ranks)
         if where == "backward" and self.ranks > 1 and index + 1 == len(self.batches[0]):
-            # Gradients that were sent before memory ran out are those of the rung before: with more passes their sums are
-            # rounded otherwise.
+            # Gradients that were sent before memory ran out are those of the rung before: with more passes their sums
+            # are rounded otherwise.
             level = 1
         here = rank == self.rank
         short = self.take(Allocator(number, index, level, where) if here else None)

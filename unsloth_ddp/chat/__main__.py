@@ -6,9 +6,9 @@ Print one answer and nothing else to standard output:
 Ask about an image, with a model that was trained on images:
     uv run python -m unsloth_ddp.chat outputs/RUN --image photo.jpg --ask "What is this?"
 
-RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint answers. In a
-conversation, /reset starts a new one, and /exit or the end of the input ends it. Exit code: 0, or 2 for a mistake in the
-options or a run that cannot be loaded.
+RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint answers. In
+a conversation, /reset starts a new one, and /exit or the end of the input ends it. Exit code: 0, or 2 for a mistake in
+the options or a run that cannot be loaded.
 """
 
 import argparse

@@ -54,7 +54,8 @@ STATE_FILES = {
     "scheduler.pt": ("scheduler.pt", "*_model_states.pt"),
     "rng_state.pth": ("rng_state.pth", "rng_state_*.pth"),
 }
-# What a resume reads beside the weights. A file of such a name that the manifest does not list was not written by the run.
+# What a resume reads beside the weights. A file of such a name that the manifest does not list was not written by the
+# run.
 READ_ON_RESUME = (
     "optimizer.pt", "optimizer_rank_*.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth", "latest",
     "*_states.pt", "shard-*.safetensors", "*.distcp", ".metadata",

@@ -60,8 +60,8 @@ def is_demo_model(settings: Settings) -> bool:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options of a YAML file, each checked by itself.
 
-    Paths that begin with ./ or ../ are relative to the file. Other relative paths are relative to the working directory,
-    or to the file where they lead to something there only.
+    Paths that begin with ./ or ../ are relative to the file. Other relative paths are relative to the working
+    directory, or to the file where they lead to something there only.
 
     Raises:
         UserError: the file cannot be read, or holds something other than options.

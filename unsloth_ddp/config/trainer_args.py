@@ -1,7 +1,7 @@
 """Refuse fields of TRL's SFTConfig that `trainer_args` may not set, and values that would fail late or do nothing.
 
-The kit reads, orders, pads and packs the rows, computes the loss and evaluates by itself, so that most owned fields would
-be accepted and then do nothing; the others would undo what it does.
+The kit reads, orders, pads and packs the rows, computes the loss and evaluates by itself, so that most owned fields
+would be accepted and then do nothing; the others would undo what it does.
 """
 
 import importlib.util

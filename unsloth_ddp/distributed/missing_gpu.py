@@ -12,7 +12,8 @@ from unsloth_ddp.config.parse import is_demo_model
 from unsloth_ddp.utils.errors import UserError, one_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# CUDA takes the devices up to the first name that it does not know: a number, or the start of a GPU's or MIG slice's id.
+# CUDA takes the devices up to the first name that it does not know: a number, or the start of a GPU's or MIG slice's
+# id.
 A_DEVICE = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*(,|$)")
 NUMBERED = re.compile(r"Error \d+: .+")
 

@@ -219,8 +219,8 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     check_offload(runtime.offload, runtime.sharding, settings, runtime.device_type)
     complete_environment(runtime.sharding, os.environ)
     if settings.trainer_args.get("full_determinism"):
-        # The Trainer sets it once the model has computed, and cuBLAS refuses to compute deterministically where it came too
-        # late (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
+        # The Trainer sets it once the model has computed, and cuBLAS refuses to compute deterministically where it came
+        # too late (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     quiet_imports()
     with rendezvous(ranks, settings.ddp_timeout) as meeting:
@@ -255,8 +255,8 @@ def single_process(settings: Settings) -> Runtime:
 def let_idle_threads_sleep() -> None:
     """Make OpenMP threads that wait for each other spin for a short time before they sleep; call this before torch is imported.
 
-    On a busy machine a spinning thread keeps the thread that it waits for off its core. On an idle machine a thread that
-    sleeps at once (OMP_WAIT_POLICY=PASSIVE) wakes up too late. Measured with the demo on two threads of two cores
+    On a busy machine a spinning thread keeps the thread that it waits for off its core. On an idle machine a thread
+    that sleeps at once (OMP_WAIT_POLICY=PASSIVE) wakes up too late. Measured with the demo on two threads of two cores
     (benchmarks/results/speed/openmp_waiting.json): the idle machine trains 5,414 tokens/s with this count, 5,803 with
     libgomp's own (300,000) and 2,227 without spinning. Beside six busy processes it trains 177 with this count and 613
     without spinning, and a run with libgomp's own count did not end in 120 s.
@@ -268,8 +268,8 @@ def let_idle_threads_sleep() -> None:
 def keep_tuned_kernels() -> None:
     """Have Triton keep on the disk which variant of a kernel was fastest; call this before torch is imported.
 
-    Kernels of layers with a state, such as the gated delta nets of Qwen3.5, have many variants, and each run would compile and
-    time all of them before its first step. A resumed run takes the variants of the run that it continues.
+    Kernels of layers with a state, such as the gated delta nets of Qwen3.5, have many variants, and each run would
+    compile and time all of them before its first step. A resumed run takes the variants of the run that it continues.
     """
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
 

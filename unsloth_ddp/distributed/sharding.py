@@ -45,10 +45,11 @@ FSDP2_ENVIRONMENT = {
 PARALLELISM = "PARALLELISM_CONFIG_"
 PARALLELISM_SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 COPIES, PARTS = "DP_REPLICATE_SIZE", "DP_SHARD_SIZE"
-# accelerate replaces any optimizer by DeepSpeed's Adam for the CPU where it offloads, silently; these take the same steps.
+# accelerate replaces any optimizer by DeepSpeed's Adam for the CPU where it offloads, silently; these take the same
+# steps.
 CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
-# Variables with which Unsloth splits the model over the ranks itself, whatever the launcher says, and the values that do not. It
-# would give the ranks of a group the same rows, and the kit gives them different ones.
+# Variables with which Unsloth splits the model over the ranks itself, whatever the launcher says, and the values that
+# do not. It would give the ranks of a group the same rows, and the kit gives them different ones.
 SPLITS_OF_UNSLOTH = {
     "UNSLOTH_TP_SIZE": ("", "1"),
     "UNSLOTH_PP_SIZE": ("", "1"),

@@ -19,7 +19,8 @@ def export_gguf(
     """Write a folder with the GGUF file, and a Modelfile if asked, whole or not at all.
 
     Returns:
-        The answer to the question, None if no program here can ask it; and what is missing in the Modelfile, if anything.
+        The answer to the question, None if no program here can ask it; and what is missing in the Modelfile, if
+        anything.
 
     Raises:
         UserError: the run cannot be merged, converted or quantized, or llama.cpp does not load what was made.

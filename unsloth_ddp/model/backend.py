@@ -16,7 +16,7 @@ from unsloth_ddp.utils.units import shown_bytes
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """What the choice of the backend depends on.
+    """Hold what the choice of the backend depends on.
 
     Args:
         cuda: whether the run uses GPUs.

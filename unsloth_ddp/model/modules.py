@@ -89,8 +89,8 @@ def without_dropout(model: Any) -> Iterator[bool]:
 def without_kernels() -> Iterator[None]:
     """Compute layers with a state by Transformers' functions in torch inside the block: on a CPU, and with empty models.
 
-    Kernels of installed packages (fla, causal_conv1d, mamba_ssm) take tensors of a GPU only. Transformers has the same need
-    where it exports a model, and chooses at each call. Where it compiles, it does not advise to install a package.
+    Kernels of installed packages (fla, causal_conv1d, mamba_ssm) take tensors of a GPU only. Transformers has the same
+    need where it exports a model, and chooses at each call. Where it compiles, it does not advise to install a package.
     """
     from transformers.integrations import hub_kernels
 

@@ -14,8 +14,9 @@ from unsloth_ddp.model.files.whole_weights import gathered
 from unsloth_ddp.model.loading.reference_model import rows_of_reference
 from unsloth_ddp.model.modules import base_model
 
-# Distance up to which two rows count as one, relative to the median distance of a row from the mean of all rows. Trained
-# rows are further apart; the noise that Transformers adds to the mean, which it writes for new tokens, is smaller.
+# Distance up to which two rows count as one, relative to the median distance of a row from the mean of all rows.
+# Trained rows are further apart; the noise that Transformers adds to the mean, which it writes for new tokens, is
+# smaller.
 SAME = 1e-2
 # Relative rounding error of a row in bf16.
 ROUNDING = 2**-8

@@ -166,7 +166,8 @@ def tokenize_rows(settings: Settings) -> RowLengths:
     with node_folder(runtime) as folder:
         read_examples(settings, runtime, folder, template_variables(settings))
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
-        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a labelled answer without its mismatched one.
+        # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a
+        # labelled answer without its mismatched one.
         lengths, supervised, held, trained = (
             each[:-1] for each in (rows.lengths(), rows.supervised(), row_lengths(rows.dataset), rows.trained_lengths())
         )

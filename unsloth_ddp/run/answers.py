@@ -24,8 +24,8 @@ SAMPLES = 3
 # reasoning block, within these bounds.
 LEAST_NEW_TOKENS, MOST_NEW_TOKENS = 32, 256
 AROUND = 8
-# Rows that are answered at once, and tokens of their prompts and answers with padding, which bound the memory of the cache
-# of keys and values.
+# Rows that are answered at once, and tokens of their prompts and answers with padding, which bound the memory of the
+# cache of keys and values.
 BATCH, BATCH_TOKENS = 64, 16_384
 ANY_ANSWER = "@answer@"
 

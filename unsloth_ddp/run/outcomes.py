@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class RunEnd(Exception):
     """The run ended in order before it was finished; the message says what is on the disk and how to continue.
 
-    Every rank raises it at the same point, so the processes are taken down as after a finished run, unless one rank is `alone`: the
-    others wait for it, and the watchdog ends them.
+    Every rank raises it at the same point, so the processes are taken down as after a finished run, unless one rank is
+    `alone`: the others wait for it, and the watchdog ends them.
     """
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILURE, *, alone: bool = False) -> None:

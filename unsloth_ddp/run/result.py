@@ -153,7 +153,8 @@ def read_settings(run: Path) -> Settings:
         settings = Settings(**read_config(run / SETTINGS_FILE))
     except UserError as error:
         raise UserError(f"{run} was written by another version of the kit, or was edited: {error}") from None
-    # Unsloth runs the modules in that folder, which whoever wrote the run's folder has named, and another job may use it.
+    # Unsloth runs the modules in that folder, which whoever wrote the run's folder has named, and another job may use
+    # it.
     return dataclasses.replace(settings, compiled_cache_dir=None, clear_compiled_cache=False)
 
 

@@ -148,8 +148,9 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
     """Return the content of summary.json, the same on every rank; every rank calls this after training.
 
     Memory is that of the fullest GPU, in bytes: until the first step (loading, sharding), and from there on. "seconds"
-    in it are those of the parts of the preparation, and "compiled_after_warm_up" counts functions that torch.compile compiled
-    after the first steps, both of this rank (see Progress and CountCompilations); the argument is what training took.
+    in it are those of the parts of the preparation, and "compiled_after_warm_up" counts functions that torch.compile
+    compiled after the first steps, both of this rank (see Progress and CountCompilations); the argument is what
+    training took.
     """
     packing, totals = trainer.data.train.packing, trainer.meter.totals
     loading, peak = (

@@ -10,8 +10,8 @@ from unsloth_ddp.model.files.check import ADAPTER_FILE
 from unsloth_ddp.run.documents.files import RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, one_line
 
-# The report and its record hold rows of the evaluation set; all of these hold local paths, and so names of users, or the
-# name of the host, which is part of the names of TensorBoard's files.
+# The report and its record hold rows of the evaluation set; all of these hold local paths, and so names of users, or
+# the name of the host, which is part of the names of TensorBoard's files.
 PRIVATE = [
     "checkpoint*", "logs/*", "*.partial", "run.lock", "tensorboard/*", "training_args.bin",
     # What was exported from the run.

@@ -1,7 +1,7 @@
 """List the ways to compute a micro-batch, from the fastest to the one that needs least memory, and choose the first that fits.
 
-Pure functions of plain values. A run asks trials what a rung needs, and sharded runs, plan and preflight ask estimates. A step that
-runs out of memory goes down the same ladder.
+Pure functions of plain values. A run asks trials what a rung needs, and sharded runs, plan and preflight ask estimates.
+A step that runs out of memory goes down the same ladder.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from unsloth_ddp.sizing.micro_batch import (
 @sendable
 @dataclass(frozen=True)
 class Rung:
-    """One way to compute a micro-batch.
+    """Describe a way to compute a micro-batch.
 
     Args:
         captured: replay a CUDA graph, instead of the backend's pass.
@@ -62,7 +62,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class LadderFacts:
-    """What the ladder of a run follows from.
+    """Hold what the ladder of a run follows from.
 
     Args:
         kinds: of gradient checkpointing that the backend's passes may use, cheapest first.
@@ -155,10 +155,11 @@ def below(rung: Rung, facts: LadderFacts, most_rows: int) -> list[Rung]:
     """
     kinds = facts.kinds[facts.kinds.index(rung.kind) :] if rung.kind in facts.kinds else (rung.kind,)
     captured = [replace(rung, kind=kind) for kind in kinds if rung.captured and kind in facts.captured_kinds]
-    # A captured pass has the memory of its compiled layers, which the backend's pass with the same kind hardly undercuts.
-    left = [kind for kind in kinds if kind not in {one.kind for one in captured}] or [kinds[-1]]
+    # A captured pass has the memory of its compiled layers, which the backend's pass with the same kind hardly
+    # undercuts.
+    left = [kind for kind in kinds if kind not in {higher.kind for higher in captured}] or [kinds[-1]]
     computed = [replace(rung, captured=False, kind=kind) for kind in left]
-    lower = [one for one in (*captured, *computed) if one != rung]
+    lower = [other for other in (*captured, *computed) if other != rung]
     passes = rung.passes
     while passes < most_rows:
         passes *= 2
@@ -168,7 +169,7 @@ def below(rung: Rung, facts: LadderFacts, most_rows: int) -> list[Rung]:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """How a run computes its micro-batches.
+    """Hold how a run computes its micro-batches, and why.
 
     Args:
         reason: why this rung, by the memory that it takes.

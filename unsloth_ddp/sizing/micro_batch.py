@@ -12,9 +12,9 @@ from unsloth_ddp.data.chat.labels import selected_positions
 from unsloth_ddp.data.order.batch_plan import BatchPlan, RowOrder
 from unsloth_ddp.data.order.packing import Packing, Units
 
-# A micro-batch of this many tokens keeps a GPU busy; recomputing activations to fit more costs more time than it saves. A
-# replayed CUDA graph does not wait for the host, so a pack of the usual 2,048 tokens is enough, which is rarely quite full, and
-# more than ENOUGH_TOKENS save no time.
+# A micro-batch of this many tokens keeps a GPU busy; recomputing activations to fit more costs more time than it saves.
+# A replayed CUDA graph does not wait for the host, so a pack of the usual 2,048 tokens is enough, which is rarely quite
+# full, and more than ENOUGH_TOKENS save no time.
 ENOUGH_TOKENS, ENOUGH_WITH_GRAPHS = 8192, 1920
 
 
@@ -60,8 +60,8 @@ class RowLengths:
     """Tokens of each training row, or of each pack, and its supervised tokens; the Units of a plan.
 
     For `streamed` data these are its first rows, which stand for all. `pixels` are the numbers of the images of
-    each (images/processing.py), if rows have some. `held` and `trained`: tokens without padding, all and the trained ones, where a
-    training row is two rows.
+    each (images/processing.py), if rows have some. `held` and `trained`: tokens without padding, all and the trained
+    ones, where a training row is two rows.
     """
 
     each: np.ndarray
@@ -143,7 +143,8 @@ def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
 def largest_micro_batch(rows: RowLengths, plan: BatchPlan, settings: Settings) -> int:
     """Return the most tokens of a micro-batch of the run, with padding.
 
-    The longest units of a step share one (batch_plan.arrange). A unit of a stream that was not read may be as long as any.
+    The longest units of a step share one (batch_plan.arrange). A unit of a stream that was not read may be as long as
+    any.
     """
     if rows.streamed:
         return plan.per_device * settings.longest_example

@@ -2,10 +2,10 @@
 
 The trials of trial.py do not work with sharding: sharded weights cannot be used before training begins, and a rank
 that runs out of memory would leave the others waiting. Instead, each rank runs the longest micro-batch through a small
-copy of its model (stand-in) with one layer and with two, or with one and two periods where kinds of layers alternate. The
-difference is the memory that a layer keeps for the backward pass; the first pass shows what the head and a recomputed
-layer need. Weights, gradients and optimizer states are computed (sharded_bytes.py). The ranks gather the results, so
-that all make the same choice.
+copy of its model (stand-in) with one layer and with two, or with one and two periods where kinds of layers alternate.
+The difference is the memory that a layer keeps for the backward pass; the first pass shows what the head and a
+recomputed layer need. Weights, gradients and optimizer states are computed (sharded_bytes.py). The ranks gather the
+results, so that all make the same choice.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Try on the GPUs which rungs of the ladder fit.
 
-A trial is one forward and backward pass over a micro-batch that is the worst of the run in every respect, computed as a step will
-be. All ranks try the same rungs, and a rung has to fit on every rank. A trial leaves gradients, random numbers and memory as they
-were; the optimizer does not exist yet. Code that the backend compiled in trials is dropped, and that of passes that will be captured
-is kept.
+A trial is one forward and backward pass over a micro-batch that is the worst of the run in every respect, computed as a
+step will be. All ranks try the same rungs, and a rung has to fit on every rank. A trial leaves gradients, random
+numbers and memory as they were; the optimizer does not exist yet. Code that the backend compiled in trials is dropped,
+and that of passes that will be captured is kept.
 """
 
 import functools

@@ -173,8 +173,8 @@ class ResumableTrainer(SFTTrainer):
         def write(aside: Path) -> None:
             self._aside = str(aside)
             try:
-                # Transformers' method, because TRL's also writes a model card into every checkpoint. A failure is kept for
-                # later, because the other ranks wait in collectives below.
+                # Transformers' method, because TRL's also writes a model card into every checkpoint. A failure is kept
+                # for later, because the other ranks wait in collectives below.
                 self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
             finally:
                 self._aside = None
@@ -234,8 +234,8 @@ class ResumableTrainer(SFTTrainer):
     def _name_best_checkpoint(self, written: int | None = None) -> None:
         """Set best_model_checkpoint to the best step's folder, existing or being written (`written`); else keep it.
 
-        Upstream looks for it in the folder that it writes to, on each node's own disk, and only when it saves. It misses
-        a checkpoint that was evaluated after it was saved.
+        Upstream looks for it in the folder that it writes to, on each node's own disk, and only when it saves. It
+        misses a checkpoint that was evaluated after it was saved.
         """
         step, before = self.state.best_global_step, self.state.best_model_checkpoint
         name = f"checkpoint-{step}"
@@ -376,8 +376,8 @@ class ResumableTrainer(SFTTrainer):
 
     # ---- resuming ----
 
-    # Upstream looks for the file names of its own FSDP checkpoints, which gather all weights on rank 0, and only warns if an
-    # adapter's file does not fit the model.
+    # Upstream looks for the file names of its own FSDP checkpoints, which gather all weights on rank 0, and only warns
+    # if an adapter's file does not fit the model.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)

@@ -262,8 +262,8 @@ class DDPTrainer(ResumableTrainer):
         self.meter.add(sums, real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
-    # These two call Transformers directly: Unsloth's versions drop evaluation rows without supervised tokens, among them
-    # the filler row, and TRL's tokenize rows again.
+    # These two call Transformers directly: Unsloth's versions drop evaluation rows without supervised tokens, among
+    # them the filler row, and TRL's tokenize rows again.
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of evaluation rows, including the filler row."""

@@ -15,7 +15,8 @@ from unsloth_ddp.data.row_report import NOTES
 
 __all__ = ["core"]
 
-# Templates that read a directive in the system message, as SmolLM3's does, one of them only to change the generation prompt.
+# Templates that read a directive in the system message, as SmolLM3's does, one of them only to change the generation
+# prompt.
 DIRECTIVE = "{% set quiet = messages[0]['role'] == 'system' and '/quiet' in messages[0]['content'] %}"
 TAKEN = DIRECTIVE + template("{{ m['content'].replace('/quiet', '') | trim }}")
 CLOSED = "{% if quiet %}<think></think>{% endif %}"

@@ -1,7 +1,7 @@
 """Rows of every kind under every chat template that TRL ships, and under templates that lose or move parts of them.
 
-Each text has words of its own at its start, in its middle and at its end. The decoded tokens have to hold every word once,
-or the row is refused, or it is told that an earlier turn lost its reasoning and is not supervised.
+Each text has words of its own at its start, in its middle and at its end. The decoded tokens have to hold every word
+once, or the row is refused, or it is told that an earlier turn lost its reasoning and is not supervised.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Render an example, check that every part of the row arrives, and find what the assistant wrote.
 
-The tokenizer's own template is used wherever possible, because it renders chats at inference. TRL's training variant is used
-instead if the own template leaves out a part of the row that has to arrive, or rewrites earlier turns so that their spans
-cannot be found.
+The tokenizer's own template is used wherever possible, because it renders chats at inference. TRL's training variant is
+used instead if the own template leaves out a part of the row that has to arrive, or rewrites earlier turns so that
+their spans cannot be found.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Find the parts of a row in its rendered text. Pure functions.
 
-The rendered stand-in of a row (parts.py) shows the scaffold: the text between the parts, and which parts stand where. A row's
-own text that is this scaffold, filled with the row's parts, holds each of them exactly where it belongs. Searching for the
-parts alone would not show that, since an answer "assistant" also stands in the scaffold.
+The rendered stand-in of a row (parts.py) shows the scaffold: the text between the parts, and which parts stand where. A
+row's own text that is this scaffold, filled with the row's parts, holds each of them exactly where it belongs.
+Searching for the parts alone would not show that, since an answer "assistant" also stands in the scaffold.
 """
 
 import json

@@ -376,8 +376,8 @@ def _cut(row: EncodedRow, max_length: int) -> EncodedRow:
 def _join_pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
     """Return both rows of a pair, one after the other.
 
-    Both are cut at the same token, so their prompt stays the same. A pair that loses an answer has nothing to compare, so
-    none of its tokens is supervised.
+    Both are cut at the same token, so their prompt stays the same. A pair that loses an answer has nothing to compare,
+    so none of its tokens is supervised.
     """
     labels = [IGNORED, *chosen.labels[1:], IGNORED, *rejected.labels[1:]]
     if any(all(label == IGNORED for label in row.labels[1:]) for row in (chosen, rejected)):

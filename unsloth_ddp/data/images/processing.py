@@ -1,8 +1,8 @@
 """Turn rendered chats and their images into tokens and tensors with the model's own processor, and collate them.
 
 What a model takes beside tokens is found from what its processor returns: tensors as long as the row belong to its tokens
-(token_type_ids), all others to its images (pixel_values, image_grid_thw, image_sizes). Pixels are never stored; they are read
-again for each micro-batch.
+(token_type_ids), all others to its images (pixel_values, image_grid_thw, image_sizes). Pixels are never stored; they
+are read again for each micro-batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read the images that a row names, and put them into their places in its messages. Pure functions of plain values.
 
-An image is a path, or a data URI for bytes that come with the row. It stands in a message as a content part, as the marker
-<image> in a text beside a column of images, or before the first user message if no place is named. In an answer the
-marker is text.
+An image is a path, or a data URI for bytes that come with the row. It stands in a message as a content part, as the
+marker <image> in a text beside a column of images, or before the first user message if no place is named. In an answer
+the marker is text.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095
 class JoinedText(str):
     """The text of several content parts, which it keeps for templates that read a list of them.
 
-    An image among the parts is None; `images` has one item for each: its value, or its number in the row's column, which is None
-    if it is the next one.
+    An image among the parts is None; `images` has one item for each: its value, or its number in the row's column,
+    which is None if it is the next one.
     """
 
     parts: list[str | None]

@@ -1,8 +1,8 @@
 """Fill optimizer steps with streamed rows and send every rank its micro-batches.
 
 Only the main process reads (see stream_windows.py). It joins the windows into steps, and before each step sends every
-rank the rows of its micro-batches. So a source is read only once, and every rank gets the error of a bad row at the same
-step. The content of a step depends only on the order of the rows (stream_order.py) and the global batch.
+rank the rows of its micro-batches. So a source is read only once, and every rank gets the error of a bad row at the
+same step. The content of a step depends only on the order of the rows (stream_order.py) and the global batch.
 """
 
 import dataclasses

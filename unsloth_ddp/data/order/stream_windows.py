@@ -45,8 +45,8 @@ WINDOWS_AHEAD = 2
 class TokenizedWindow:
     """Consecutive rows of a stream, tokenized, from `start` on, without dropped rows.
 
-    `problem` is the error of the row after them, or None. `ended` is the number of rows of the first epoch, if that epoch
-    ends within this window.
+    `problem` is the error of the row after them, or None. `ended` is the number of rows of the first epoch, if that
+    epoch ends within this window.
     """
 
     start: StreamPosition
@@ -59,8 +59,8 @@ class TokenizedWindow:
 class StreamedWindows(IterableDataset[TokenizedWindow]):
     """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows.
 
-    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window. With
-    `images`, rows keep what is needed to process their images.
+    `encode` tokenizes a row; with `drop`, rows that are overlong are left out. `join` completes the rows of a window.
+    With `images`, rows keep what is needed to process their images.
     """
 
     read: Callable[[], Iterable[SourceRow]]

@@ -38,8 +38,8 @@ def supervise(examples: list[dict[str, np.ndarray]], tokens: int) -> list[dict[s
 def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, np.ndarray]]:
     """Return the `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`.
 
-    Of rows with images, these are the longest one, to which all others are padded, and those with the most pixels; of packs,
-    those with the most tokens and pixels.
+    Of rows with images, these are the longest one, to which all others are padded, and those with the most pixels; of
+    packs, those with the most tokens and pixels.
     """
     lengths, examples = rows.lengths()[:-1], rows.examples
     longest = np.argsort(-lengths, kind="stable")

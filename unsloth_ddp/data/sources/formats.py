@@ -8,9 +8,9 @@ The columns of the row determine its format:
     prompt, completion             two texts, or two lists of messages
     text                           plain text, supervised completely
 
-A `system` column adds a system message to every format except text, a column `images` or `image` the images (images/values.py).
-Lists may also be JSON text, as in CSV files (messages_or_text); where such text may as well be an answer, the row is
-refused (refuse_mixed).
+A `system` column adds a system message to every format except text, a column `images` or `image` the images
+(images/values.py). Lists may also be JSON text, as in CSV files (messages_or_text); where such text may as well be an
+answer, the row is refused (refuse_mixed).
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Example:
     """A row that is ready to be tokenized, with either `messages` or `text`; it can be written as JSON.
 
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
-    supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
-    parts of the messages that have several or an image, by the message's index; a part is text, or None for the next of the
-    `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not read,
-    and `template_values` has what the chat template is given beside messages and tools. Of a pair
-    (preference.py) this is the chosen answer after its prompt, and `rejected` the other one; of a labelled answer, `desirable` is
-    its label.
+    supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the
+    content parts of the messages that have several or an image, by the message's index; a part is text, or None for the
+    next of the `images`, which are paths or data URIs. `unread` names the columns and keys of the row that were not
+    read, and `template_values` has what the chat template is given beside messages and tools. Of a pair (preference.py)
+    this is the chosen answer after its prompt, and `rejected` the other one; of a labelled answer, `desirable` is its
+    label.
     """
 
     messages: list[Message] = field(default_factory=list)

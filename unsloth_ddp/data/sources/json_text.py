@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.files.json import DECODER
 
-# Bytes or characters of a row. Without a limit, a file without line ends (a disk image named .jsonl) or a quotation mark
-# that is never closed would be read into memory as one row.
+# Bytes or characters of a row. Without a limit, a file without line ends (a disk image named .jsonl) or a quotation
+# mark that is never closed would be read into memory as one row.
 LONGEST_ROW = 1 << 27
 CHUNK = 1 << 20
 # A number that ends closer to the end of what was read may go on after it.

@@ -24,8 +24,8 @@ SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-# A key of these words alone says whether a message takes part in the loss: weight (OpenAI, axolotl), train (axolotl), loss
-# (ms-swift), trainable, loss_weight, is_training.
+# A key of these words alone says whether a message takes part in the loss: weight (OpenAI, axolotl), train (axolotl),
+# loss (ms-swift), trainable, loss_weight, is_training.
 LOSS_WORDS = {
     "weight", "weights", "train", "training", "trainable", "trained", "loss", "supervise", "supervised", "learn",
 }  # fmt: skip

@@ -339,8 +339,8 @@ def _holds_json(kind: Any) -> bool:
 def _without_json(value: Any, kind: Any) -> Any:
     """Parse the JSON text in a value of a Parquet column.
 
-    Datasets writes objects whose fields differ in type as JSON text, even whole messages. Without parsing, content would be
-    trained with quotation marks around it.
+    Datasets writes objects whose fields differ in type as JSON text, even whole messages. Without parsing, content
+    would be trained with quotation marks around it.
 
     Raises:
         ValueError, RecursionError: the text is not JSON.

@@ -1,7 +1,8 @@
 """Remove the nulls that a table fills in, and keep nulls that the row's tools require. Pure functions.
 
 A table gives all objects of a column the same fields and fills missing ones with null. Tool calls and schemas would be
-trained with arguments and properties that nobody wrote. The table does not record whether a null was written, so the schema
+trained with arguments and properties that nobody wrote. The table does not record whether a null was written, so the
+schema
 of the called tool decides: a null in a required argument is kept.
 """
 

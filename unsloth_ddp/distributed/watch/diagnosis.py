@@ -11,11 +11,13 @@ from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.redaction import hide
 
 # In these phases the watchdog thread gets the interpreter lock every few milliseconds, so silence is a failure.
-# In all others a library may hold the lock while it reads or writes gigabytes: silence may last BUSY_FACTOR times longer.
+# In all others a library may hold the lock while it reads or writes gigabytes: silence may last BUSY_FACTOR times
+# longer.
 RESPONSIVE_PHASES = ("training", "evaluating")
 BUSY_FACTOR = 10
-# A hang is so many times the longest time that a phase of this run has gone without progress, and at least so many seconds:
-# a network disk or the Hub may stall for minutes. Phases of which nothing is known yet have only the limits of the options.
+# A hang is so many times the longest time that a phase of this run has gone without progress, and at least so many
+# seconds: a network disk or the Hub may stall for minutes. Phases of which nothing is known yet have only the limits of
+# the options.
 USUAL_FACTOR, LEAST_HANG_SECONDS = 20, 900.0
 # Seconds in which the message about a cause may arrive after the failures that it causes on other ranks.
 GRACE_SECONDS = 3.0

@@ -266,7 +266,8 @@ class Watchdog:
 
     def _prints_for_node(self, main: RankStatus) -> bool:
         """Return whether this rank is the first one left on its node, now that the main process is gone."""
-        # Every rank raises a UserError, and the main process tells it even if its exit notice is lost with its connection.
+        # Every rank raises a UserError, and the main process tells it even if its exit notice is lost with its
+        # connection.
         if main.exit_kind in ("user_error", "failed") or self.own.exit_kind == "user_error":
             return False
         others = [o.rank for o in self.neighbours if o.rank != 0 and _process_state(o) is not None]

@@ -1,8 +1,8 @@
 """Merge an adapter into its base model, weight by weight where the adapter is plain LoRA on linear layers.
 
-Only one weight of the base model is then in memory at a time; 4-bit weights of bitsandbytes are unpacked one by one. Everything
-else (other quantized bases, DoRA, adapted embeddings and experts, models whose files use other weight names than the model)
-is merged by PEFT, which holds the whole model.
+Only one weight of the base model is then in memory at a time; 4-bit weights of bitsandbytes are unpacked one by one.
+Everything else (other quantized bases, DoRA, adapted embeddings and experts, models whose files use other weight names
+than the model) is merged by PEFT, which holds the whole model.
 """
 
 import gc

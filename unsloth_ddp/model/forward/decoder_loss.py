@@ -1,7 +1,7 @@
 """Compute the loss of text with the decoder and the output head apart, so that logits of all tokens never exist at once.
 
-Classes for images and text have no fused head in TRL, and a vocabulary of 262,000 tokens makes the logits of a row of 2,048 tokens
-larger than a small model.
+Classes for images and text have no fused head in TRL, and a vocabulary of 262,000 tokens makes the logits of a row of
+2,048 tokens larger than a small model.
 """
 
 import logging

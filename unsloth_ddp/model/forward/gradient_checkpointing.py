@@ -111,7 +111,8 @@ def takes_keys_of_earlier_layers(model: Any) -> bool:
 def kinds_that_keep_gradients(kinds: tuple[str, ...], settings: Settings, runtime: Runtime) -> tuple[str, ...]:
     """Return the kinds that do not recompute layers.
 
-    Reentrant checkpointing computes the forward pass without gradients, so what a layer takes of an earlier layer beside its input
+    Reentrant checkpointing computes the forward pass without gradients, so what a layer takes of an earlier layer
+    beside its input
     has none: on a small Gemma 4 the gradient of a weight was up to 73 % off (benchmarks/results/correctness/shared_keys.json).
 
     Raises:

@@ -1,8 +1,9 @@
 """Compute the output head and the cross entropy of selected tokens, a few at a time, without keeping logits.
 
-The gradient of the logits depends only on logits and labels, so it is computed in the forward pass and multiplied with the
-head's weight at once: the (tokens, vocabulary) logits never exist as a whole. Shapes do not depend on the labels' values,
-so a CUDA graph can capture it. Liger-Kernel (https://arxiv.org/abs/2410.10989) describes the same order of computation.
+The gradient of the logits depends only on logits and labels, so it is computed in the forward pass and multiplied with
+the head's weight at once: the (tokens, vocabulary) logits never exist as a whole. Shapes do not depend on the labels'
+values, so a CUDA graph can capture it. Liger-Kernel (https://arxiv.org/abs/2410.10989) describes the same order of
+computation.
 """
 
 import functools

@@ -26,8 +26,8 @@ from unsloth_ddp.model.packing.short_convolution import convolving_layers
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
-# The function by which Unsloth's decoders and attention layers read the boundaries of rows on the host. Since 2026.10.9 the decoder
-# calls it for every batch of one sequence.
+# The function by which Unsloth's decoders and attention layers read the boundaries of rows on the host. Since 2026.10.9
+# the decoder calls it for every batch of one sequence.
 UNSLOTH_BOUNDARIES = "get_packed_info_from_kwargs"
 # Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3, and is off by default in
 # Unsloth: the module, the switch in it, and the variable that sets it.
@@ -63,7 +63,8 @@ class PackedForward:
     ) -> None:
         self.recompute = recompute
         self.flash_attention_4 = flash_attention_4
-        # torch's attention for batches is faster than its kernel for rows of different length, and not faster than this one.
+        # torch's attention for batches is faster than its kernel for rows of different length, and not faster than this
+        # one.
         self.dense = bool(shape.sequences) and not flash_attention_4
         self.model, base = model, base_model(model)
         self.decoder: Any = text_decoder(model)

@@ -41,10 +41,11 @@ BEFORE, ROW = 24, 16
 IMAGES = ((64, 96, 60), (128, 64, 200))
 # The loss of a row has no gradient at all with respect to another row, in any precision; a share of this size is none.
 NO_GRADIENT = 1e-6
-# Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are rounded
-# in other places.
+# Allowed relative differences of a row alone from the row in a pack, in its loss and in gradients: other shapes are
+# rounded in other places.
 ALONE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 0.15), "fp16": (2e-2, 0.15)}
-# A model's own noise is measured once, by one other padding: in 16 bit a near tie of a router sends a token to another expert.
+# A model's own noise is measured once, by one other padding: in 16 bit a near tie of a router sends a token to another
+# expert.
 TIMES_NOISE = 2
 # Field of configs that adds a loss of the routers.
 ROUTER_LOSS = "output_router_logits"
@@ -74,8 +75,8 @@ def rows_mix(
 ) -> str | None:
     """Return in a few words how a row changes with the rows before it in a pack; None if it does not.
 
-    Computes loss and gradients of a short row behind other rows in a pack, and alone as a padded row. With images: of a row
-    without one, and of a row with one, behind rows with and without.
+    Computes loss and gradients of a short row behind other rows in a pack, and alone as a padded row. With images: of a
+    row without one, and of a row with one, behind rows with and without.
 
     Args:
         model: on its device, with whole weights; it is left as it was.
@@ -145,9 +146,9 @@ def _own_noise(
     tried = _try(model, (_padded(row, processing), _padded(row, processing, ROW + 1)), precision)
     if isinstance(tried, str):
         return 0.0, 0.0
-    one, other = tried
-    loss = float((one.loss - other.loss).abs() / other.loss.abs().clamp(min=1e-6))
-    return loss, _difference(one.to_weights, other.to_weights)
+    short, long = tried
+    loss = float((short.loss - long.loss).abs() / long.loss.abs().clamp(min=1e-6))
+    return loss, _difference(short.to_weights, long.to_weights)
 
 
 def _same_places(packed: Tensor | None, alone: Tensor | None, before: int) -> bool:
@@ -164,7 +165,8 @@ def _same_places(packed: Tensor | None, alone: Tensor | None, before: int) -> bo
 def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precision: str) -> str | None:
     """Return in a few words how a pair changes if its prompt is computed once for both answers; None if it does not.
 
-    Compares the loss of the second answer and its gradients, those of the prompt among them, with the pack of two whole rows.
+    Compares the loss of the second answer and its gradients, those of the prompt among them, with the pack of two whole
+    rows.
 
     Args:
         model, token_ids, precision: as those of rows_mix.

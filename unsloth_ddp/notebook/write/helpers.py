@@ -1,6 +1,7 @@
 """Hold the source text of the helpers that a converted script may need.
 
-Each is written into a script only where the script uses it, with the modules and the helpers that it names. None imports
+Each is written into a script only where the script uses it, with the modules and the helpers that it names. None
+imports
 torch before it is called: a notebook may set variables, or look at sys.modules, before its first heavy import.
 """
 

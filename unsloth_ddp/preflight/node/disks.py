@@ -130,8 +130,8 @@ def count_checkpoints(settings: Settings) -> int:
 def adapter_parameters(config: Mapping[str, Any], parameters: int, r: int, saved_modules: int) -> int:
     """Return an upper bound of the parameters of a LoRA adapter, with whole modules saved beside it.
 
-    A linear layer of a x b weights gets r x (a + b), which is at most 2 r / hidden_size of them where no side is shorter
-    than the hidden size. Shorter ones (keys and values) are a small part of a model.
+    A linear layer of a x b weights gets r x (a + b), which is at most 2 r / hidden_size of them where no side is
+    shorter than the hidden size. Shorter ones (keys and values) are a small part of a model.
     """
     text = {**config, **(config.get("text_config") or {})}
     hidden, vocabulary = (

@@ -60,9 +60,9 @@ class LogMetrics:
 class Stragglers:
     """Find ranks that slow all others down; report each once.
 
-    A rank is a straggler if, for `intervals` log lines in a row, its own time is more than `ratio` times the median of the
-    others', both per step and per token (a rank is not slow because its rows are longer), and the difference per step is
-    more than `share` of the step's time.
+    A rank is a straggler if, for `intervals` log lines in a row, its own time is more than `ratio` times the median of
+    the others', both per step and per token (a rank is not slow because its rows are longer), and the difference per
+    step is more than `share` of the step's time.
     """
 
     ratio: float = 1.5

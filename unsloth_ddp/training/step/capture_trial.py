@@ -88,7 +88,8 @@ class CaptureTrial:
                 if isinstance(error, RuntimeError) and is_out_of_memory(error):
                     raise
                 logger.warning("the pass that would be captured failed", exc_info=True)
-            # Outside the except block, because the exception keeps the activations alive. `capture` finds out why it failed.
+            # Outside the except block, because the exception keeps the activations alive. `capture` finds out why it
+            # failed.
             for parameter in step.trained:
                 parameter.grad = None
             self.runner.loss_sum(batch).backward()
@@ -179,7 +180,7 @@ def typical_examples(train: TokenizedRows, count: int) -> list[dict[str, np.ndar
 
 def why_slower(step: CapturedStep, batch: dict[str, Any], runner: MicroBatchRunner) -> str | None:
     """Return why replaying a micro-batch brings nothing, in a few words; None if it is faster, or memory is short for the comparison."""
-    one = torch.ones((), device=runner.device)
+    divisor = torch.ones((), device=runner.device)
     try:
         computed = seconds_of_pass(runner, batch)
     except RuntimeError as error:
@@ -188,7 +189,7 @@ def why_slower(step: CapturedStep, batch: dict[str, Any], runner: MicroBatchRunn
         release()
         return None
     with kept_random_numbers(runner.device), kept_gradients(step.trained):
-        replayed = _seconds(lambda: step.run(batch, one), runner.device)
+        replayed = _seconds(lambda: step.run(batch, divisor), runner.device)
     logger.info("a replayed pass takes %.4f s, the backend's %.4f s", replayed, computed)
     if replayed <= SLOWER * computed:
         return None

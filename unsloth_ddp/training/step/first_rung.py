@@ -184,8 +184,8 @@ class FirstRung:
     def _tune_task(self, rung: Rung) -> None:
         """Use the form of the task that computes the head of supervised tokens only, where it gives the same loss.
 
-        The trials allow for rows with all tokens supervised, so they use the task as it was. Sharded weights cannot be used before
-        training begins.
+        The trials allow for rows with all tokens supervised, so they use the task as it was. Sharded weights cannot be
+        used before training begins.
         """
         if self.runtime.backend == "unsloth" and not shards_weights(self.runtime.sharding):
             self.step.checkpointing.use(rung.kind)

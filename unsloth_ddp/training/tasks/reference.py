@@ -126,8 +126,8 @@ class AdapterOff(Reference):
 def without_adapter(model: Any) -> Iterator[None]:
     """Switch PEFT's layers, and modules trained in full beside them, to the base model's weights inside the block.
 
-    PEFT's disable_adapter also stops the gradients of the adapter, and sharding libraries and the gradient exchange do not
-    expect weights that are trained at times only.
+    PEFT's disable_adapter also stops the gradients of the adapter, and sharding libraries and the gradient exchange do
+    not expect weights that are trained at times only.
     """
     layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     assert layers, "the model has no adapter"

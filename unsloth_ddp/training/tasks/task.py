@@ -19,8 +19,9 @@ SumOverStep = Callable[[Callable[[dict[str, Any]], Tensor]], Tensor]
 class Task:
     """Compute the losses of a kind of training data.
 
-    The loss of an optimizer step is a mean over units, such as supervised tokens, of all ranks and micro-batches; or a sum of
-    such means over different units. `units` counts them. What else a loss needs of its whole step, `for_step` computes.
+    The loss of an optimizer step is a mean over units, such as supervised tokens, of all ranks and micro-batches; or a
+    sum of such means over different units. `units` counts them. What else a loss needs of its whole step, `for_step`
+    computes.
 
     Attributes:
         columns: names of the sums that `measure` returns; `supervised_tokens` is one of them.

@@ -100,9 +100,9 @@ class TextTask(Task):
 class ImageTask(TextTask):
     """Train on images and text with Transformers: as on text, with logits of the supervised tokens only.
 
-    The losses of image-text classes are left aside: not all of them divide by what they are given, and TRL's fused head calls
-    the text decoder, which images do not reach. What a batch has beside tokens and labels goes to the model as it is
-    (data/images/processing.py).
+    The losses of image-text classes are left aside: not all of them divide by what they are given, and TRL's fused head
+    calls the text decoder, which images do not reach. What a batch has beside tokens and labels goes to the model as it
+    is (data/images/processing.py).
     """
 
     # Only the logits of supervised tokens are computed.

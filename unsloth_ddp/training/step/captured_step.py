@@ -6,6 +6,7 @@ optimizer, the exchange of gradients and everything that is logged stay outside.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import logging
 import time
@@ -242,7 +243,18 @@ def use_capture_stream(device: torch.device) -> None:
 
     Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails where
     that is the default stream, which cannot be captured.
+
+    The streams of torch.cuda.Stream are not ordered with the default stream. The optimizers of bitsandbytes and what Unsloth
+    moves to host memory run on the default stream whatever the current one is, and would read states and activations that
+    are not written yet. A stream of CUDA with default flags is ordered with it.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    torch.cuda.set_stream(stream)
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.check_error(torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle)))
+    torch.cuda.set_stream(torch.cuda.ExternalStream(handle.value, device))
+
+
+def use_default_stream(device: torch.device) -> None:
+    """Leave the stream of captures, where nothing is captured (any more): libraries are made for the default stream."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.default_stream(device))

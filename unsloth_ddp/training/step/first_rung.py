@@ -29,7 +29,7 @@ from unsloth_ddp.sizing.sharded_trial import ShardedEstimates
 from unsloth_ddp.sizing.trial import MemoryTrials, bytes_added_by_steps, forget_free_memory, release
 from unsloth_ddp.training.step.capture_check import obstacle_to_capture
 from unsloth_ddp.training.step.capture_trial import CaptureTrial, seconds_of_pass, typical_examples
-from unsloth_ddp.training.step.captured_step import use_capture_stream
+from unsloth_ddp.training.step.captured_step import use_capture_stream, use_default_stream
 from unsloth_ddp.training.step.compiled_layers import compile_layers, kinds_of_layers, leave_uncompiled
 from unsloth_ddp.training.step.optimizer_step import OptimizerStep
 from unsloth_ddp.utils.known_errors import is_out_of_memory
@@ -123,6 +123,8 @@ class FirstRung:
         return self._begin(StepDecision(rung, reason, graphs), None, facts)
 
     def _begin(self, decision: StepDecision, captured: Any, facts: LadderFacts) -> StepDecision:
+        if captured is None:
+            use_default_stream(self.runner.device)
         self.step.begin_with(decision.rung, captured, facts)
         forget_free_memory()
         if self.runtime.device_type == "cuda":

@@ -26,7 +26,7 @@ from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.sizing.ladder import LadderFacts, OutOfMemory, Rung, below
 from unsloth_ddp.sizing.trial import release
 from unsloth_ddp.training.shown.meter import Meter
-from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed
+from unsloth_ddp.training.step.captured_step import CapturedStep, CaptureFailed, use_default_stream
 from unsloth_ddp.training.step.divisor import step_divisor
 from unsloth_ddp.training.step.gradient_exchange import GradientExchange
 from unsloth_ddp.training.tasks.task import Task
@@ -272,6 +272,7 @@ class OptimizerStep:
 
     def _stop_replaying(self) -> None:
         self.captured = None
+        use_default_stream(self.device)
         self.collate.pad_to_shape(None)
 
     def follow(self, levels: list[int]) -> list[int]:

@@ -5,7 +5,8 @@
 
 A cell is RECIPE:GB with further words: `unsloth` or `transformers` (backend), `peer` (Unsloth's own trainer at its
 notebook's settings), `tuned` (the same with packing and the checkpointing of --gradient_checkpointing),
-`cut=STEP,SHARE` (from that step on, the memory of passes is limited to a share of what they took), `--option=value`.
+`cut=STEP,SHARE` (from that step on, the memory of passes is limited to a share of what they took), `t4` (what a T4 lacks
+is taken away: bf16, kernels for packed rows and flash attention; its kernels and its speed are not emulated), `--option=value`.
 Cells run side by side while their cards fit on the GPU, so times are upper bounds. Rows are chats (or pairs, or chats
 with images) of log-normal length, the longest of the recipe's max_length.
 """
@@ -44,7 +45,16 @@ RECIPES = {
     "qwen3_4b_dpo_qlora": ("qwen3_4b", "pairs"),
     "qwen3_4b_kto_qlora": ("qwen3_4b", "labelled"),
     "qwen3_vl_4b_images_lora": ("qwen3_vl_4b", "images"),
+    "qwen3_vl_8b_images_qlora_24gb": ("qwen3_vl_8b", "images"),
     "gemma3_4b_images_qlora": ("gemma3_4b", "images"),
+    "gemma4_e2b_images_lora_24gb": ("gemma4", "images"),
+    "llama3.2_3b_qlora_16gb": ("llama3.2_3b", "chats"),
+    "qwen3.5_27b_qlora_48gb": ("qwen3.5_27b", "chats"),
+    "gemma4_26b_a4b_lora_80gb": ("gemma_4_26b_a4b", "chats"),
+    "qwen3_30b_a3b_lora_80gb": ("qwen3_30b_a3b", "chats"),
+    "gpt_oss_20b_qlora_24gb": ("gpt_oss_20b_bf16", "chats"),
+    "qwen3_1.7b_full_24gb": ("qwen3_1.7b", "chats"),
+    "qwen3_4b_full_80gb": ("qwen3_4b", "chats"),
 }
 # A context takes about so much of a card beside what torch allocates.
 CONTEXT_BYTES = 0.4 * 2**30
@@ -95,6 +105,8 @@ def limited(given: argparse.Namespace) -> None:
     import torch
 
     total = torch.cuda.mem_get_info()[1]
+    if given.t4:
+        emulate_t4()
     if given.gib:
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.gib * 2**30 / total), 0)
 
@@ -127,11 +139,22 @@ def limited(given: argparse.Namespace) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+def emulate_t4() -> None:
+    """Answer for a GPU of compute capability 7.5, and take away the kernels that it lacks."""
+    import torch
+
+    torch.cuda.get_device_capability = lambda *_, **__: (7, 5)
+    torch.cuda.is_bf16_supported = lambda *_, **__: False
+    torch.backends.cuda.is_flash_attention_available = lambda: False
+    torch.backends.cuda.enable_flash_sdp(enabled=False)
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+
+
 def make_shape(shape: str, folder: Path) -> None:
     """Write the random model of a shape, unless it is there."""
     if (folder / "config.json").is_file():
         return
-    images = "qwen3_vl" if shape == "qwen3_vl_4b" else "gemma3" if shape == "gemma3_4b" else None
+    images = any(shape == model for model, kind in RECIPES.values() if kind == "images")
     code = (
         f"from pathlib import Path; from benchmarks.speed.images import write_model; "
         f"write_model({shape!r}, Path({str(folder)!r}), tiny=False)"
@@ -160,7 +183,8 @@ def command_of(cell: Cell, given: argparse.Namespace, rows: dict[str, Path], own
     """Return the command line of a cell."""
     shape, kind = RECIPES[cell.recipe]
     gib = cell.gigabytes * 1e9 / 2**30 - CONTEXT_BYTES / 2**30 if cell.gigabytes else 0
-    command = [sys.executable, "-m", "benchmarks.memory.recipes", "--limited", "--gib", str(gib), *cell.cut(), "--argv"]
+    command = [sys.executable, "-m", "benchmarks.memory.recipes", "--limited", "--gib", str(gib), *cell.cut()]
+    command += ["--t4", "--argv"] if "t4" in cell.words else ["--argv"]
     model, options = str(given.work / shape), [w.replace("=", " ", 1).split() for w in cell.words if w.startswith("--")]
     if cell.peer:
         script = REPO / "benchmarks/speed/peers" / ("dpo.py" if kind == "pairs" else "unsloth_sft.py")
@@ -280,6 +304,7 @@ def main() -> None:
     parser.add_argument("--limited", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gib", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--from_step", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--t4", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -54,6 +54,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
         },
     }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "qwen3_vl_8b": ({
+        "tie_word_embeddings": False,
+        "text_config": {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16, "out_hidden_size": 4096,
+            "deepstack_visual_indexes": [8, 16, 24], "num_position_embeddings": 2304,
+        },
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "gemma3_4b": ({
         "tie_word_embeddings": True, "mm_tokens_per_image": 256,
         "text_config": {
@@ -106,7 +118,7 @@ def write_model(kind: str, folder: Path, *, tiny: bool) -> None:
         save_vision(kind, folder)
         return
     values, sizes = MODELS[kind]
-    kind = kind.removesuffix("_4b")
+    kind = kind.removesuffix("_4b").removesuffix("_8b")
     if kind == "gemma3":
         KINDS[kind]["arguments"] = {"image_seq_length": values["mm_tokens_per_image"]}
     tokenizer, ids = vision_tokenizer(kind)

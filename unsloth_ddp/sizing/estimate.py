@@ -181,8 +181,8 @@ def _frozen_bytes(shape: ModelShape, method: Method, work: Workload) -> float:
     if method == "full":
         return float(shape.towers * work.precision)
     if method == "qlora":
-        # bitsandbytes packs linear layers; Unsloth has it pack stacked experts too.
-        packed = shape.linear + (shape.experts if work.backend == "unsloth" else 0)
+        # bitsandbytes packs linear layers of the text decoder; Unsloth has it pack stacked experts too.
+        packed = shape.linear - shape.tower_linear + (shape.experts if work.backend == "unsloth" else 0)
         return packed * BYTES_PACKED + (shape.parameters - packed) * work.precision
     return shape.parameters * work.precision
 

@@ -30,7 +30,7 @@ from unsloth_ddp.model.forward.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.forward.gradient_checkpointing import UNSLOTH_NAMES, kinds_here
 from unsloth_ddp.model.loading.classes import check_attends_backwards, class_name, model_class, read_config
 from unsloth_ddp.model.modules import DTYPES, name_present_layers, without_kernels
-from unsloth_ddp.model.parts import freeze_beside_text
+from unsloth_ddp.model.parts import freeze_beside_text, parts_beside_text
 from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError, panics_raised
 from unsloth_ddp.utils.files.opened import recording
@@ -260,11 +260,23 @@ def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
         )
 
 
+def _unquantized_modules(settings: Settings) -> list[str] | None:
+    """Return the modules that QLoRA leaves in 16 bit: towers and projectors too, as Unsloth does; None for Transformers' choice."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    config = read_config(settings)
+    if config.get_text_config() is config:
+        return None
+    with torch.device("meta"):
+        model = model_class(config, settings).from_config(config, trust_remote_code=settings.trust_remote_code)
+    return [*get_keys_to_not_convert(model), *parts_beside_text(model)]
+
+
 def _load_transformers(
     settings: Settings, runtime: Runtime, mesh: DeviceMesh | None, trained: Path | None
 ) -> tuple[Any, Any]:
     import transformers
-    from peft import PeftConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import PeftConfig, get_peft_model
 
     from unsloth_ddp.model.loading import sharded_load, shards
 
@@ -282,6 +294,7 @@ def _load_transformers(
             bnb_4bit_compute_dtype=DTYPES[runtime.precision],
             # FSDP2 shards floating-point tensors only, so the packed 4-bit weights are stored in such a dtype.
             bnb_4bit_quant_storage=DTYPES[runtime.precision] if runtime.sharding == "fsdp2" else torch.uint8,
+            llm_int8_skip_modules=_unquantized_modules(settings),
         )
     with contextlib.nullcontext() if mesh is None else sharded_load.reading_shards(mesh, str(settings.model)):
         loaded: Any = auto.from_pretrained(
@@ -305,15 +318,9 @@ def _load_transformers(
         # use_fp8 rounds what 4 bits hold.
         model, quantization = model.dequantize(), None
     checkpointing = kinds_here(runtime, settings)[0] != "none"
-    if quantization is not None and mesh is None:
-        model = prepare_model_for_kbit_training(
-            model,
-            use_gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-        )
-    elif quantization is not None:
-        # PEFT's function would take packed shards for 16-bit weights, and convert embedding and output head to fp32, though
-        # FSDP2 gathers them in the precision of the run.
+    if quantization is not None:
+        # PEFT's function would convert embedding, norms and output head to fp32, and activations with them; Unsloth leaves them
+        # in 16 bit. It would also take packed shards for 16-bit weights.
         model.requires_grad_(requires_grad=False)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

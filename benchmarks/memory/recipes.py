@@ -142,7 +142,11 @@ def limited(given: argparse.Namespace) -> None:
 def emulate_t4() -> None:
     """Answer for a GPU of compute capability 7.5, and take away the kernels that it lacks."""
     import torch
+    from triton.runtime import driver
 
+    # Triton compiles for the GPU that there is.
+    target = driver.active.get_current_target()
+    driver.active.get_current_target = lambda: target
     torch.cuda.get_device_capability = lambda *_, **__: (7, 5)
     torch.cuda.is_bf16_supported = lambda *_, **__: False
     torch.backends.cuda.is_flash_attention_available = lambda: False

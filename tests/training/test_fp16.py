@@ -97,3 +97,27 @@ def test_a_resumed_run_goes_on_with_its_scale(trained):
     again, same = state()
     assert again == scaler
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def train_as_4_bit(argv: list[str], cwd: str, first_scale: float) -> None:
+    """Train in fp16 with a model that says of itself that its weights have 4 bits, which needs a GPU to be true."""
+    from unsloth_ddp.run import stages
+
+    load = stages.load_model
+
+    def load_marked(*args):
+        model, tokenizer = load(*args)
+        model.base_model.model.is_loaded_in_4bit = True
+        return model, tokenizer
+
+    stages.load_model = load_marked
+    train_in_fp16(argv, cwd, first_scale)
+
+
+def test_adapters_of_4_bit_weights_are_trained_in_fp32(tiny_model, uneven_rows, tmp_path):
+    """In bf16, to which TRL rounds them, their gradients cannot be scaled."""
+    argv = options(tiny_model, uneven_rows, 8, "marked")
+    run_ranks(1, train_as_4_bit, argv, str(tmp_path), 2.0**14, folder=tmp_path / "marked.out").check()
+    weights = load_file(tmp_path / "outputs/marked/adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name) > 1e-3

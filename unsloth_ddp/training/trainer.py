@@ -38,7 +38,7 @@ from unsloth_ddp.model.files.stored_weights import complete_result
 from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy
-from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers
+from unsloth_ddp.model.modules import evaluation_mode, kept_random_numbers, replaced
 from unsloth_ddp.model.packing.attention import flatten_for, prepare_for_packs
 from unsloth_ddp.model.towers import tokens_a_pixel, trains_beside_text
 from unsloth_ddp.sizing.ladder import OutOfMemory, StepDecision
@@ -112,23 +112,25 @@ class DDPTrainer(ResumableTrainer):
         seed = config.seed if config.data_seed is None else config.data_seed
         # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        super().__init__(
-            runtime,
-            checkpoints,
-            RowFeed(settings, runtime, data.train, tokenizer, seed),
-            model=model,
-            args=config,
-            train_dataset=data.train.dataset,
-            eval_dataset=data.evaluation.dataset if data.evaluation else None,
-            processing_class=tokenizer,
-            data_collator=KeepRows(self.collate, rows_an_example=2 if settings.trains_preferences else 1),
-            callbacks=[
-                ReportProgress(runtime.progress),
-                LogSteps(settings.logging_steps),
-                StopTogether(stop, settings.save_seconds),
-                *([EarlyStoppingCallback(patience)] if (patience := settings.early_stopping_patience) else []),
-            ],
-        )
+        # With 4-bit weights TRL would round adapters to bf16, which has no gradient scaler in fp16 runs; Unsloth leaves them in fp32.
+        with replaced(model, "is_loaded_in_4bit", False):
+            super().__init__(
+                runtime,
+                checkpoints,
+                RowFeed(settings, runtime, data.train, tokenizer, seed),
+                model=model,
+                args=config,
+                train_dataset=data.train.dataset,
+                eval_dataset=data.evaluation.dataset if data.evaluation else None,
+                processing_class=tokenizer,
+                data_collator=KeepRows(self.collate, rows_an_example=2 if settings.trains_preferences else 1),
+                callbacks=[
+                    ReportProgress(runtime.progress),
+                    LogSteps(settings.logging_steps),
+                    StopTogether(stop, settings.save_seconds),
+                    *([EarlyStoppingCallback(patience)] if (patience := settings.early_stopping_patience) else []),
+                ],
+            )
         self._undo_changes_of_the_backend()
         self._set_gradient_precision()
         self.shown = ShowTraining(choose_display(lines=bool(config.disable_tqdm)), runtime.progress)

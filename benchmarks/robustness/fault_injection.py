@@ -1,7 +1,7 @@
 """Kill a short two-process job at random moments and check what is left of it.
 
-    uv run python -m benchmarks.robustness.fault_injection --runs 200 --json benchmarks/results/robustness/torture.json
-    uv run python -m benchmarks.robustness.fault_injection --runs 200 --peer trl --json benchmarks/results/robustness/torture_trl.json
+    uv run python -m benchmarks.robustness.fault_injection --runs 200 --at_once 4 --json FILE
+    uv run python -m benchmarks.robustness.fault_injection --runs 200 --peer trl --json FILE
     uv run python -m benchmarks.robustness.fault_injection --runs 5 --peer cuda_graphs --json FILE
 
 Each run starts the job under a launcher (a process that behaves like an elastic launcher without importing torch
@@ -13,7 +13,8 @@ Counts damaged offers (the checkpoint that the next start would resume from lack
 checkpoints have, or holds one that cannot be read), hangs, failed starts, jobs that never finished, and final weights
 that are not bit-identical to the uninterrupted job's. `--peer trl` does the same to TRL's SFTTrainer with
 `resume_from_checkpoint=True` whenever it finds a checkpoint. `--peer cuda_graphs` is the kit on two GPUs, with packs and
-CUDA graphs. Moments are the same fractions of the peer's own duration, measured on its latest undisturbed start.
+CUDA graphs, which run one case at a time. Moments are the same fractions of the peer's own duration, measured on its
+latest undisturbed start. The same command continues a results file that a time limit (`--seconds`) left unfinished.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import REPO, write_results
-from benchmarks.robustness.killable_job import JOBS, RANKS, ROWS, SAVE_STEPS, STEPS, Job
-from unsloth_ddp.utils.versions import versions
+from benchmarks.common.runs import REPO
+from benchmarks.robustness.cases import case_options, run_cases
+from benchmarks.robustness.killable_job import JOBS, ON_GPUS, RANKS, ROWS, SAVE_STEPS, STEPS, Job
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 VICTIMS = ("rank 0", "rank 1", "both ranks", "launcher")
@@ -127,20 +128,30 @@ class FaultInjection:
         self.reference = second
         # How long the latest start that nothing struck took: other work on the machine changes it.
         self.seconds = second.seconds
-        self.can_mount = os.geteuid() == 0
+        self.can_mount = os.geteuid() == 0 and self._mounts()
+
+    def _mounts(self) -> bool:
+        """Return whether this machine lets a disk be mounted; containers often do not."""
+        folder = self.work / "disk"
+        folder.mkdir(exist_ok=True)
+        try:
+            with small_disk(folder, 200):
+                return True
+        except subprocess.CalledProcessError:
+            return False
 
     def _uninterrupted(self, number: int) -> Reference:
         folder = self.work / f"reference-{number}"
         folder.mkdir()
         logs = self.work / f"logs-reference-{number}"
         job = Job(self.peer, folder, self.rows, logs)
-        assert job.ended() and job.process.exitcode == 0, f"the uninterrupted job failed; see {logs}"
+        assert job.ended() and job.exit_code == 0, f"the uninterrupted job failed; see {logs}"
         seconds = time.monotonic() - job.began
-        found, last = weights(folder), folder / "run" / f"checkpoint-{STEPS}"
+        checksum, last = weights(folder), folder / "run" / f"checkpoint-{STEPS}"
         names = {path.name for path in last.iterdir()}
-        assert found is not None and damage(last, names) is None
+        assert checksum is not None and damage(last, names) is None
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 1024
-        return Reference(seconds, found, names, size)
+        return Reference(seconds, checksum, names, size)
 
     def run(self, index: int) -> dict[str, Any]:
         """Start the job, strike it, and start it again until it is done; return the result."""
@@ -196,18 +207,18 @@ class FaultInjection:
                 damaged[offer.name] = wrong
             again = Job(self.peer, folder, self.rows, logs / str(starts))
             hangs += not again.ended()
-            failed += again.process.exitcode != 0
-            if offer is None and again.process.exitcode == 0:
+            failed += again.exit_code != 0
+            if offer is None and again.exit_code == 0:
                 self.seconds = time.monotonic() - again.began
-        found = weights(folder)
+        checksum = weights(folder)
         return {
             "starts": starts,
             "offered": offers,
             "damaged": damaged,
             "hangs_of_starts": hangs,
             "failed_starts": failed,
-            "finished": found is not None,
-            "bit_identical": found == self.reference.weights,
+            "finished": checksum is not None,
+            "bit_identical": checksum == self.reference.weights,
         }
 
 
@@ -233,57 +244,32 @@ def counts(results: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def inject_faults(
-    peer: str, runs: int, seed: int, work: Path, report: Callable[[dict[str, Any]], None], until: float
-) -> dict[str, Any]:
-    """Return the counts and every result of `runs` runs, or of as many as begin before `until` (time.time()).
+def inject_faults(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Return the counts and every result of the runs that `options` ask for."""
+    place = FaultInjection(options.peer, options.seed, work)
+    settings = {"peer": options.peer, "seed": options.seed, "steps": STEPS, "save_steps": SAVE_STEPS, "ranks": RANKS}
+    measured = {"uninterrupted_seconds": round(place.reference.seconds, 1)}
+    return run_cases(place.run, options, settings, measured, counts)
 
-    Args:
-        report: gets the same after every run.
-    """
-    place = FaultInjection(peer, seed, work)
-    facts = {
-        "command": f"benchmarks/robustness/fault_injection.py --runs {runs} --seed {seed} --peer {peer}",
-        "peer": peer,
-        "steps": STEPS,
-        "save_steps": SAVE_STEPS,
-        "ranks": RANKS,
-        "uninterrupted_seconds": round(place.reference.seconds, 1),
-        "cpus": os.cpu_count(),
-        "versions": versions(),
-    }
-    results: list[dict[str, Any]] = []
-    found: dict[str, Any] = facts | counts(results) | {"each": results}
-    for index in range(runs):
-        if time.time() > until:
-            break
-        results.append(place.run(index))
-        found = facts | counts(results) | {"each": results}
-        report(found)
-    return found
+
+def read_options(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of these words, or of the command line."""
+    parser = case_options(__doc__, runs=200)
+    parser.add_argument("--peer", choices=JOBS, default="kit")
+    parser.add_argument("--work", type=Path, help="a folder for the runs, kept; default: a temporary one")
+    return parser.parse_args(words)
 
 
 def main() -> None:
-    """Read the command line, run, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after this time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--peer", choices=JOBS, default="kit")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", type=Path, help="a folder for the runs, kept; default: a temporary one")
-    given = parser.parse_args()
-    work = given.work or Path(tempfile.mkdtemp(prefix="torture_"))
+    """Run what the command line asks for."""
+    options = read_options()
+    if options.peer not in ON_GPUS:
+        # Forked ranks could not use CUDA, and need not look for it.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    work = options.work or Path(tempfile.mkdtemp(prefix="torture_"))
     work.mkdir(parents=True, exist_ok=True)
-
-    def report(found: dict[str, Any]) -> None:
-        print(found["each"][-1], flush=True)
-        if given.json:
-            write_results(given.json, **found)
-
-    found = inject_faults(given.peer, given.runs, given.seed, work.resolve(), report, time.time() + 60 * given.minutes)
-    print({name: value for name, value in found.items() if name != "each"}, flush=True)
-    if not given.work:
+    inject_faults(options, work.resolve())
+    if not options.work:
         shutil.rmtree(work, ignore_errors=True)
 
 

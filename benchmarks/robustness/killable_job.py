@@ -1,7 +1,7 @@
 """Start a short job of two processes, of the kit or of TRL, whose processes can be killed.
 
-The launcher behaves like an elastic launcher without importing torch anew. `fault_injection` starts and kills these jobs. As a
-command this runs one rank, whose place in the job is in the environment:
+The launcher behaves like an elastic launcher without importing torch anew. `fault_injection` starts and kills these
+jobs. As a command this runs one rank, whose place in the job is in the environment:
 
     python -m benchmarks.robustness.killable_job PEER FOLDER ROWS
 """
@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -75,8 +77,8 @@ def trl_job(folder: str, rows: str) -> None:
     data = datasets.Dataset.from_list([json.loads(line) for line in Path(rows).read_text().splitlines()])
     lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = OnCpu(model=f"{REPO}/demo/model", args=config, train_dataset=data, peft_config=lora)
-    found = get_last_checkpoint(str(run)) if run.is_dir() else None
-    trainer.train(resume_from_checkpoint=True if found else None)
+    checkpoint = get_last_checkpoint(str(run)) if run.is_dir() else None
+    trainer.train(resume_from_checkpoint=True if checkpoint else None)
     trainer.save_model()
     # Says that the model is written, as the kit's does.
     if trainer.args.process_index == 0:
@@ -117,44 +119,56 @@ def new_process(peer: str, folder: str, rows: str, environ: dict[str, str], log:
     )
 
 
+def free_port() -> int:
+    """Return a port for this process's job, below those that the system gives to connections of jobs beside it."""
+    port = 20_000 + os.getpid() % 10_000
+    while True:
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+        port += 1
+
+
 def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
     """Act as an elastic launcher: start the ranks, end all when one fails, forward signals, kill after 30 s."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # Shells start what runs in the background with SIGINT ignored, and the ranks would take that for a wish.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     children: list[int] = []
     for rank in range(RANKS):
         environ = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "torture",
-            "TOKENIZERS_PARALLELISM": "false",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_RUN_ID": "torture", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         log = f"{logs}/rank_{rank}.txt"
         children.append(new_process(peer, folder, rows, environ, log) if peer in ON_GPUS else os.fork())
         if children[-1] == 0:
             rank_process(peer, folder, rows, environ, log)
     pids.send(children)
-    asked: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda n, _: asked.append(n))
+        signal.signal(number, lambda n, _: signals.append(n))
     running, failed, deadline = set(children), False, None
     while running:
         for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 running.discard(pid)
                 failed = failed or status != 0
-        if (asked or failed) and deadline is None:
+        if (signals or failed) and deadline is None:
             deadline = time.monotonic() + 30
             for pid in running:
-                os.kill(pid, asked[0] if asked else signal.SIGTERM)
+                os.kill(pid, signals[0] if signals else signal.SIGTERM)
         if deadline is not None and time.monotonic() > deadline:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    os._exit(1 if failed or asked else 0)
+    os._exit(1 if failed or signals else 0)
+
+
+# A process of multiprocessing may be polled by one thread at a time, and starting one polls all others.
+POLLING = threading.Lock()
 
 
 class Job:
@@ -164,26 +178,33 @@ class Job:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         logs.mkdir(parents=True, exist_ok=True)
-        here, there = context.Pipe()
-        self.process = context.Process(target=launcher, args=(peer, str(folder), str(rows), str(logs), there))
-        self.process.start()
-        self.pids: list[int] = here.recv()
+        receiver, sender = context.Pipe()
+        self.process = context.Process(target=launcher, args=(peer, str(folder), str(rows), str(logs), sender))
+        with POLLING:
+            self.process.start()
+        self.pids: list[int] = receiver.recv()
         # From here on: the fork server may first have had to import the stack.
         self.began = time.monotonic()
 
     def strike(self, number: int, victim: str) -> bool:
         """Send the signal to the targets that are still running; return whether there was one."""
         targets = {"rank 0": self.pids[:1], "rank 1": self.pids[1:], "both ranks": self.pids}
-        there = [pid for pid in targets.get(victim, [int(self.process.pid or 0)]) if alive(pid)]
-        for pid in there:
+        running = [pid for pid in targets.get(victim, [int(self.process.pid or 0)]) if alive(pid)]
+        for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        return bool(there)
+        return bool(running)
 
     def wait(self, seconds: float) -> bool:
         """Return whether the launcher ended within `seconds`."""
-        self.process.join(max(0.0, seconds))
-        return self.process.exitcode is not None
+        multiprocessing.connection.wait([self.process.sentinel], max(0.0, seconds))
+        return self.exit_code is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The launcher's exit code; None while it runs."""
+        with POLLING:
+            return self.process.exitcode
 
     def wait_for_save(self, run: Path, step: int, seconds: float) -> bool:
         """Return whether the launcher ended before a checkpoint of `step` or later was there for so many seconds.
@@ -191,7 +212,7 @@ class Job:
         A job that writes none in PATIENCE is struck without one, and counts as hanging if it does not end then.
         """
         while time.monotonic() - self.began < PATIENCE and not any(
-            int(found.name.rpartition("-")[2]) >= step for found in run.glob("checkpoint-*[0-9]")
+            int(folder.name.rpartition("-")[2]) >= step for folder in run.glob("checkpoint-*[0-9]")
         ):
             if self.wait(0.005):
                 return True
@@ -203,11 +224,11 @@ class Job:
         self.wait(deadline - time.monotonic())
         while any(alive(pid) for pid in self.pids) and time.monotonic() < deadline:
             time.sleep(0.05)
-        hung = self.process.exitcode is None or any(alive(pid) for pid in self.pids)
+        hung = self.exit_code is None or any(alive(pid) for pid in self.pids)
         if hung:
-            self.strike(signal.SIGKILL, "both ranks")
-            self.process.kill()
-            self.process.join()
+            for victim in ("both ranks", "launcher"):
+                self.strike(signal.SIGKILL, victim)
+            self.wait(10)
         return not hung
 
 

@@ -1,11 +1,15 @@
 """Strike a job of two hosts at random moments, with restarts on, and compare its weights with an uninterrupted job's.
 
-    uv run python -m benchmarks.robustness.restarts --runs 100 --json benchmarks/results/robustness/restarts.json
+    uv run python -m benchmarks.robustness.restarts --runs 100 --at_once 2 --json FILE
 
 The hosts are network namespaces (needs root and iproute2), each with one CPU process, started by `cluster/node.sh
---max_restarts 3`. A strike kills a rank, a host's launcher, or every process of a host whose cable is pulled first; that
-host comes back within seconds, as a machine that reboots, and starts the same command. A job is struck once or twice, the
-second time in a restart. Nothing else helps it: it has to end by itself, on both hosts, with exit code 0.
+--max_restarts 3`. A strike kills a rank, a host's launcher, or every process of a host whose cable is pulled first;
+that host comes back within seconds, as a machine that reboots, and starts the same command. A job is struck once or
+twice, the second time in a restart. Nothing else helps it: it has to end by itself, on both hosts, with exit code 0.
+
+With `--network loopback` the hosts are groups of processes on this machine's loopback, where no namespaces can be made:
+then a killed host's connections are closed rather than silent. The same command continues a results file that a time
+limit (`--seconds`) left unfinished.
 """
 
 from __future__ import annotations
@@ -15,24 +19,27 @@ import contextlib
 import hashlib
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from benchmarks.common.runs import REPO, write_results
-from tests.cluster.hosts import Host, make_hosts
-from unsloth_ddp.utils.versions import versions
+from benchmarks.common.runs import REPO
+from benchmarks.robustness.cases import case_options, run_cases
+from tests.cluster.hosts import Host, clean_environment, make_hosts
 
-STEPS, SAVE_STEPS = 40, 4
+# A job writes so many checkpoints.
+SAVES = 10
 OPTIONS = (
     f"--cpu --no_preflight --max_restarts 3 --run_name run -m {REPO}/demo/model -d rows.jsonl --max_length 64 "
     "--learning_rate 0.001 --gradient_checkpointing none --global_batch_size 6 --lora_dropout 0.1 --report_to none "
-    f"--logging_steps 5 --max_steps {STEPS} --save_steps {SAVE_STEPS}"
+    "--logging_steps 5"
 ).split()
 ROWS = 30
 # Gradients of a step take a quarter of a second at this rate.
@@ -46,17 +53,74 @@ def is_a(victim: str, pid: int) -> bool:
     """Return whether a process is a rank, or a host's launcher."""
     with contextlib.suppress(OSError):
         if victim == "launcher":
-            return b"accelerate-launch" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1]
+            return any(b"accelerate" in word for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3])
         return b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
     return False
+
+
+@dataclass
+class LoopbackHost:
+    """A group of processes that stands for a host, known by a variable that they inherit; see tests.cluster.hosts.Host."""
+
+    # 127.0.0.1 as a number: node.sh refuses names that mean "this machine" on every node.
+    name: ClassVar[str] = "2130706433"
+    environ: dict[str, str]
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def start(self, command: list[str], output: Path, environ: dict[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+        """Start `command` in this group, with all that it prints added to `output`."""
+        marked = clean_environment() | environ | self.environ | {"BENCHMARK_HOST": self.mark}
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                command, cwd=cwd, env=marked, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def pids(self) -> list[int]:
+        """Return every process of this group."""
+        mark = f"BENCHMARK_HOST={self.mark}\0".encode()
+        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if mark in content(path)]
+
+    def slow(self, rate: str) -> None:
+        """Do nothing: the loopback is as fast as it is."""
+
+    def power_off(self) -> None:
+        """Kill every process of this group, also those that are born meanwhile."""
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def reconnect(self) -> None:
+        """Do nothing: the loopback was not cut."""
+
+
+def content(path: Path) -> bytes:
+    """Return what a file of /proc holds; nothing once its process ended."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@contextlib.contextmanager
+def loopback_hosts(port: int) -> Iterator[list[LoopbackHost]]:
+    """Yield two hosts whose jobs meet at this port, and kill their processes at the end."""
+    hosts = [LoopbackHost({"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}) for _ in range(2)]
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            host.power_off()
 
 
 @dataclass
 class Job:
     """The job on two hosts, in a folder that both share."""
 
-    hosts: list[Host]
+    hosts: Sequence[Host | LoopbackHost]
     folder: Path
+    steps: int
     processes: list[subprocess.Popen[bytes]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,8 +131,9 @@ class Job:
         self.processes = [self._start(number) for number in range(2)]
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
-        environ = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "node1"}
-        command = ["bash", str(REPO / "cluster" / "node.sh"), *OPTIONS]
+        environ = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": self.hosts[0].name}
+        steps = ["--max_steps", str(self.steps), "--save_steps", str(self.steps // SAVES)]
+        command = ["bash", str(REPO / "cluster" / "node.sh"), *OPTIONS, *steps]
         return self.hosts[number].start(command, self.folder / f"node{number + 1}.txt", environ, self.folder)
 
     def ended(self, seconds: float) -> bool:
@@ -84,11 +149,11 @@ class Job:
         """Kill `victim` of a host, and return whether there was one; a host is away for some seconds."""
         host = self.hosts[number]
         if victim != "host":
-            found = [pid for pid in host.pids() if is_a(victim, pid)]
-            for pid in found:
+            pids = [pid for pid in host.pids() if is_a(victim, pid)]
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            return bool(found)
+            return bool(pids)
         host.power_off()
         self.processes[number].wait()
         time.sleep(away)
@@ -103,87 +168,80 @@ class Job:
         return hashlib.sha256(path.read_bytes()).hexdigest() if well and path.exists() else None
 
 
-def uninterrupted(folder: Path) -> tuple[str, float]:
-    """Return the checksum of the uninterrupted job's adapter, and its seconds."""
-    began = time.monotonic()
-    with make_hosts(2) as hosts:
-        job = Job(hosts, folder)
-        assert job.ended(PATIENCE), "the uninterrupted job hangs"
-        found = job.result()
-    assert found is not None, f"the uninterrupted job failed; see {folder}"
-    return found, time.monotonic() - began
+class Restarts:
+    """Run the job again and again, each time in a folder of its own."""
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self.options, self.work = options, work
+        (self.weights, _), (repeated, self.seconds) = self._uninterrupted(1), self._uninterrupted(2)
+        assert self.weights == repeated, "the uninterrupted job does not repeat bit for bit"
+
+    def hosts(self, number: int) -> contextlib.AbstractContextManager[Sequence[Host | LoopbackHost]]:
+        """Return the two hosts of the job of this number."""
+        # Of neighbouring jobs, and below the ports that the system gives to connections.
+        return loopback_hosts(20_000 + 10 * number) if self.options.network == "loopback" else make_hosts(2)
+
+    def _uninterrupted(self, number: int) -> tuple[str, float]:
+        """Return the checksum of the uninterrupted job's adapter, and its seconds."""
+        began, folder = time.monotonic(), self.work / f"reference-{number}"
+        with self.hosts(self.options.runs + number) as hosts:
+            job = Job(hosts, folder, self.options.steps)
+            assert job.ended(PATIENCE), "the uninterrupted job hangs"
+            checksum = job.result()
+        assert checksum is not None, f"the uninterrupted job failed; see {folder}"
+        return checksum, time.monotonic() - began
+
+    def run(self, number: int) -> dict[str, Any]:
+        """Run the job, strike it, wait for its end, and return what came of it."""
+        dice = random.Random(self.options.seed * 100_003 + number)
+        folder, strikes = self.work / f"run-{number}", []
+        began = time.monotonic()
+        with self.hosts(number) as hosts:
+            job = Job(hosts, folder, self.options.steps)
+            for _ in range(dice.choice((1, 1, 2))):
+                fraction, victim, host = dice.random(), dice.choice(VICTIMS), dice.randrange(2)
+                if job.ended(fraction * self.seconds):
+                    break
+                manifests = folder.glob("outputs/run/checkpoint-*/manifest.json")
+                saved = max((int(path.parent.name.split("-")[1]) for path in manifests), default=0)
+                struck = job.strike(victim, host, dice.uniform(0, 5))
+                at = {"victim": victim, "host": host, "at_fraction": round(fraction, 3), "saved": saved}
+                strikes.append(at | {"struck": struck})
+            hung = not job.ended(PATIENCE)
+            codes, checksum = [process.poll() for process in job.processes], job.result()
+        identical = checksum == self.weights
+        if identical:
+            shutil.rmtree(folder)
+        seconds = round(time.monotonic() - began, 1)
+        result = {"run": number, "strikes": strikes, "seconds": seconds, "hung": hung, "exit_codes": codes}
+        return result | {"bit_identical": identical}
 
 
-def once(index: int, seed: int, seconds: float, expected: str, folder: Path) -> dict[str, Any]:
-    """Run the job, strike it, wait for its end, and return what came of it."""
-    dice = random.Random(seed * 100_003 + index)
-    strikes: list[dict[str, Any]] = []
-    began = time.monotonic()
-    with make_hosts(2) as hosts:
-        job = Job(hosts, folder)
-        for _ in range(dice.choice((1, 1, 2))):
-            fraction, victim, number = dice.random(), dice.choice(VICTIMS), dice.randrange(2)
-            if job.ended(fraction * seconds):
-                break
-            saved = [
-                int(path.parent.name.split("-")[1]) for path in folder.glob("outputs/run/checkpoint-*/manifest.json")
-            ]
-            struck = job.strike(victim, number, dice.uniform(0, 5))
-            strikes.append(
-                {"victim": victim, "host": number, "at_fraction": round(fraction, 3), "saved": max(saved, default=0), "struck": struck}
-            )  # fmt: skip
-        hung = not job.ended(PATIENCE)
-        codes, found = [process.poll() for process in job.processes], job.result()
+def counts(results: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the totals over all runs."""
     return {
-        "run": index,
-        "strikes": strikes,
-        "seconds": round(time.monotonic() - began, 1),
-        "hung": hung,
-        "exit_codes": codes,
-        "bit_identical": found == expected,
+        "runs": len(results),
+        "struck": sum(any(strike["struck"] for strike in run["strikes"]) for run in results),
+        "struck_after_a_checkpoint": sum(any(s["struck"] and s["saved"] for s in run["strikes"]) for run in results),
+        "hung": sum(run["hung"] for run in results),
+        "ended_by_themselves": sum(run["exit_codes"] == [0, 0] for run in results),
+        "bit_identical": sum(run["bit_identical"] for run in results),
     }
 
 
 def main() -> None:
     """Read the command line, run, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after this time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    parser = case_options(__doc__, runs=100)
+    parser.add_argument("--network", choices=("namespaces", "loopback"), default="namespaces")
+    parser.add_argument("--steps", type=int, default=40, help="of a job, a multiple of 10 (default: %(default)s)")
+    options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="restarts_"))
-    until = time.monotonic() + 60 * given.minutes
-    (expected, _), (repeated, seconds) = uninterrupted(work / "reference"), uninterrupted(work / "repeated")
-    assert expected == repeated, "the uninterrupted job does not repeat bit for bit"
-    each: list[dict[str, Any]] = []
-    for index in range(given.runs):
-        if time.monotonic() > until:
-            break
-        folder = work / f"run-{index}"
-        each.append(once(index, given.seed, seconds, expected, folder))
-        print(each[-1], flush=True)
-        if each[-1]["bit_identical"]:
-            shutil.rmtree(folder)
-        if given.json:
-            struck = [run for run in each if any(strike["struck"] for strike in run["strikes"])]
-            write_results(
-                given.json,
-                command=f"benchmarks/robustness/restarts.py --runs {given.runs} --seed {given.seed}",
-                hosts=2,
-                steps=STEPS,
-                save_steps=SAVE_STEPS,
-                uninterrupted_seconds=round(seconds, 1),
-                cpus=os.cpu_count(),
-                versions=versions(),
-                runs=len(each),
-                struck=len(struck),
-                strikes_after_a_checkpoint=sum(any(s["struck"] and s["saved"] for s in run["strikes"]) for run in each),
-                hung=sum(run["hung"] for run in each),
-                ended_by_themselves=sum(run["exit_codes"] == [0, 0] for run in each),
-                bit_identical=sum(run["bit_identical"] for run in each),
-                each=each,
-            )
+    restarts = Restarts(options, work)
+    settings = {"network": options.network, "seed": options.seed, "hosts": 2, "steps": options.steps}
+    measured = {"uninterrupted_seconds": round(restarts.seconds, 1)}
+    summary = run_cases(restarts.run, options, settings, measured, counts)
+    if summary["bit_identical"] == summary["runs"]:
+        shutil.rmtree(work)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.robustness import fault_injection
-from benchmarks.robustness.fault_injection import damage, inject_faults, is_bad
+from benchmarks.robustness.cases import run_cases
+from benchmarks.robustness.fault_injection import damage, inject_faults, is_bad, read_options
 from benchmarks.robustness.killable_job import PATIENCE, Job
 
 RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
@@ -18,18 +21,19 @@ RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
 @pytest.mark.torture
 @pytest.mark.timeout(300 + 120 * RUNS)
 def test_whatever_kills_the_job_it_ends_bit_identical(tmp_path):
-    found = inject_faults("kit", RUNS, 1, tmp_path, lambda so_far: print(so_far["each"][-1]), time.time() + 86400)
-    assert found["runs"] == RUNS
-    bad = [each for each in found["each"] if is_bad(each)]
+    results = tmp_path / "results.json"
+    summary = inject_faults(read_options(f"--runs {RUNS} --seed 1 --at_once 2 --json {results}".split()), tmp_path)
+    assert summary["runs"] == RUNS
+    bad = [each for each in summary["each"] if is_bad(each)]
     assert not bad, bad
+    assert json.loads(results.read_text())["each"] == summary["each"]
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(300)
 def test_a_job_can_be_struck_after_a_save(tmp_path, monkeypatch):
     monkeypatch.setattr(fault_injection, "STRUCK_AFTER_SAVES", ("kit",))
-    found = inject_faults("kit", 1, 3, tmp_path, lambda _: None, time.time() + 86400)
-    each = found["each"][0]
+    each = inject_faults(read_options(["--runs", "1", "--seed", "3"]), tmp_path)["each"][0]
     assert each["after_save"] > 0 and not is_bad(each)
     assert int(each["offered"][0].rpartition("-")[2]) >= each["after_save"]
 
@@ -80,3 +84,22 @@ def test_a_flipped_bit_in_an_optimizer_is_damage(checkpoint):
     content[len(content) // 2] ^= 1
     (checkpoint / "optimizer.pt").write_bytes(content)
     assert "optimizer.pt is damaged" in str(damage(checkpoint, names))
+
+
+def test_a_results_file_is_continued_by_the_same_command_and_by_no_other(tmp_path):
+    words = ["--json", str(tmp_path / "results.json"), "--at_once", "2", "--runs"]
+    started: list[int] = []
+
+    def run_case(number: int) -> dict[str, int]:
+        started.append(number)
+        return {"run": number}
+
+    def run(runs: str, seed: int) -> dict[str, Any]:
+        options = read_options([*words, runs])
+        return run_cases(run_case, options, {"seed": seed}, {}, lambda cases: {"runs": len(cases)})
+
+    assert run("2", seed=0)["runs"] == 2
+    assert run("4", seed=0)["each"] == [{"run": number} for number in range(4)]
+    assert sorted(started) == [0, 1, 2, 3]
+    with pytest.raises(SystemExit, match="with another seed; name another file"):
+        run("4", seed=1)

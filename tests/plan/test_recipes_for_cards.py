@@ -49,7 +49,7 @@ def plan_of(
     decision = planned_packing(settings, shape, capability)
     batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.each, decision)
     rows = rows.packed(packing)
-    hardware = Hardware(1, 1, [1e9], gpu_memory=memory, capability=capability)
+    hardware = Hardware(1, 1, gpu_memory=memory, capability=capability)
     plan = make_plan(settings, shape, rows, batch, hardware)
     (chosen,) = (row for row in plan.memory if (row.method, row.sharding) == (settings.method, "none"))
     return chosen.memory, chosen.verdict, chosen.checkpointing, plan.batch.per_device, rows.unit

@@ -18,6 +18,12 @@ SHOWN, FEW = 25, 5
 LONGEST_NAME = 60
 # From this many names of another tool on, a file is taken for one of that tool's.
 MANY = 3
+# Options that were there before, and what to do without them.
+GONE = {
+    "bandwidth": "plan no longer predicts the time on a network; the preflight measures it, and a run shows the time left",
+    "node_bandwidth": "plan no longer predicts the time between GPUs; the preflight measures it, and a run shows the time left",
+    "tokens_per_second": "the time left is in the log lines of a run; plan guesses from measured runs",
+}
 # What a file is for that is given without an option, by its suffix.
 OPTION_OF_FILE = {
     ".jsonl": "dataset", ".json": "dataset", ".parquet": "dataset", ".csv": "dataset", ".yaml": "config", ".yml": "config",
@@ -104,6 +110,8 @@ def _hint(name: str, value: Any, own: Sequence[str], of_command_line: bool) -> s
         if options:
             return "give " + " ".join(_written(option, item, of_command_line) for option, item in options.items())
         return alias.note if options is None else "leave it out"
+    if name in GONE:
+        return GONE[name]
     if name in OWNED_ARGS:
         return OWNED_ARGS[name]
     if name in sft_config_fields():

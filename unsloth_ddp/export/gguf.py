@@ -107,15 +107,15 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> str | None:
     system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}
     assistant, further = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": FURTHER}
     try:
-        asked, question = render([user], True), render([user], False)
+        prompt, question = render([user], True), render([user], False)
         with_system, answered = render([system, user], True), render([user, assistant], False)
         whole = render([system, user, assistant, further], True)
     except Exception:  # templates raise exceptions of their own, as for a system message
         return None
-    if not (asked.startswith(question) and with_system.endswith(asked) and answered.startswith(asked + ANSWER)):
+    if not (prompt.startswith(question) and with_system.endswith(prompt) and answered.startswith(prompt + ANSWER)):
         return None
-    begin, end = asked[len(question) :], answered[len(asked) + len(ANSWER) :]
-    instruction = with_system[: len(with_system) - len(asked)]
+    begin, end = prompt[len(question) :], answered[len(prompt) + len(ANSWER) :]
+    instruction = with_system[: len(with_system) - len(prompt)]
     if instruction.count(SYSTEM) != 1 or question.count(QUESTION) != 1:
         return None
     # The parts, put together again, have to make a longer chat too.

@@ -39,18 +39,18 @@ def find_llama_cpp(named: str | None, *, quantize: bool) -> LlamaCpp:
     Raises:
         UserError: the converter is missing, or the quantizer that `quantize` needs; with how to get it.
     """
-    given = named or os.environ.get("LLAMA_CPP")
-    folder = Path(given).expanduser().resolve() if given else None
+    location = named or os.environ.get("LLAMA_CPP")
+    folder = Path(location).expanduser().resolve() if location else None
     if folder is not None and not folder.is_dir():
         origin = "--llama_cpp" if named else "LLAMA_CPP"
-        raise UserError(f"{origin} {given}: there is no such folder; {CLONE}, and give the folder that it makes.")
+        raise UserError(f"{origin} {location}: there is no such folder; {CLONE}, and give the folder that it makes.")
 
     def find(name: str) -> Path | None:
         places = [str(folder / place) for place in BUILT] if folder else []
-        found = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
+        program = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
         # The script need not be executable.
         script = folder / name if folder else None
-        return Path(found) if found else script if script and script.is_file() else None
+        return Path(program) if program else script if script and script.is_file() else None
 
     converter, quantizer = find(CONVERTER), find(QUANTIZER)
     if converter is None:
@@ -104,15 +104,15 @@ def ask_gguf(tools: LlamaCpp, model: Path, question: str, length: int, *, plain:
     failed = f"{tools.answerer.name} does not answer with the GGUF file that was made, so it is not kept"
     # Repacking the weights for speed takes longer than one answer, and crashes on matrices that are very small.
     environ = {**os.environ, "LLAMA_ARG_REPACK": "0"}
-    said = _run(command, failed, "try another --quantize, or a newer llama.cpp", environ)
+    output = _run(command, failed, "try another --quantize, or a newer llama.cpp", environ)
     # It marks the end of an answer by words of its own.
-    return said.strip().removesuffix("[end of text]").removesuffix("> EOF by user").strip()
+    return output.strip().removesuffix("[end of text]").removesuffix("> EOF by user").strip()
 
 
 def _run(command: list[str], failed: str, fix: str, environ: Mapping[str, str] | None = None) -> str:
     """Return what a program prints; if it fails, raise a UserError with the last line of its errors."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -123,7 +123,7 @@ def _run(command: list[str], failed: str, fix: str, environ: Mapping[str, str] |
         )
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run: {os_reason(error)}.") from None
-    if done.returncode != 0:
-        lines = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()
-        raise UserError(f"{failed} (exit code {done.returncode}: {one_line(lines[-1]).rstrip('.')}); {fix}.")
-    return done.stdout
+    if process.returncode != 0:
+        lines = (process.stderr.strip() or process.stdout.strip() or "it says nothing").splitlines()
+        raise UserError(f"{failed} (exit code {process.returncode}: {one_line(lines[-1]).rstrip('.')}); {fix}.")
+    return process.stdout

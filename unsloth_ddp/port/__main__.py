@@ -86,23 +86,23 @@ def render(ported: Ported, source: Path) -> str:
 
 def port_file(argv: list[str]) -> None:
     """Read the file, port it, and print or write the result."""
-    given = make_parser().parse_args(argv)
-    content = read_file(given.file)
+    arguments = make_parser().parse_args(argv)
+    content = read_file(arguments.file)
     try:
-        tool = PORTED_TOOLS[given.tool] if given.tool else detect_tool(content)
-        ported = port(content, tool, given.file.parent)
+        tool = PORTED_TOOLS[arguments.tool] if arguments.tool else detect_tool(content)
+        ported = port(content, tool, arguments.file.parent)
     except UserError as refused:
-        raise UserError(f"{given.file}: {refused}") from None
-    text = render(ported, given.file)
-    if given.output is None:
+        raise UserError(f"{arguments.file}: {refused}") from None
+    text = render(ported, arguments.file)
+    if arguments.output is None:
         print(text, end="")
         return
-    if given.output.exists():
-        raise UserError(f"--output {given.output} already exists; give another name.")
+    if arguments.output.exists():
+        raise UserError(f"--output {arguments.output} already exists; give another name.")
     try:
-        given.output.write_text(text, encoding="utf-8")
+        arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {given.output} cannot be written: {os_reason(error)}.") from None
+        raise UserError(f"--output {arguments.output} cannot be written: {os_reason(error)}.") from None
     print("\n".join(line for line in text.splitlines() if line.startswith("#")))
 
 

@@ -26,9 +26,9 @@ class RunError(UserError):
     exit_code = 1
 
 
-def one_line(error: object, most: int = 300) -> str:
+def one_line(error: object, limit: int = 300) -> str:
     """Return an error's message without line breaks, cut to `most` characters, to stand inside a sentence."""
-    return " ".join(str(error).split())[:most]
+    return " ".join(str(error).split())[:limit]
 
 
 def os_reason(error: OSError) -> str:

@@ -27,7 +27,7 @@ def open_without_following_links(path: Path, flags: int) -> int:
         raise
 
 
-def read_regular(path: Path, most: int) -> bytes:
+def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file of at most so many bytes; a pipe or device could keep its reader forever.
 
     Raises:
@@ -39,9 +39,9 @@ def read_regular(path: Path, most: int) -> bytes:
         path.stat()
         raise OSError(errno.EINVAL, "it is not a file", str(path))
     with open(descriptor, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has over {most:,} bytes", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has over {max_bytes:,} bytes", str(path))
     return content
 
 

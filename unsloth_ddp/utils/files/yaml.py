@@ -71,11 +71,11 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key given twice, of which PyYAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:

@@ -30,9 +30,9 @@ class Alias:
 
     def translate(self, value: Any) -> dict[str, Any] | None:
         """Return the options that say the same as `value`, or None where there are none."""
-        known = self.values.get(str(value).lower())
-        if known is not None:
-            return dict(known)
+        options = self.values.get(str(value).lower())
+        if options is not None:
+            return dict(options)
         return {self.option: value} if self.option else None
 
 

@@ -106,23 +106,25 @@ def _check_evaluation(settings: Settings) -> None:
             f"give --eval_steps, "
             "or --eval_strategy epoch."
         )
-    asked = {
+    needs_rows = {
         f"eval_strategy is {settings.eval_strategy}": settings.eval_strategy in ("steps", "epoch"),
         f"eval_steps is {settings.eval_steps}": settings.eval_steps is not None,
         f"early_stopping_patience is {settings.early_stopping_patience}": settings.early_stopping_patience is not None,
         f"compare_answers is {settings.compare_answers}": settings.compare_answers > 0,
     }
-    if not (settings.eval_dataset or settings.eval_fraction) and (given := next((s for s in asked if asked[s]), None)):
-        raise UserError(f"{given}, but there are no evaluation rows; give --eval_dataset or --eval_fraction.")
+    if not (settings.eval_dataset or settings.eval_fraction) and (
+        unmet := next((s for s in needs_rows if needs_rows[s]), None)
+    ):
+        raise UserError(f"{unmet}, but there are no evaluation rows; give --eval_dataset or --eval_fraction.")
 
 
 def _check_names(settings: Settings) -> None:
     for name in ("optim", "lr_scheduler_type"):
         if getattr(settings, name) != getattr(TrainingSettings, name):
             check_name(name, getattr(settings, name))
-    if settings.report_to not in (["tensorboard"], []) and (known := known_names("report_to")):
+    if settings.report_to not in (["tensorboard"], []) and (trackers := known_names("report_to")):
         # Which of them are installed is known once Transformers is imported.
-        choose_trackers(settings.report_to, known, known)
+        choose_trackers(settings.report_to, trackers, trackers)
 
 
 def _check_streaming(settings: Settings) -> None:
@@ -173,8 +175,8 @@ def full_path(name: str, path: Path) -> Path:
         full = path.expanduser().resolve()
         full.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        reason = str(getattr(error, "strerror", error)).rstrip(".")
-        raise UserError(f"{name} {str(path)[:200]} cannot be looked up: {reason}; give another.") from None
+        problem = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"{name} {str(path)[:200]} cannot be looked up: {problem}; give another.") from None
     return full
 
 
@@ -205,7 +207,7 @@ def _full_if_there(name: str, value: Any) -> Any:
 def _check_task(settings: Settings) -> None:
     """Refuse options that do nothing, or do not work, with the task."""
     standard, task = TaskSettings(), settings.task
-    own = {
+    tasks_of = {
         "beta": PREFERENCE_TASKS,
         "preference_loss": ("dpo", "cpo"),
         "label_smoothing": ("dpo", "cpo"),
@@ -217,12 +219,12 @@ def _check_task(settings: Settings) -> None:
         "desirable_weight": ("kto",),
         "undesirable_weight": ("kto",),
     }
-    for name, tasks in own.items():
+    for name, tasks in tasks_of.items():
         value = getattr(settings, name)
         if value != getattr(standard, name) and task not in tasks:
             *others, last = tasks
-            wanted = f"{', '.join(others)} or {last}" if others else last
-            raise UserError(f"{name} {value} is for --task {wanted}, and task is {task}; leave it out.")
+            task_names = f"{', '.join(others)} or {last}" if others else last
+            raise UserError(f"{name} {value} is for --task {task_names}, and task is {task}; leave it out.")
     if not settings.trains_preferences:
         return
     if settings.desirable_weight == settings.undesirable_weight == 0:
@@ -260,6 +262,6 @@ def _check_task(settings: Settings) -> None:
         and "its reference is computed before step 1 and streamed rows are not known then; leave --streaming out, or give "
         f"--reference_model {settings.model}, which then stays in memory beside the trained model",
     }
-    for what, reason in refused.items():
-        if reason:
-            raise UserError(f"{what} does not work with task {task}: {reason}.")
+    for what, problem in refused.items():
+        if problem:
+            raise UserError(f"{what} does not work with task {task}: {problem}.")

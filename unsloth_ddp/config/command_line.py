@@ -29,22 +29,24 @@ class Parser(argparse.ArgumentParser):
         takes_settings: the options of train_ddp.py may stand beside its own; parse_settings reads them.
     """
 
-    def __init__(self, prog: str, description: str | None, *, takes_settings: bool = False, **given: Any) -> None:
+    def __init__(
+        self, prog: str, description: str | None, *, takes_settings: bool = False, **parser_options: Any
+    ) -> None:
         super().__init__(
             prog=prog,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            **given,
+            **parser_options,
         )
         self.takes_settings = takes_settings
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; unknown options are refused with the nearest one."""
-        found, unknown = self.parse_known_args(args, namespace)
+        options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise unknown_options(unknown_words(unknown), "command line", self)
-        return found
+        return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, with --global-batch-size read as --global_batch_size."""
@@ -55,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}.")
 
     @property
-    def own(self) -> list[str]:
+    def option_names(self) -> list[str]:
         """Return the names of the command's own options."""
         return [name.lstrip("-") for action in self._actions for name in action.option_strings]
 
@@ -107,11 +109,11 @@ class TopicHelp(argparse.Action):
         if value is None:
             parser.print_help()
             parser.exit()
-        wanted = value.lstrip("-").replace("-", "_")
-        groups = {title: [wanted] if wanted in names else names for title, names in _groups().items()}
-        shown = {title: names for title, names in groups.items() if wanted in (title.split()[0].lower(), *names)}
+        topic = value.lstrip("-").replace("-", "_")
+        groups = {title: [topic] if topic in names else names for title, names in _groups().items()}
+        shown = {title: names for title, names in groups.items() if topic in (title.split()[0].lower(), *names)}
         if not shown:
-            near = difflib.get_close_matches(wanted, [*OPTIONS, *_topics()], n=1)
+            near = difflib.get_close_matches(topic, [*OPTIONS, *_topics()], n=1)
             hint = f"did you mean {near[0]}?" if near else f"the topics are {', '.join(_topics())}."
             raise UserError(f"command line: --help {value} names no topic or option; {hint}")
         only = Parser(parser.prog, None, usage=argparse.SUPPRESS, add_help=False)

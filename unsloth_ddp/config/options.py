@@ -473,8 +473,10 @@ OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in dataclasses.
 TYPES: dict[str, Any] = typing.get_type_hints(Settings)
 
 
-def options_with(**wanted: Any) -> tuple[str, ...]:
+def options_with(**declaration: Any) -> tuple[str, ...]:
     """Return the names of the options whose declaration holds these values, such as on_resume="refuse"."""
     return tuple(
-        name for name, declared in OPTIONS.items() if all(getattr(declared, key) == wanted[key] for key in wanted)
+        name
+        for name, option in OPTIONS.items()
+        if all(getattr(option, key) == value for key, value in declaration.items())
     )

@@ -31,20 +31,22 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     Raises:
         UserError: unknown options, a value of the wrong type, or settings that contradict each other.
     """
-    given, unknown = make_parser(description).parse_known_args(argv)
-    empty = [name for name, value in vars(given).items() if NO_VALUE in (value if isinstance(value, list) else [value])]
+    arguments, unknown = make_parser(description).parse_known_args(argv)
+    empty = [
+        name for name, value in vars(arguments).items() if NO_VALUE in (value if isinstance(value, list) else [value])
+    ]
     if unknown:
         raise unknown_options(unknown_words(unknown), "command line", command, empty)
     if empty:
-        taken = ", ".join(f"{name} takes {accepted_values(name)}" for name in empty)
-        raise UserError(f"command line: no value is given for {' and '.join(empty)}; {taken}.")
+        takes = ", ".join(f"{name} takes {accepted_values(name)}" for name in empty)
+        raise UserError(f"command line: no value is given for {' and '.join(empty)}; {takes}.")
     on_command_line = {
         # Written as absolute paths, because in the saved settings ./ will mean the run's own folder.
         name: _relative_to(Path.cwd(), name, convert_value(name, value, "command line"))
-        for name, value in vars(given).items()
+        for name, value in vars(arguments).items()
         if name != "config"
     }
-    config = getattr(given, "config", None)
+    config = getattr(arguments, "config", None)
     if config is None and not {"model", "dataset"} & on_command_line.keys():
         config = DEMO_RECIPE
     settings = Settings(**{**(read_config(Path(config)) if config else {}), **on_command_line})

@@ -124,8 +124,8 @@ def ignored_settings(settings: Settings) -> list[str]:
             "--ddp_find_unused_parameters."
         )
     return passed + [
-        f"{name} {_shown(getattr(settings, name))} is ignored: {reason}."
-        for name, reason in reasons.items()
+        f"{name} {_shown(getattr(settings, name))} is ignored: {why}."
+        for name, why in reasons.items()
         if getattr(settings, name) != getattr(standard, name)
     ]
 

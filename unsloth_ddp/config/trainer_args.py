@@ -53,7 +53,7 @@ OWNED = {
     "hub_token": "put it into HF_TOKEN, or log in once (uv run hf auth login)",
     "hub_strategy hub_always_push hub_revision": "--push_to_hub pushes once, when the run has ended",
 }  # fmt: skip
-OWNED_ARGS = {name: reason for names, reason in OWNED.items() for name in names.split()}
+OWNED_ARGS = {name: why for names, why in OWNED.items() for name in names.split()}
 
 
 # Numbers that TRL accepts whatever they are, and that fail once rows and model are loaded, or train nonsense.
@@ -125,7 +125,7 @@ def _check_type(name: str, value: Any, kinds: frozenset[str]) -> None:
     """Refuse a value of another type, which TRL would accept: the text "false" would count as true."""
     # A whole number is a number too; true is none, although Python has it so.
     if kinds and type(value).__name__ not in kinds and not (type(value) is int and "float" in kinds):
-        takes = " or ".join(said for kind, said in KINDS.items() if kind in kinds)
+        takes = " or ".join(words for kind, words in KINDS.items() if kind in kinds)
         # YAML 1.1 takes a number without a dot before its exponent for text.
         hint = f"; in YAML write {value.replace('e', '.0e')}" if _lacks_dot(value) and "float" in kinds else ""
         raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {takes}{hint}.")
@@ -140,7 +140,7 @@ def _check_value(name: str, value: Any) -> None:
         NUMBERS[name].check(f"trainer_args: {name}", value)
     accepted = TEXTS.get(name, ())
     if accepted and value not in accepted:
-        listed = ", ".join(one for one in accepted if one)
+        listed = ", ".join(text for text in accepted if text)
         raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {listed}.")
     if name == "greater_is_better" and value:
         raise UserError(
@@ -149,9 +149,9 @@ def _check_value(name: str, value: Any) -> None:
         )
 
 
-def _check_packages(given: dict[str, Any]) -> None:
+def _check_packages(trainer_args: dict[str, Any]) -> None:
     """Refuse a field that needs a package which is not installed."""
-    if given.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+    if trainer_args.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         raise RefusedField(
             "use_liger_kernel",
             "trainer_args: use_liger_kernel needs the package liger-kernel, which is not installed; add it (uv pip install "

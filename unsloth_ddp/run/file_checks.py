@@ -42,8 +42,8 @@ def check_files(settings: Settings, processes: int) -> FirstRows:
     if is_folder(settings) and not settings.trust_remote_code:
         check_no_hub_kernel(str(settings.model), read_model_file(str(settings.model), "config.json"))
     check_reference(settings)
-    if known := known_names("report_to"):
-        choose_trackers(settings.report_to, known, installed_trackers())
+    if names := known_names("report_to"):
+        choose_trackers(settings.report_to, names, installed_trackers())
     return check_data(settings, processes)
 
 

@@ -50,18 +50,18 @@ class RunResult:
 
     def sentences(self, *, plain: bool) -> list[str]:
         """Return what to tell before the result is used."""
-        found = [self.sentence] if self.sentence else []
+        sentences = [self.sentence] if self.sentence else []
         if self.other_base:
-            found.append(
+            sentences.append(
                 f"The weights of the base model {self.settings.model} changed since {self.run} was trained on it, so answers and "
                 "merged models may be wrong; put the earlier files back, or train again."
             )
         if self.plain_text and not plain:
-            found.append(
+            sentences.append(
                 f"{self.run} trained on plain text, without a chat template; add --plain, which continues a text as the rows "
                 "were written."
             )
-        return found
+        return sentences
 
 
 def find_result(named: str, *, in_shards: bool = False) -> RunResult:
@@ -186,8 +186,8 @@ def _last_checkpoint(run: Path) -> RunResult:
 def _with_weights(result: RunResult) -> RunResult:
     """Return a result with how its weights lie, or refuse a folder without weights."""
     folder, full = result.folder, not result.is_adapter
-    wanted = [WHOLE, f"{WHOLE}.index.json"] if full else [ADAPTER_WEIGHTS]
-    if any((folder / name).is_file() for name in wanted):
+    weight_files = [WHOLE, f"{WHOLE}.index.json"] if full else [ADAPTER_WEIGHTS]
+    if any((folder / name).is_file() for name in weight_files):
         return result
     if full and manifest.holds_shards(path.relative_to(folder).as_posix() for path in manifest.list_files(folder)):
         return dataclasses.replace(result, in_shards=True)
@@ -196,4 +196,4 @@ def _with_weights(result: RunResult) -> RunResult:
         if (folder / SETTINGS_FILE).is_file()
         else "checkpoints of ZeRO runs hold DeepSpeed's shards only, which become a model when the run finishes."
     )
-    raise UserError(f"{folder} holds no {wanted[0]}, so there is nothing to load; {why}")
+    raise UserError(f"{folder} holds no {weight_files[0]}, so there is nothing to load; {why}")

@@ -203,8 +203,8 @@ def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: Traini
         from unsloth_ddp.sizing.trial import trained_bytes
         from unsloth_ddp.training.trainer import DDPTrainer
 
-        limit, least = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
-        checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, least)
+        limit, min_bytes = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
+        checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, min_bytes)
         return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
 
 
@@ -236,8 +236,8 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> Answered:
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     answers.say_too_long(trainer.processing_class, questions)
     with run.runtime.progress.timing("answers"):
-        before = _answer(run, trainer, questions)
-    return (questions, before) if before is not None else ([], [])
+        old_answers = _answer(run, trainer, questions)
+    return (questions, old_answers) if old_answers is not None else ([], [])
 
 
 def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str] | None:
@@ -276,19 +276,19 @@ def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str,
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
-    questions, before = answered
+    questions, old_answers = answered
     removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
     if problem := checkpoints.save_final(trainer.write_final):
         raise not_saved(run.folder, problem, checkpoints.last)
-    if (after := _answer(run, trainer, questions)) is None:
-        questions, before, after = [], [], []
+    if (new_answers := _answer(run, trainer, questions)) is None:
+        questions, old_answers, new_answers = [], [], []
     if settings.merge and (problem := checkpoints.save_folder("merged", lambda aside: _merge(run, trainer, aside))):
         raise not_finished(run.folder, "the merged model", problem, checkpoints.last)
     if questions:
-        summary |= answers.report(questions, before, after)
+        summary |= answers.report(questions, old_answers, new_answers)
     summary["wall_time_seconds"] = time.perf_counter() - run.began
-    kept = documents.answer_facts(questions, before, after)
-    documents.finished(run.runtime, trainer, run.folder, summary, kept)
+    facts = documents.answer_facts(questions, old_answers, new_answers)
+    documents.finished(run.runtime, trainer, run.folder, summary, facts)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise not_finished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)
     if problem := run.runtime.broadcast_from_main(lambda: _removed_meanwhile(run)):

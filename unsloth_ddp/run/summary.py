@@ -98,13 +98,13 @@ def questionable(settings: Settings, data: TrainingData, decision: StepDecision)
 def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool) -> dict[str, str]:
     """Return the table's lines on rows, supervised tokens and packing."""
     rows, counts = data.train, data.train.counts
-    held = f"{counted(counts.tokens, 'token')}, longest {counts.longest:,}"
-    training = f"{counts.rows:,} ({held})"
+    amount = f"{counted(counts.tokens, 'token')}, longest {counts.longest:,}"
+    training = f"{counts.rows:,} ({amount})"
     supervised = f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)"
     if rows.streamed:
         buffer = settings.shuffle_buffer
         order = f"shuffled among {counted(buffer, 'row')} at a time" if buffer else "in their order"
-        training = f"streamed, {order}; the first {counts.rows:,} have {held}"
+        training = f"streamed, {order}; the first {counts.rows:,} have {amount}"
         supervised = f"{counts.supervised / counts.tokens:.1%} of the first rows' tokens"
     if head_chooses:
         supervised += "; the output head computes only these"

@@ -52,9 +52,9 @@ def check_upload(settings: Settings, asked_by: str = "push_to_hub") -> None:
         # The account is not known yet; its name counts too, so a run's name may be refused at the end for its length.
         validate_repo_id(settings.hub_model_id or f"account/{settings.run_name}")
     except HFValidationError:
-        given = f"hub_model_id {settings.hub_model_id}" if settings.hub_model_id else f"run_name {settings.run_name}"
+        name = f"hub_model_id {settings.hub_model_id}" if settings.hub_model_id else f"run_name {settings.run_name}"
         raise UserError(
-            f"{given} cannot name a repository on the Hub, which takes account/name of letters, digits, '-', '_' and '.', 96 "
+            f"{name} cannot name a repository on the Hub, which takes account/name of letters, digits, '-', '_' and '.', 96 "
             "characters at most; give --hub_model_id."
         ) from None
 
@@ -90,9 +90,9 @@ def upload(settings: Settings, folder: Path) -> str:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")
     except Exception as error:
         # The errors of the Hub's libraries (its own, httpx's, hf_xet's) have no class in common.
-        reason = one_line(error) or type(error).__name__
+        problem = one_line(error) or type(error).__name__
         raise UserError(
-            f"The run is complete in {folder}, but was not uploaded: {reason.rstrip('.')}; try again with uv run "
+            f"The run is complete in {folder}, but was not uploaded: {problem.rstrip('.')}; try again with uv run "
             f"python -m "
             f"unsloth_ddp.export {shlex.quote(str(folder))} --to hub."
         ) from None

@@ -42,19 +42,19 @@ def render_runs(described: list[dict[str, Any]]) -> str:
         "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"), Column("eval", "right"),
         Column("tokens/s", "right", optional=True), Column("on", optional=True), Column("time", "right"),
     ]  # fmt: skip
-    devices = [printable(str(one["device"])).removeprefix("NVIDIA ").removeprefix("GeForce ") for one in described]
+    devices = [printable(str(run["device"])).removeprefix("NVIDIA ").removeprefix("GeForce ") for run in described]
     rows = [
         [
-            hide(printable(one["name"])),
-            one["state"],
-            f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else ""),
-            _number(one["loss"], ".4f"),
-            _number(one["eval_loss"], ".4f"),
-            _number(one["tokens_per_second"], ",.0f"),
-            f"{one['processes']} x {device}" if one["processes"] else "",
-            shown_seconds(one["seconds"]) if is_number(one["seconds"]) else "",
+            hide(printable(run["name"])),
+            run["state"],
+            f"{run['step']:,}" + (f"/{run['max_steps']:,}" if run["max_steps"] else ""),
+            _number(run["loss"], ".4f"),
+            _number(run["eval_loss"], ".4f"),
+            _number(run["tokens_per_second"], ",.0f"),
+            f"{run['processes']} x {device}" if run["processes"] else "",
+            shown_seconds(run["seconds"]) if is_number(run["seconds"]) else "",
         ]
-        for one, device in zip(described, devices, strict=True)
+        for run, device in zip(described, devices, strict=True)
     ]
     return render_table(columns, rows)
 

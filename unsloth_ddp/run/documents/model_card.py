@@ -81,11 +81,11 @@ def _shown_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of SETTINGS, after the task of a preference run and its options that are not at their defaults."""
     shown = {name: settings[name] for name in SETTINGS if name in settings}
     standard = dataclasses.asdict(TaskSettings())
-    given = TaskSettings(**{name: settings.get(name, value) for name, value in standard.items()})
-    if not given.trains_preferences:
+    task_settings = TaskSettings(**{name: settings.get(name, value) for name, value in standard.items()})
+    if not task_settings.trains_preferences:
         return shown
-    resolved = {"beta": given.resolved_beta, "sft_weight": given.resolved_sft_weight or None}
-    of_task = dataclasses.asdict(given) | resolved
+    resolved = {"beta": task_settings.resolved_beta, "sft_weight": task_settings.resolved_sft_weight or None}
+    of_task = dataclasses.asdict(task_settings) | resolved
     return {name: value for name, value in of_task.items() if value != standard[name]} | shown
 
 
@@ -135,13 +135,13 @@ def _rows(run: RunRecord) -> str:
 
 def _results(run: RunRecord) -> list[tuple[str, str]]:
     # The last logged loss is that of a few steps; the mean says more.
-    found = [(name, text) for name, text in results(run).items() if name != "loss"]
-    before = run.summary.get("demo_accuracy_before")
-    if is_number(before):
-        found.append(("exact answers before training", f"{before:.1%}"))
+    pairs = [(name, text) for name, text in results(run).items() if name != "loss"]
+    accuracy_before = run.summary.get("demo_accuracy_before")
+    if is_number(accuracy_before):
+        pairs.append(("exact answers before training", f"{accuracy_before:.1%}"))
     if run.fact("device"):
-        found.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
-    return found
+        pairs.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
+    return pairs
 
 
 def _sources(run: RunRecord) -> str:

@@ -260,9 +260,7 @@ def test_the_guess_of_the_time_holds_what_was_measured(measured_job, model, meth
     least, most, shown = guess_hours(made)
     assert least * 0.98 <= made.tokens / speed / 3600 <= most * 1.02 and most < 2 * least
     assert shown == (gpu or "H100 or H200")
-    other = make_plan(
-        settings, shapes[model], rows, plan_batch(8, 1, 8, None), Hardware(1, 1, gpu="NVIDIA A100")
-    )
+    other = make_plan(settings, shapes[model], rows, plan_batch(8, 1, 8, None), Hardware(1, 1, gpu="NVIDIA A100"))
     assert guess_hours(other)[0] == pytest.approx(least * 989 / 312)
 
 
@@ -367,8 +365,8 @@ def test_a_t4_is_planned_in_fp16_and_without_packs(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "method lora, fp16, backend unsloth" in printed
     assert (
-        "packing auto is planned as padded rows, because backend unsloth (fp16) on a GPU (compute capability 7.5, older than "
-        "flash attention) has no attention kernel for packed rows; --packing on plans packs"
+        "packing auto is planned as padded rows, because backend unsloth (fp16) on a GPU (compute capability 7.5, "
+        "older than flash attention) has no attention kernel for packed rows; --packing on plans packs"
     ) in printed.replace("- ", "")
 
 

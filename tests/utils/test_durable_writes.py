@@ -71,11 +71,13 @@ CUT_OFF = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected p
     [
         (OSError(errno.ENOSPC, "x"), 1 << 30, "no space is left on the disk of {}"),
         (OSError(errno.EDQUOT, "x"), 1 << 30, "no space is left on the disk of {}"),
-        (SafetensorError("I/O error: No space left on device (os error 28)"), 1 << 30, "no space is left on the disk of {}"),
+        (SafetensorError("I/O error: No space left on device (os error "
+            "28)"), 1 << 30, "no space is left on the disk of {}"),
         (Exception("Disk quota exceeded (os error 122)"), 1 << 30, "no space is left on the disk of {}"),
         (Exception("I/O error (os error 5)"), 1 << 30, "Input/output error ({})"),
         (CUT_OFF, 1 << 10, "no space is left on the disk of {}"),
-        (CUT_OFF, 1 << 30, "a file in {} could not be written to its end: a quota, a limit on file sizes, or a failing disk"),
+        (CUT_OFF, 1 << 30, "a file in {} could not be written to its end: a quota, a limit on file sizes, or a "
+            "failing disk"),
         (OSError(errno.EROFS, "x", "/a/b"), 1 << 30, "Read-only file system (/a/b)"),
         # The folder may be what is missing.
         (OSError(errno.ENOENT, "x"), None, "No such file or directory ({})"),
@@ -97,7 +99,8 @@ def test_it_is_said_why_a_write_failed(
 @pytest.mark.parametrize(
     ("error", "write"),
     [
-        (OSError(errno.EIO, "x"), True), (Exception("File too large (os error 27)"), True), (Exception("x"), False), (CUT_OFF, True), (SafetensorError("x"), True), (MemoryError(), True), (ValueError("x"), False),
+        (OSError(errno.EIO, "x"), True), (Exception("File too large (os error 27)"), True), (Exception("x"), False),
+        (CUT_OFF, True), (SafetensorError("x"), True), (MemoryError(), True), (ValueError("x"), False),
         # RuntimeErrors too, and no disk is to blame for them.
         (torch.distributed.DistBackendError("x"), False), (torch.OutOfMemoryError("x"), False),
     ],

@@ -80,7 +80,7 @@ def run_command(name: str, work: Callable[[list[str]], None], argv: list[str]) -
 
 
 class SettingsParser(Parser):
-    """Read an option that is given without a value as Option.bare, or as NO_VALUE, so that all mistakes are told at once."""
+    """Read an option without a value as Option.bare, or as NO_VALUE, so that all mistakes are reported at once."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as Parser does."""

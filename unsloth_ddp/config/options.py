@@ -30,7 +30,8 @@ class ModelSettings:
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
         "auto",
-        "auto: Unsloth on a GPU; Transformers + PEFT on a CPU, and for what trains better with it (images, pairs, FP8, gpt-oss).",
+        "auto: Unsloth on a GPU; Transformers + PEFT on a CPU, and for what trains better with it (images, pairs, "
+        "FP8, gpt-oss).",
         "refuse",
         resolved=True,
     )
@@ -42,13 +43,14 @@ class ModelSettings:
     )
     full_weights: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to rounding.",
+        "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to "
+        "rounding.",
         "refuse",
     )
     train_towers: bool | Literal["tower", "projector"] = option(
         False,
-        "Train what stands beside the text decoder of an image-text model too: true (both), tower, or projector. Rows of text do not "
-        "reach it.",
+        "Train what stands beside the text decoder of an image-text model too: true (both), tower, or projector. Rows "
+        "of text do not reach it.",
         "refuse",
         bare="true",
     )
@@ -68,8 +70,8 @@ class LoraSettings:
     lora_dropout: float = option(0.0, "Dropout before the adapter.", "refuse", at_least=0, below=1, summary=True)
     lora_target_modules: list[str] = option(
         ["all-linear"],
-        "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name (q_proj) "
-        "reaches the same layers, a name with a dot any module whose path ends with it.",
+        "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name "
+        "(q_proj) reaches the same layers, a name with a dot any module whose path ends with it.",
         "refuse",
     )
     lora_target_parameters: list[str] = option(
@@ -84,8 +86,7 @@ class LoraSettings:
     lora_trainable_tokens: list[str] = option(
         [],
         "Tokens of the tokenizer whose rows of the embedding and the output head are trained in addition to the "
-        "adapter, such as new "
-        "ones (<doc>, ...).",
+        "adapter, such as new ones (<doc>, ...).",
         "refuse",
     )
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", "refuse")
@@ -99,8 +100,7 @@ class DataSettings:
     dataset: list[str] = option(
         [],
         "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids. NAME[:10%] takes a slice, NAME@SUBSET[SPLIT] "
-        "a subset and split "
-        "of a Hub dataset, NAME:3 beside NAME:1 three rows of the first for one of the other.",
+        "a subset and split of a Hub dataset, NAME:3 beside NAME:1 three rows of the first for one of the other.",
         "allow",
         path="read",
         summary=True,
@@ -110,7 +110,8 @@ class DataSettings:
     )
     dataset_revision: list[str] = option(
         [],
-        "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name them.",
+        "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name "
+        "them.",
         "allow",  # compared for streamed rows only: the others are compared themselves
         summary=True,
     )
@@ -161,8 +162,8 @@ class DataSettings:
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
-        "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention has "
-        "a kernel for it. Otherwise rows are padded and grouped by length.",
+        "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention "
+        "has a kernel for it. Otherwise rows are padded and grouped by length.",
         "refuse",
         bare="on",
         resolved=True,
@@ -172,8 +173,8 @@ class DataSettings:
     )
     dataset_num_proc: int | None = option(
         None,
-        "Tokenizer processes on each node (with --streaming: on the first node only) [one per 1,000 rows, at most half the "
-        "cores and 8; 1 with --streaming].",
+        "Tokenizer processes on each node (with --streaming: on the first node only) [one per 1,000 rows, at most half "
+        "the cores and 8; 1 with --streaming].",
         "allow",
         above=0,
         at_most=1000,
@@ -202,8 +203,8 @@ class BatchSettings:
 
     per_device_train_batch_size: int | Literal["auto"] = option(
         "auto",
-        "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, within "
-        "the global batch (with ZeRO or FSDP2 by an estimate; 1 on a CPU).",
+        "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, "
+        "within the global batch (with ZeRO or FSDP2 by an estimate; 1 on a CPU).",
         "report",
         above=0,
         at_most=100_000,
@@ -278,16 +279,16 @@ class TrainingSettings:
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
-        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients, "
-        "is faster, and the run is long enough.",
+        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and "
+        "gradients, is faster, and the run is long enough.",
         "report",
         bare="on",
         resolved=True,
     )
     fp8: bool = option(
         False,
-        "With --method lora or qlora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and "
-        "attention stay in 16 bit. Needs compute capability 8.9 or higher.",
+        "With --method lora or qlora, multiply by the frozen weights in FP8, forward and backward; adapters, head, "
+        "norms and attention stay in 16 bit. Needs compute capability 8.9 or higher.",
         "refuse",
         summary=True,
     )
@@ -314,7 +315,8 @@ class TrainingSettings:
     )
     drift_check_steps: int = option(
         100,
-        "Optimizer steps between comparisons of the trainable weights of all ranks, beside those before saves; 0: never.",
+        "Optimizer steps between comparisons of the trainable weights of all ranks, beside those before saves; 0: "
+        "never.",
         "allow",
         at_least=0,
     )
@@ -339,8 +341,8 @@ class OutputSettings:
     overwrite: bool = option(False, "Replace an earlier run of the same name.", "allow", new_run=False)
     resume: str = option(
         "auto",
-        "auto: continue from this run's newest complete checkpoint, if any; no: start from step 0 (replacing an earlier "
-        "run only with --overwrite); or a checkpoint folder.",
+        "auto: continue from this run's newest complete checkpoint, if any; no: start from step 0 (replacing an "
+        "earlier run only with --overwrite); or a checkpoint folder.",
         "allow",
         path="read",
         words=("auto", "no"),
@@ -352,8 +354,8 @@ class OutputSettings:
     )
     trust_checkpoint: bool = option(
         False,
-        "Allow resuming from a checkpoint outside the run's folder whose files can run code when they are loaded: those "
-        "of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
+        "Allow resuming from a checkpoint outside the run's folder whose files can run code when they are loaded: "
+        "those of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
         "allow",
         new_run=False,
     )
@@ -365,7 +367,8 @@ class OutputSettings:
     )
     logging_steps: int | Literal["auto"] = option(
         "auto",
-        "Steps between two log lines; auto: 10, less in runs of under 100 steps. The first and the last step are always logged.",
+        "Steps between two log lines; auto: 10, less in runs of under 100 steps. The first and the last step are "
+        "always logged.",
         "allow",
         above=0,
     )
@@ -378,8 +381,7 @@ class OutputSettings:
     early_stopping_patience: int | None = option(
         None,
         "Stop when the evaluation loss has not fallen for this many evaluations, with a checkpoint at each one; the "
-        "result is that of the "
-        "lowest loss.",
+        "result is that of the lowest loss.",
         "keep",
         above=0,
     )
@@ -400,7 +402,8 @@ class OutputSettings:
     hub_private_repo: bool = option(True, "Create the Hub repository as private.", "allow")
     compare_answers: int = option(
         0,
-        "Number of evaluation rows to answer before and after training (up to 256 tokens each), counting exact matches.",
+        "Number of evaluation rows to answer before and after training (up to 256 tokens each), counting exact "
+        "matches.",
         "allow",
         at_least=0,
     )
@@ -440,7 +443,7 @@ class Settings(
 
     @property
     def longest_pack(self) -> int:
-        """Return the most tokens of a pack of several training rows; a labelled answer has its mismatched row beside it."""
+        """Return the most tokens of a row as it is packed; a labelled answer has its mismatched row beside it."""
         return self.max_length * (2 if self.trains_preferences else 1)
 
     @property

@@ -31,7 +31,8 @@ OWNED = {
         "rows are shuffled by --seed in every epoch, and each is seen once",
     "dataloader_in_order": "a resumed run continues at the right row only if micro-batches keep their order",
     "loss_type label_smoothing_factor router_aux_loss_coef average_tokens_across_devices label_names":
-        "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, or that of --task and --preference_loss",
+        "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, or that of --task "
+        "and --preference_loss",
     "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
     "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval":
         "an evaluation is the loss of the evaluation rows, in the precision of the training",
@@ -48,7 +49,8 @@ OWNED = {
         "a resumed run takes over the totals and the position in a stream; use --resume",
     "save_on_each_node": "checkpoints are written for all nodes, shared folder or not",
     "save_only_model":
-        "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and --save_total_limit keeps fewer checkpoints",
+        "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and "
+        "--save_total_limit keeps fewer checkpoints",
     "enable_jit_checkpoint": "a signal to stop writes a checkpoint by itself",
     "hub_token": "put it into HF_TOKEN, or log in once (uv run hf auth login)",
     "hub_strategy hub_always_push hub_revision": "--push_to_hub pushes once, when the run has ended",
@@ -154,8 +156,8 @@ def _check_packages(trainer_args: dict[str, Any]) -> None:
     if trainer_args.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         raise RefusedField(
             "use_liger_kernel",
-            "trainer_args: use_liger_kernel needs the package liger-kernel, which is not installed; add it (uv pip install "
-            "liger-kernel), or take it out.",
+            "trainer_args: use_liger_kernel needs the package liger-kernel, which is not installed; add it (uv pip "
+            "install liger-kernel), or take it out.",
         )
 
 

@@ -20,13 +20,16 @@ LONGEST_NAME = 60
 MANY = 3
 # Options that were there before, and what to do without them.
 GONE = {
-    "bandwidth": "plan no longer predicts the time on a network; the preflight measures it, and a run shows the time left",
-    "node_bandwidth": "plan no longer predicts the time between GPUs; the preflight measures it, and a run shows the time left",
+    "bandwidth": "plan no longer predicts the time on a network; the preflight measures it, and a run shows the time "
+    "left",
+    "node_bandwidth": "plan no longer predicts the time between GPUs; the preflight measures it, and a run shows the "
+    "time left",
     "tokens_per_second": "the time left is in the log lines of a run; plan guesses from measured runs",
 }
 # What a file is for that is given without an option, by its suffix.
 OPTION_OF_FILE = {
-    ".jsonl": "dataset", ".json": "dataset", ".parquet": "dataset", ".csv": "dataset", ".yaml": "config", ".yml": "config",
+    ".jsonl": "dataset", ".json": "dataset", ".parquet": "dataset", ".csv": "dataset",
+    ".yaml": "config", ".yml": "config",
 }  # fmt: skip
 
 
@@ -60,7 +63,8 @@ def unknown_options(
         shown_at_most = FEW if tool else SHOWN
         shown = [f"{name[:LONGEST_NAME]} ({hint})" if hint else name[:LONGEST_NAME] for name, hint in hints.items()]
         more = f", and {len(shown) - shown_at_most} more" if len(shown) > shown_at_most else ""
-        sentence = f"{ported}{len(values)} options do not exist: {', '.join(shown[:shown_at_most])}{more}; {lists} those that do"
+        names = ", ".join(shown[:shown_at_most])
+        sentence = f"{ported}{len(values)} options do not exist: {names}{more}; {lists} those that do"
     if empty:
         sentence += f"; {', '.join(empty)} {'needs' if len(empty) == 1 else 'need'} a value"
     return UserError(f"{source}: {sentence}{'' if sentence.endswith('?') else '.'}")

@@ -21,8 +21,8 @@ NAMES = {
 }
 # Packages of trackers that have another name, any of which will do.
 PACKAGES_OF_TRACKERS = {
-    "tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "dvclive": ("dvclive",), "flyte": ("flytekit",),
-    "kubeflow": ("kubeflow_trainer",),
+    "tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "dvclive": ("dvclive",),
+    "flyte": ("flytekit",), "kubeflow": ("kubeflow_trainer",),
 }  # fmt: skip
 # The types that JSON and YAML have, as a user would call them.
 KINDS = {
@@ -159,11 +159,13 @@ def choose_trackers(names: Sequence[str], known_trackers: Collection[str], insta
             raise UserError(f"report_to {' '.join(names)}: {name} stands alone; leave it or the others out.")
         if name not in known_trackers:
             raise UserError(
-                f"report_to {name} is not a tracker that Transformers knows; they are {', '.join(sorted(known_trackers))}."
+                f"report_to {name} is not a tracker that Transformers knows; they are "
+                f"{', '.join(sorted(known_trackers))}."
             )
         if name not in installed:
             raise UserError(
-                f"report_to {name}: its package is not installed; install it with uv pip install {name}, or give tensorboard."
+                f"report_to {name}: its package is not installed; install it with uv pip install {name}, or give "
+                "tensorboard."
             )
     return list(names)
 

@@ -121,8 +121,7 @@ def upload_run(result: RunResult, options: argparse.Namespace) -> None:
     if result.step is not None:
         raise UserError(
             f"{result.run} is not finished, and a checkpoint holds more than its model; finish it by the same command, "
-            f"or export the "
-            "checkpoint with --to merged and upload that folder with hf upload."
+            "or export the checkpoint with --to merged and upload that folder with hf upload."
         )
     private = (
         result.settings.hub_private_repo if options.hub_private_repo is None else options.hub_private_repo == "true"

@@ -1,4 +1,4 @@
-"""Export a run as a GGUF file for llama.cpp, and with a Modelfile for Ollama, in whose language its template is written."""
+"""Export a run as a GGUF file for llama.cpp, and with a Modelfile (the template in Ollama's language) for Ollama."""
 
 import shutil
 from collections.abc import Callable
@@ -86,8 +86,8 @@ def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain
     lines = [f"FROM ./{file}"]
     if template is None:
         missing = (
-            "The Modelfile has no TEMPLATE, because Ollama's language cannot be derived from this chat template; Ollama uses "
-            "its own if it recognizes the model (ollama show --template), otherwise write one."
+            "The Modelfile has no TEMPLATE, because Ollama's language cannot be derived from this chat template; "
+            "Ollama uses its own if it recognizes the model (ollama show --template), otherwise write one."
         )
     else:
         lines.append(f'TEMPLATE """{template}"""')

@@ -18,8 +18,8 @@ BUILT = ("", "build/bin", "bin")
 # Data types that the converter writes itself; llama-quantize makes the others from bf16.
 CONVERTED = ("bf16", "f16", "f32", "q8_0")
 QUANTIZED = (
-    "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_0", "q5_1", "q5_k_s", "q5_k_m", "q6_k",
-    "iq4_nl", "iq4_xs",
+    "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_0", "q5_1", "q5_k_s", "q5_k_m",
+    "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
 CLONE = "git clone --depth 1 https://github.com/ggml-org/llama.cpp"
 
@@ -56,13 +56,14 @@ def find_llama_cpp(named: str | None, *, quantize: bool) -> LlamaCpp:
     if converter is None:
         where = f"not in {folder}" if folder else "not on the PATH"
         raise UserError(
-            f"GGUF files are made by llama.cpp's {CONVERTER}, which is {where}; {CLONE}, and give its folder with --llama_cpp "
-            "or in LLAMA_CPP."
+            f"GGUF files are made by llama.cpp's {CONVERTER}, which is {where}; {CLONE}, and give its folder with "
+            "--llama_cpp or in LLAMA_CPP."
         )
     if quantize and quantizer is None:
         raise UserError(
-            f"--quantize needs {QUANTIZER}, which is not there; build it in llama.cpp's folder with cmake -B build && cmake "
-            "--build build --target llama-quantize llama-completion, or take bf16, f16, f32 or q8_0, which need no build."
+            f"--quantize needs {QUANTIZER}, which is not there; build it in llama.cpp's folder with cmake -B build && "
+            "cmake --build build --target llama-quantize llama-completion, or take bf16, f16, f32 or q8_0, which need "
+            "no build."
         )
     return LlamaCpp(converter, quantizer, next((path for path in map(find, ANSWERERS) if path), None))
 
@@ -76,8 +77,8 @@ def run_converter(tools: LlamaCpp, model: Path, target: Path, kind: str) -> None
     _run(
         [sys.executable, str(tools.converter), str(model), "--outfile", str(target), "--outtype", kind],
         "llama.cpp's converter refuses the model",
-        "if it lacks a package, install requirements/requirements-convert_hf_to_gguf.txt of its folder; otherwise serve the merged "
-        "model (--to merged) with vLLM or Transformers",
+        "if it lacks a package, install requirements/requirements-convert_hf_to_gguf.txt of its folder; otherwise "
+        "serve the merged model (--to merged) with vLLM or Transformers",
     )
 
 

@@ -56,7 +56,7 @@ def _rank_for_vllm(adapter: dict[str, Any]) -> int:
         UserError: vLLM does not load the adapter.
     """
     merge = "export it with --to merged and serve that folder"
-    # Adapters on experts it ignores or fails at, by release and model (pull requests 41384 and 52194 of vllm-project/vllm).
+    # vLLM ignores adapters on experts or fails with them (pull requests 41384 and 52194 of vllm-project/vllm).
     for key, what in (
         ("modules_to_save", "modules trained whole"),
         ("target_parameters", "experts, as PEFT writes them"),

@@ -49,7 +49,8 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--compute_capability", metavar="X.Y",
-        help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [this machine's, or 8.0 without a GPU]",
+        help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash "
+            "attention [this machine's, or 8.0 without a GPU]",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
     return parser

@@ -135,13 +135,13 @@ def notes(plan: Plan) -> Iterator[str]:
         per_node = plan.hardware.gpus_per_node
         amounts = (f"{row.method} with {row.config} {shown_bytes(row.memory.host * per_node)}" for row in offloaded)
         yield (
-            f"Host memory of a node: {', '.join(amounts)}, at least. Every step moves it between host and GPUs; measured "
-            "steps with ZeRO took about 5 to 10 times as long (docs/sharding.md#cpu-offload)."
+            f"Host memory of a node: {', '.join(amounts)}, at least. Every step moves it between host and GPUs; "
+            "measured steps with ZeRO took about 5 to 10 times as long (docs/sharding.md#cpu-offload)."
         )
     if shape.has_experts:
         yield (
-            "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as "
-            "a lower bound."
+            "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory "
+            "as a lower bound."
             + (" With the transformers backend QLoRA leaves the experts in 16 bit." if shape.experts else "")
         )
     if rows.pixels is not None and (numbers := shape.numbers_a_patch):

@@ -61,11 +61,11 @@ def detect_tool(content: Mapping[str, Any]) -> str:
 
 
 def task_of_trl(content: Mapping[str, Any]) -> str:
-    """Return dpo or kto for a file of TRL that has keys of DPOTrainer or KTOTrainer, or a loss of theirs; otherwise sft.
+    """Return dpo or kto for a file of TRL with keys or a loss of DPOTrainer or KTOTrainer, and sft for others.
 
     Raises:
-        UserError: the file is for a trainer that has no counterpart, with the keys and the trainers' configs that have the most
-            of them; or it has a loss that is not offered.
+        UserError: the file is for a trainer that has no counterpart (named with its keys), or has a loss that is not
+            offered.
     """
     keys_by_config = {name: [key for key in content if key in fields] for name, fields in other_trl_configs().items()}
     most_keys = max(map(len, keys_by_config.values()), default=0)
@@ -86,14 +86,15 @@ def task_of_trl(content: Mapping[str, Any]) -> str:
     if most_keys:
         keys = next(keys for keys in keys_by_config.values() if len(keys) == most_keys)
         raise UserError(
-            f"{', '.join(keys)} {'is' if most_keys == 1 else 'are'} for TRL's {', '.join(configs)}, and port reads files for SFTConfig, "
-            "DPOConfig and KTOConfig; a loss_type of DPO or KTO says which."
+            f"{', '.join(keys)} {'is' if most_keys == 1 else 'are'} for TRL's {', '.join(configs)}, and port reads "
+            "files for SFTConfig, DPOConfig and KTOConfig; a loss_type of DPO or KTO says which."
         )
     if losses and all(loss in (*PAIR_LOSSES, "sft") for loss in losses):
         return "dpo"
     if other := [loss for loss in losses if loss not in SFT_LOSSES]:
         raise UserError(
-            f"loss_type {other[0][:100]} is for another trainer of TRL, and port reads files for SFTConfig, DPOConfig and KTOConfig."
+            f"loss_type {other[0][:100]} is for another trainer of TRL, and port reads files for SFTConfig, DPOConfig "
+            "and KTOConfig."
         )
     return "sft"
 
@@ -350,8 +351,8 @@ def _complete(ported: Ported) -> None:
             options.pop(option, None)
     if ported.tool == TRL and "loss_on" not in options and options["task"] == "sft":
         ported.left_out["loss_on"] = (
-            "TRL trains on every token of chats unless assistant_only_loss is set, the kit on the assistant's; give loss_on "
-            "all for TRL's way"
+            "TRL trains on every token of chats unless assistant_only_loss is set, the kit on the assistant's; give "
+            "loss_on all for TRL's way"
         )
     evaluated = options.get("eval_dataset") or options.get("eval_fraction")
     strategy = options.get("eval_strategy")

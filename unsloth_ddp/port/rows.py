@@ -115,8 +115,7 @@ def _port_columns(ported: Ported, title: str, entry: dict[str, Any]) -> None:
     elif task == "sft" and base not in KNOWN_KINDS:
         ported.to_do.append(
             f"{title} is of type {base}, which the kit does not know; give its rows the columns messages, or "
-            f"instruction and "
-            "output, or prompt and completion, or text."
+            "instruction and output, or prompt and completion, or text."
         )
     if base == "alpaca":
         ported.left_out[title] = (
@@ -186,8 +185,7 @@ def _with_weights(ported: Ported, sources: list[Source]) -> list[Source]:
     if strategy != "interleave_under":
         ported.to_do.append(
             f"mix_strategy {strategy} repeats the rows of datasets that end early, and here none is repeated; name "
-            f"those several times "
-            "instead of weighting them."
+            "those several times instead of weighting them."
         )
     return [source._replace(weight=weight) for source, weight in zip(sources, weights, strict=True)]
 

@@ -49,7 +49,7 @@ class Question:
 
     @property
     def shown(self) -> str:
-        """Return the last turn, with the names of the images; those of bytes and downloads have no name with an ending."""
+        """Return the last turn with the names of its images; images from bytes and downloads have none."""
         names = ", ".join(
             path.name[:24] if (path := Path(image)).suffix else "an image of the row" for image in self.images
         )
@@ -142,8 +142,8 @@ def say_too_long(tokenizer: Any, questions: list[Question]) -> None:
     """Print how many questions expect a longer answer than is generated."""
     if longer := sum(length > MOST_NEW_TOKENS for length in _lengths(tokenizer, questions)):
         print(
-            f"The expected answers of {longer} of {counted(len(questions), 'held-out question')} may be longer than the "
-            f"{MOST_NEW_TOKENS} tokens that are generated, so they count as not answered exactly."
+            f"The expected answers of {longer} of {counted(len(questions), 'held-out question')} may be longer than "
+            f"the {MOST_NEW_TOKENS} tokens that are generated, so they count as not answered exactly."
         )
 
 
@@ -237,7 +237,8 @@ def report(questions: list[Question], old_answers: list[str], new_answers: list[
     """Print both accuracies and the first few answers; return what the summary keeps."""
     accuracies = accuracy(questions, old_answers), accuracy(questions, new_answers)
     print(
-        f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(questions)})."
+        f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after "
+        f"({len(questions)})."
     )
     for question, old, new in list(zip(questions, old_answers, new_answers, strict=True))[:SAMPLES]:
         shown = f"  {question.shown}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}"

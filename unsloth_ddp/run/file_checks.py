@@ -34,8 +34,8 @@ def check_files(settings: Settings, processes: int) -> FirstRows:
     """
     if os.path.expanduser("~") == "~":
         raise UserError(
-            f"HOME is not set and user id {os.getuid()} has no entry in the list of users, so the caches have no folder; set HOME to "
-            "a folder that this user can write."
+            f"HOME is not set and user id {os.getuid()} has no entry in the list of users, so the caches have no "
+            "folder; set HOME to a folder that this user can write."
         )
     _check_model_name(settings)
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)

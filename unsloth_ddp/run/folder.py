@@ -40,7 +40,7 @@ def default_run_name(settings: Settings) -> str:
 
 
 def check_run_folder(settings: Settings) -> None:
-    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned."""
+    """Refuse a wrong --resume or run folder before torch is imported and Hub revisions are pinned."""
     folder = _folder_of(settings, settings.run_name or default_run_name(settings))
     named_folder(settings.resume)
     if os.path.lexists(folder / SUMMARY_FILE):
@@ -103,14 +103,14 @@ def offer_unfinished(settings: Settings, folder: Path) -> None:
         return
     if newest is not None:
         print(
-            f"{newest} holds an unfinished run with the same settings, at step {max(step_folders(newest)):,}; this is a new "
-            f"run. Give --run_name {newest.name} to resume that one.",
+            f"{newest} holds an unfinished run with the same settings, at step {max(step_folders(newest)):,}; this is "
+            f"a new run. Give --run_name {newest.name} to resume that one.",
             flush=True,
         )
 
 
 def _try_to_write(folder: Path) -> None:
-    """Refuse a folder that cannot be written; it is tried, because permissions do not tell (root, /proc, a full disk)."""
+    """Refuse a folder that cannot be written; try it, since permissions do not tell (root, /proc, a full disk)."""
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if existing == folder and (owner := foreign_owner(folder)) is not None:
         raise UserError(
@@ -194,14 +194,14 @@ def _refuse_another_run(settings: Settings, folder: Path) -> None:
         content = "a finished run" if finished else f"another run{others}"
         if settings.resume == "no":
             raise UserError(
-                f"{folder} holds {content}, which --resume no leaves alone; add --overwrite to replace it, or give another "
-                "--run_name."
+                f"{folder} holds {content}, which --resume no leaves alone; add --overwrite to replace it, or give "
+                "another --run_name."
             )
         if not step_folders(folder):
             raise UserError(f"{folder} holds {content}; give another --run_name, or --overwrite to replace it.")
         raise UserError(
-            f"{folder} holds {content}; give another --run_name, --overwrite to replace it, or --resume with one of its "
-            "checkpoints to go on from there."
+            f"{folder} holds {content}; give another --run_name, --overwrite to replace it, or --resume with one of "
+            "its checkpoints to go on from there."
         )
     if not (folder / SETTINGS_FILE).is_file():
         raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")

@@ -50,8 +50,8 @@ class GenerationOptions:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if positions and prompt_tokens >= positions:
             raise UserError(
-                f"The conversation has {prompt_tokens:,} tokens, and the model reads at most {positions:,}; shorten the "
-                "question, or start a new conversation with /reset."
+                f"The conversation has {prompt_tokens:,} tokens, and the model reads at most {positions:,}; shorten "
+                "the question, or start a new conversation with /reset."
             )
         return {**sampling, "max_new_tokens": min(length, positions - prompt_tokens) if positions else length}
 
@@ -61,7 +61,7 @@ class PieceStreamer(TextStreamer):
 
     Args:
         write: is given the pieces.
-        end: what the chat template writes after an answer. Base models may know it as plain text only, not as one token.
+        end: what the chat template writes after an answer. To base models it may be plain text, not one token.
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None], end: str) -> None:
@@ -110,7 +110,8 @@ def render_prompt(
         return str(messages[-1]["content"]), ""
     if tokenizer.chat_template is None:
         raise UserError(
-            "The run's tokenizer has no chat template, so it trained on plain text; add --plain, which continues a text."
+            "The run's tokenizer has no chat template, so it trained on plain text; add --plain, which continues a "
+            "text."
         )
     try:
         with limited_rendering():

@@ -66,8 +66,8 @@ def without_memory(error: OutOfMemory, step: int, last: Path | None, *, location
     if not error.lowest:
         resumes = f"resumes from {last} and" if last else "begins anew and"
         return RunEnd(
-            f"{ran_out}. The other ranks wait for this pass, so it cannot be repeated; run the same command again: it {resumes} uses "
-            "less memory.",
+            f"{ran_out}. The other ranks wait for this pass, so it cannot be repeated; run the same command again: it "
+            f"{resumes} uses less memory.",
             alone=alone,
         )
     checkpoint = f"{last} is the newest checkpoint" if last else "there is no checkpoint yet"

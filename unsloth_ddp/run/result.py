@@ -53,13 +53,13 @@ class RunResult:
         sentences = [self.sentence] if self.sentence else []
         if self.other_base:
             sentences.append(
-                f"The weights of the base model {self.settings.model} changed since {self.run} was trained on it, so answers and "
-                "merged models may be wrong; put the earlier files back, or train again."
+                f"The weights of the base model {self.settings.model} changed since {self.run} was trained on it, so "
+                "answers and merged models may be wrong; put the earlier files back, or train again."
             )
         if self.plain_text and not plain:
             sentences.append(
-                f"{self.run} trained on plain text, without a chat template; add --plain, which continues a text as the rows "
-                "were written."
+                f"{self.run} trained on plain text, without a chat template; add --plain, which continues a text as "
+                "the rows were written."
             )
         return sentences
 
@@ -76,8 +76,8 @@ def find_result(named: str, *, in_shards: bool = False) -> RunResult:
     result = _find(named)
     if result.in_shards and not in_shards:
         raise UserError(
-            f"{result.folder} holds the weights in shards, as every process of a sharded run wrote its own; make a model of "
-            f"them with `python -m unsloth_ddp.export {result.folder} --to merged`, or let the run finish."
+            f"{result.folder} holds the weights in shards, as every process of a sharded run wrote its own; make a "
+            f"model of them with `python -m unsloth_ddp.export {result.folder} --to merged`, or let the run finish."
         )
     record: dict[str, Any] = {}
     # The result can be used without its record.
@@ -100,8 +100,8 @@ def _check_base_is_there(result: RunResult) -> None:
         return
     places = [base] if base.is_absolute() else [Path.cwd() / base, result.run / base]
     raise UserError(
-        f"The base model of {result.run} is not there: looked for {' and '.join(map(str, places))}. If it was moved, change "
-        "model in the run's settings.yaml."
+        f"The base model of {result.run} is not there: looked for {' and '.join(map(str, places))}. If it was moved, "
+        "change model in the run's settings.yaml."
     )
 
 
@@ -177,8 +177,8 @@ def _last_checkpoint(run: Path) -> RunResult:
         return _with_weights(RunResult(run, folder, settings, described.step, sentence))
     if skipped:
         raise UserError(
-            f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); start it "
-            "again with the same --run_name."
+            f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); "
+            "start it again with the same --run_name."
         )
     raise UserError(f"{run} is not finished and has no checkpoint yet; let it write one, or give another run.")
 

@@ -164,8 +164,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     if added and settings.method != "full":
         names = ", ".join(f"{tokenizer.convert_ids_to_tokens(ids=token)} ({token})" for token in added)
         print(
-            f"The answers end with {names}, at which the base model does not stop. The merged model stops there; with the "
-            "adapter alone, add it to eos_token_id when you generate."
+            f"The answers end with {names}, at which the base model does not stop. The merged model stops there; with "
+            "the adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     if train.processing is not None:
@@ -191,8 +191,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
         resume_point.check_resume(resume, run.identity, settings, runtime)
         if settings.resume == "auto":
             print(
-                f"Resuming from {resume.folder}, step {resume.manifest.step}; use --overwrite or another --run_name to start "
-                "again."
+                f"Resuming from {resume.folder}, step {resume.manifest.step}; use --overwrite or another --run_name to "
+                "start again."
             )
     return TrainingData(train, evaluation, plan, packing)
 
@@ -295,19 +295,19 @@ def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str,
         raise not_saved(run.folder, problem, None)
     if removed:
         raise RunEnd(
-            f"The result is in {run.folder}, but that folder was removed while the run trained, and with it the logs and "
-            "checkpoints that it held then; look for what removes it (a clean-up of scratch disks, say)."
+            f"The result is in {run.folder}, but that folder was removed while the run trained, and with it the logs "
+            "and checkpoints that it held then; look for what removes it (a clean-up of scratch disks, say)."
         )
     if checkpoints.failed is not None and not checkpoints.written:
         raise RunEnd(
-            f"The result is written and complete, but no checkpoint was: {checkpoints.failed}. Nothing is left to do for "
-            "this run; look after the disk before the next one."
+            f"The result is written and complete, but no checkpoint was: {checkpoints.failed}. Nothing is left to do "
+            "for this run; look after the disk before the next one."
         )
     note_finished()
 
 
 def _restore_settings(run: Run) -> bool:
-    """Return whether somebody removed the run's folder; its settings are written again then, so that the next start knows it."""
+    """Return whether somebody removed the run's folder; if so, write its settings again for the next start."""
     if (run.folder / SETTINGS_FILE).is_file():
         return False
     with contextlib.suppress(OSError):  # the save of the result tells it

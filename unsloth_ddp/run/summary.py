@@ -116,7 +116,8 @@ def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool)
     packing = f"off{why}; rows of similar length are padded together"
     if rows.packing is not None:
         number = "packs" if rows.streamed else counted(len(rows.packing), "pack")
-        packing = f"on: {data.packing.reason}; {number} of up to {rows.packing.longest:,} tokens, {rows.packing.fill:.0%} full"
+        packing = f"on: {data.packing.reason}; {number} of up to {rows.packing.longest:,} tokens, "
+        packing += f"{rows.packing.fill:.0%} full"
         packing += "; prompts of pairs are computed once" if data.packing.prompts_once else ""
     return {
         "training rows": training,

@@ -17,8 +17,7 @@ STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "unfinish
 def describe_run(run: RunRecord) -> dict[str, Any]:
     """Return a run in plain values; what is not known is None.
 
-    Loss and evaluation are the last ones logged, "nan" for one that is not a finite number; seconds are those of all parts
-    of the run.
+    Loss and evaluation are the last ones logged ("nan" for one that is not finite), seconds those of all parts of the run.
     """
     return {
         "name": run.name,
@@ -39,8 +38,9 @@ def describe_run(run: RunRecord) -> dict[str, Any]:
 
 def render_runs(described: list[dict[str, Any]]) -> str:
     columns: list[Column | str] = [
-        "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"), Column("eval", "right"),
-        Column("tokens/s", "right", optional=True), Column("on", optional=True), Column("time", "right"),
+        "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"),
+        Column("eval", "right"), Column("tokens/s", "right", optional=True), Column("on", optional=True),
+        Column("time", "right"),
     ]  # fmt: skip
     devices = [printable(str(run["device"])).removeprefix("NVIDIA ").removeprefix("GeForce ") for run in described]
     rows = [

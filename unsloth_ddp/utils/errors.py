@@ -1,4 +1,4 @@
-"""Define the errors whose one sentence is printed without a stack trace, and turn errors of libraries into sentences and exceptions."""
+"""Define the errors that are printed as one sentence without a traceback, and put errors of libraries into words."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Panic(ValueError):
 
 @contextlib.contextmanager
 def panics_raised() -> Iterator[None]:
-    """Raise Panic for a panic within the block; PyO3 derives its exception from BaseException, which few callers catch."""
+    """Raise Panic for a panic within the block; PyO3 derives its exception from BaseException, which few catch."""
     try:
         yield
     except BaseException as error:

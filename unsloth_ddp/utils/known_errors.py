@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def without_address(error: object) -> str:
-    """Return an error's message on one line without the address on the Hub that Transformers makes of any name, a folder's too."""
+    """Return an error's message on one line, without the Hub address that Transformers makes of any name."""
     return re.sub(r" You can inspect the repository content at \S+?( \.|\.(?= |$)|$)", "", one_line(error, 1000))
 
 

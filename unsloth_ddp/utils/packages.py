@@ -60,6 +60,6 @@ def _is_installed(name: str) -> bool:
 
 def _sentence(lack: str) -> str:
     return (
-        f"error: this Python ({sys.executable}) {lack}; begin the command with `uv run`, in the folder {REPO}, or install the "
-        f"kit's packages into an environment of yours with `pip install -e {REPO}`."
+        f"error: this Python ({sys.executable}) {lack}; begin the command with `uv run`, in the folder {REPO}, or "
+        f"install the kit's packages into an environment of yours with `pip install -e {REPO}`."
     )

@@ -71,8 +71,8 @@ def gaps(run: RunRecord) -> list[str]:
         missing = [step for step, value in logged if not is_number(value)]
         if missing:
             sentences.append(
-                f"The {name} loss was not a number (NaN or infinite) in {len(missing):,} of {len(logged):,} log lines, first "
-                f"at step {missing[0]:,.0f}."
+                f"The {name} loss was not a number (NaN or infinite) in {len(missing):,} of {len(logged):,} log lines, "
+                f"first at step {missing[0]:,.0f}."
             )
     return sentences
 

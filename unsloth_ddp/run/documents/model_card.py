@@ -23,8 +23,8 @@ from unsloth_ddp.utils.units import counted
 
 # The settings that say how the weights came to be, apart from model and data, which have places of their own.
 SETTINGS = (
-    "method", *ADAPTER, "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed",
+    "method", *ADAPTER, "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps",
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed",
 )  # fmt: skip
 FULL_ONLY = ("full_weights",)
 
@@ -78,7 +78,7 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
 
 
 def _shown_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of SETTINGS, after the task of a preference run and its options that are not at their defaults."""
+    """Return the settings of SETTINGS, after the task of a preference run and its options with other values."""
     shown = {name: settings[name] for name in SETTINGS if name in settings}
     standard = dataclasses.asdict(TaskSettings())
     task_settings = TaskSettings(**{name: settings.get(name, value) for name, value in standard.items()})

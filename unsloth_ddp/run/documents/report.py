@@ -134,8 +134,8 @@ def _answers(run: RunRecord) -> dict[str, Any] | None:
     count = len(answers)
     shown = f" The page shows the first {MOST_ANSWERS}." if count > MOST_ANSWERS else ""
     return {
-        "sentence": f"{exact_before:,} of {count:,} held-out questions were answered exactly before training, {exact_after:,} after."
-        + shown,
+        "sentence": f"{exact_before:,} of {count:,} held-out questions were answered exactly before training, "
+        f"{exact_after:,} after." + shown,
         "open": answers[:OPEN_ANSWERS],
         "folded": answers[OPEN_ANSWERS:MOST_ANSWERS],
     }

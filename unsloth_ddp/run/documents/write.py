@@ -146,7 +146,7 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
 
 
 def first_image(rows: TokenizedRows) -> str | None:
-    """Return a thumbnail of the first image of the rows as a data URI; None without one, or if it cannot be read any more."""
+    """Return a thumbnail of the first image of the rows as a data URI; None if there is none, or it cannot be read."""
     shown = np.flatnonzero(rows.pixels()) if rows.processing is not None else np.array([])
     if not len(shown):
         return None
@@ -175,7 +175,7 @@ def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[s
 
 
 def base_license(model: str, revision: str | None) -> dict[str, str] | None:
-    """Return license, license_name and license_link that the base model's card gives; None if no card is on this machine."""
+    """Return license, license_name and license_link of the base model's card; None if no card is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
     path: Any = Path(model) / "README.md"

@@ -16,7 +16,7 @@ RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def is_write_error(error: Exception) -> bool:
-    """Return whether an exception may come from a write, for which disk, memory or threads ran out; libraries raise their own."""
+    """Return whether an exception may come from a write for which disk, memory or threads ran out."""
     import torch
     from safetensors import SafetensorError
 

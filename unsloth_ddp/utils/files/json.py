@@ -39,5 +39,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-# As json.loads: malformed text raises json.JSONDecodeError, other faults ValueError (with the reason) or RecursionError.
+# As json.loads: malformed text raises json.JSONDecodeError, other faults ValueError or RecursionError.
 DECODER = json.JSONDecoder(object_pairs_hook=_unique)

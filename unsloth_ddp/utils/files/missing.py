@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def similar_file(path: Path, suffixes: Collection[str]) -> Path | None:
-    """Return the file with one of `suffixes` (lower case) whose path is `path` but for one misspelt part; None without one."""
+    """Return the file with one of `suffixes` (lower case) whose path is `path` with one part corrected, or None."""
     return similar_path(path, lambda near: near.suffix.lower() in suffixes and near.is_file())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 
 def stays_inside(name: str) -> bool:
-    """Return whether a relative name, as a file from elsewhere lists it, is that of a file below the folder it is read in."""
+    """Return whether a name that a file from elsewhere lists stays below the folder that it is relative to."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 

@@ -88,8 +88,7 @@ def _weight(text: str, value: Any) -> float:
     if isinstance(value, bool) or not 0 < weight < math.inf:
         raise UserError(
             f"dataset {text[:200]}: the weight is {str(value)[:100] or 'empty'}, but it takes a number above 0; a "
-            f"slice stands in "
-            "brackets, such as [:10%]."
+            "slice stands in brackets, such as [:10%]."
         )
     return weight
 

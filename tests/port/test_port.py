@@ -257,7 +257,8 @@ def test_numbers_of_samples_and_probabilities_of_llama_factory_are_those_of_each
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     content = {
         "model_name_or_path": "m", "cutoff_len": 99, "dataset": "a,b", "eval_dataset": "b",
-        "dataset_dir": str(tmp_path), "max_samples": 100, "mix_strategy": "interleave_under", "interleave_probs": "0.7,0.3",
+        "dataset_dir": str(tmp_path), "max_samples": 100, "mix_strategy": "interleave_under",
+        "interleave_probs": "0.7,0.3",
     }  # fmt: skip
     result = port(content, LLAMA_FACTORY, tmp_path)
     file = f"{tmp_path}/b.json[:100]"
@@ -480,7 +481,8 @@ def test_keys_of_images_and_of_what_sees_them_are_taken(tmp_path):
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     content = {
         "model_name_or_path": "m", "dataset": "shown", "cutoff_len": 99, "media_dir": "photos",
-        "image_max_pixels": 262144, "image_min_pixels": 1024, "freeze_vision_tower": False, "freeze_multi_modal_projector": True,
+        "image_max_pixels": 262144, "image_min_pixels": 1024, "freeze_vision_tower": False,
+        "freeze_multi_modal_projector": True,
     }  # fmt: skip
     found = port(content, LLAMA_FACTORY, tmp_path)
     assert (found.options["image_folder"], found.options["image_max_pixels"]) == (["photos"], 262144)

@@ -27,7 +27,7 @@ def job(tmp_path_factory, tiny_model, uneven_rows):
 
     def run(options: str, name: str, ranks: int = 1, target: Callable[..., None] = train):
         argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64"
-    argv = argv.split()
+        argv = argv.split()
         argv += ["--gradient_checkpointing", "none", "--logging_steps", "1", *options.split()]
         result = run_ranks(ranks, target, argv, str(place), folder=place / f"{name}.out").check()
         return place / "outputs" / name, " ".join(result.output.split())

@@ -5,8 +5,8 @@ from typing import Literal
 
 from unsloth_ddp.config.declare import option
 
-# Tasks whose rows are pairs of a chosen and a rejected answer, tasks that learn preferences, and tasks that compare with a
-# reference model.
+# Tasks whose rows are pairs of a chosen and a rejected answer; tasks that learn preferences; tasks that have a reference
+# model.
 PAIR_TASKS = ("dpo", "orpo", "simpo", "cpo")
 PREFERENCE_TASKS = (*PAIR_TASKS, "kto")
 REFERENCE_TASKS = ("dpo", "kto")

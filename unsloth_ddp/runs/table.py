@@ -17,7 +17,7 @@ STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "unfinish
 def describe_run(run: RunRecord) -> dict[str, Any]:
     """Return a run in plain values; what is not known is None.
 
-    Loss and evaluation are the last ones logged ("nan" for one that is not finite), seconds those of all parts of the run.
+    Loss and evaluation are the last ones logged ("nan" if not finite), seconds those of all parts of the run.
     """
     return {
         "name": run.name,

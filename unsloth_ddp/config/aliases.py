@@ -1,6 +1,6 @@
 """List the names that other tools give to options, each with the kit's option and value, or why there is none.
 
-The one table serves the refusal of an unknown option, `python -m unsloth_ddp.port`, and docs/from-elsewhere.md. Names
+The one table serves the refusal of an unknown option, `python -m unsloth_ddp.port`, and docs/keys.md. Names
 are those of axolotl 067b021, LLaMA-Factory ff6d4d1, TRL 1.15 with Transformers 5.17, ms-swift 3602360, Unsloth's
 unsloth-cli.py, and the fine-tuning scripts of Qwen's and MiniCPM's guides.
 """

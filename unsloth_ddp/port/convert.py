@@ -55,7 +55,7 @@ def detect_tool(content: Mapping[str, Any]) -> str:
     if not counts:
         raise UserError(
             "its keys are those of none of axolotl, LLaMA-Factory and TRL; name the tool with --tool, or see "
-            "docs/from-elsewhere.md."
+            "docs/keys.md."
         )
     return TOOLS[counts.most_common(1)[0][0]]
 

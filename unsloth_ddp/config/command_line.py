@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import itertools
 import re
 import sys
 import typing
@@ -12,10 +11,9 @@ from typing import Any, Literal, NoReturn
 
 from unsloth_ddp.config.options import OPTIONS, TOPICS, TYPES, Settings
 from unsloth_ddp.config.unknown import unknown_options, unknown_words
+from unsloth_ddp.config.values import accepted_values
 from unsloth_ddp.utils.errors import UserError
 
-# Stands for the value of an option that was given none; no word of a command line can hold it.
-NO_VALUE = "\0"
 # Numbers that argparse takes for names of options; white space before a number is no part of it.
 NEGATIVE = re.compile(r"-[\d.]+e[+-]?\d+", re.IGNORECASE)
 
@@ -49,11 +47,14 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, with --global-batch-size read as --global_batch_size."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_underscores(word) for word in words], namespace)
+        """Parse as argparse does, with --global-batch-size read as --global_batch_size, and -1e-3 as a value."""
+        words = [_with_underscores(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args([" " + word if NEGATIVE.fullmatch(word) else word for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
+        if missing := re.fullmatch(r"argument --(\w+): expected .* argument", message):
+            name = missing[1]
+            message = f"no value is given for {name}; {name} takes {accepted_values(name)}"
         raise UserError(f"command line: {message}.")
 
     @property
@@ -77,28 +78,6 @@ def run_command(name: str, work: Callable[[list[str]], None], argv: list[str]) -
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-class SettingsParser(Parser):
-    """Read an option without a value as Option.bare, or as NO_VALUE, so that all mistakes are reported at once."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as Parser does."""
-        words = sys.argv[1:] if args is None else args
-        joined = [_with_value(*pair) for pair in itertools.zip_longest(words, words[1:])]
-        return super().parse_known_args(
-            [" " + word if NEGATIVE.fullmatch(word) else word for word in joined], namespace
-        )
-
-
-def _with_value(word: str, following: str | None) -> str:
-    """Return a word of the command line, with a value if it is an option that needs one and none follows."""
-    name = word.removeprefix("--").replace("-", "_")
-    needs_one = word.startswith("--") and (name == "config" or TYPES.get(name, bool) is not bool)
-    if not needs_one or (following is not None and not following.startswith("--")):
-        return word
-    bare = OPTIONS[name].bare if name in OPTIONS else None
-    return f"{word}={bare or NO_VALUE}"
 
 
 class TopicHelp(argparse.Action):
@@ -135,9 +114,7 @@ def make_parser(description: str) -> Parser:
     """Return the parser of train_ddp.py's options, each as text that convert_value reads."""
     # The list of all options by topic follows; their usage alone would fill a screen.
     usage = "train_ddp.py [--config FILE] [--OPTION VALUE ...]"
-    parser = SettingsParser(
-        "train_ddp.py", description, usage=usage, argument_default=argparse.SUPPRESS, add_help=False
-    )
+    parser = Parser("train_ddp.py", description, usage=usage, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument(
         "-h", "--help", nargs="?", action=TopicHelp, metavar="TOPIC",
         help=f"Show all options, those of a topic ({', '.join(_topics())}), or one option, and exit.",
@@ -153,19 +130,20 @@ def _add_options(parser: Parser, groups: dict[str, list[str]]) -> None:
         group = parser.add_argument_group(title)
         for name in names:
             text = f"{OPTIONS[name].help} [{_shown(getattr(defaults, name))}]".replace("%", "%%")
-            kind = TYPES[name]
+            kind, bare = TYPES[name], OPTIONS[name].bare
             if bool in (kind, *typing.get_args(kind)):
-                metavar = "BOOL" if kind is bool else "VALUE"
-                group.add_argument(f"--{name}", nargs="?", const="true", metavar=metavar, help=text)
+                metavar, bare = "BOOL" if kind is bool else "VALUE", "true"
                 group.add_argument(
                     f"--no_{name}", dest=name, action="store_const", const="false", help=argparse.SUPPRESS
                 )
             elif typing.get_origin(kind) is list:
                 group.add_argument(f"--{name}", nargs="+", action="extend", metavar="NAME", help=text)
+                continue
             else:
                 values = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
                 metavar = "{" + ",".join(values) + "}" if values else "VALUE"
-                group.add_argument(f"--{name}", metavar=metavar, help=text)
+            without_value: dict[str, Any] = {"nargs": "?", "const": bare} if bare else {}
+            group.add_argument(f"--{name}", metavar=metavar, help=text, **without_value)
 
 
 def _shown(default: Any) -> str:

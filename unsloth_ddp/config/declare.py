@@ -1,4 +1,4 @@
-"""Declare an option: its default, help text and bounds, and what a resumed run and the summary do with it."""
+"""Declare an option: its default, help text and bounds, and what a resumed run does with it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -45,7 +45,6 @@ class Option(Bounds):
             (rows, data, steps).
         resolved: On resume, compare the value that the run decided on (a fact of the run with the option's name). For
             options that can be auto, or that follow from others.
-        summary: summary.json shows the value; that of a resolved option it shows anyway.
         new_run: A start with another value is another run, which does not continue in an unfinished start's folder.
         path: read: a file or folder that the run reads; a relative path in a config file may be relative to that file.
             written: a folder that the run writes, relative to the working directory.
@@ -55,7 +54,6 @@ class Option(Bounds):
 
     help: str
     on_resume: Literal["refuse", "keep", "report", "allow"]
-    summary: bool = False
     resolved: bool = False
     new_run: bool = True
     path: Literal["read", "written"] | None = None

@@ -20,13 +20,12 @@ from unsloth_ddp.utils.files.safe import write_new_file
 class ModelSettings:
     """Model"""
 
-    model: str | None = option(None, "Hub id or folder of the base model.", "refuse", path="read", summary=True)
-    model_revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.", "refuse", summary=True)
+    model: str | None = option(None, "Hub id or folder of the base model.", "refuse", path="read")
+    model_revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.", "refuse")
     method: Literal["lora", "qlora", "full"] = option(
         "lora",
         "lora: adapter on 16-bit weights; qlora: adapter on 4-bit weights; full: every parameter.",
         "refuse",
-        summary=True,
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
         "auto",
@@ -65,9 +64,9 @@ class ModelSettings:
 class LoraSettings:
     """LoRA and QLoRA"""
 
-    lora_r: int = option(16, "Rank of the adapter.", "refuse", above=0, at_most=1_000_000, summary=True)
-    lora_alpha: int = option(16, "Alpha of the adapter, which is scaled by alpha / r.", "refuse", above=0, summary=True)
-    lora_dropout: float = option(0.0, "Dropout before the adapter.", "refuse", at_least=0, below=1, summary=True)
+    lora_r: int = option(16, "Rank of the adapter.", "refuse", above=0, at_most=1_000_000)
+    lora_alpha: int = option(16, "Alpha of the adapter, which is scaled by alpha / r.", "refuse", above=0)
+    lora_dropout: float = option(0.0, "Dropout before the adapter.", "refuse", at_least=0, below=1)
     lora_target_modules: list[str] = option(
         ["all-linear"],
         "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name "
@@ -103,7 +102,6 @@ class DataSettings:
         "a subset and split of a Hub dataset, NAME:3 beside NAME:1 three rows of the first for one of the other.",
         "allow",
         path="read",
-        summary=True,
     )
     dataset_config: str | None = option(
         None, "Subset (configuration) of the Hub datasets that are named without one.", "allow"
@@ -113,10 +111,9 @@ class DataSettings:
         "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name "
         "them.",
         "allow",  # compared for streamed rows only: the others are compared themselves
-        summary=True,
     )
     dataset_split: str = option("train", "Split of the Hub datasets to train on that are named without one.", "allow")
-    eval_dataset: list[str] = option([], "Evaluation rows, given like --dataset.", "allow", path="read", summary=True)
+    eval_dataset: list[str] = option([], "Evaluation rows, given like --dataset.", "allow", path="read")
     eval_dataset_split: str = option("test", "Split of a Hub dataset given to --eval_dataset.", "allow")
     eval_fraction: float = option(
         0.0,
@@ -124,25 +121,20 @@ class DataSettings:
         "allow",
         at_least=0,
         below=1,
-        summary=True,
     )
     columns: list[str] = option(
         [],
         "Columns of the rows to read under other names: question=instruction answer=output (a mapping in a YAML file).",
         "allow",
-        summary=True,
     )
-    max_length: int = option(2048, "Longest row, in tokens.", "refuse", above=0, at_most=100_000_000, summary=True)
-    overlong: Literal["truncate", "drop"] = option(
-        "truncate", "Truncate or drop rows over max_length.", "refuse", summary=True
-    )
+    max_length: int = option(2048, "Longest row, in tokens.", "refuse", above=0, at_most=100_000_000)
+    overlong: Literal["truncate", "drop"] = option("truncate", "Truncate or drop rows over max_length.", "refuse")
     chat_template: str | None = option(
         None,
         "Jinja file, chatml, or training (TRL's training variant of the template); default: the tokenizer's template.",
         "allow",
         path="read",
         words=("chatml", "training"),
-        summary=True,
     )
     chat_template_kwargs: dict[str, Any] = option(
         {},
@@ -150,7 +142,6 @@ class DataSettings:
         "(JSON on the command "
         "line); a column chat_template_kwargs, or one of a name that the template reads, gives those of a row.",
         "allow",
-        summary=True,
     )
     reasoning_in_content: bool = option(
         False,
@@ -158,7 +149,6 @@ class DataSettings:
         "under the key that the "
         "template reads, or write it into the content, between the model's tokens for it or <think> and </think>.",
         "allow",
-        summary=True,
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
@@ -169,7 +159,7 @@ class DataSettings:
         resolved=True,
     )
     loss_on: Literal["assistant", "all"] = option(
-        "assistant", "Compute the loss on the assistant's tokens or on all tokens.", "refuse", summary=True
+        "assistant", "Compute the loss on the assistant's tokens or on all tokens.", "refuse"
     )
     dataset_num_proc: int | None = option(
         None,
@@ -184,7 +174,6 @@ class DataSettings:
         "Read, shuffle and tokenize the training rows during training, for datasets that are too large to prepare "
         "beforehand. Also accepts folders of files. Needs --max_steps.",
         "allow",
-        summary=True,
     )
     shuffle_buffer: int = option(
         10_000,
@@ -193,7 +182,6 @@ class DataSettings:
         at_least=0,
         at_most=100_000_000,
         resolved=True,
-        summary=True,
     )
 
 
@@ -249,24 +237,14 @@ class TrainingSettings:
     """Training"""
 
     # A resume compares the number of steps that follows from these two.
-    num_train_epochs: float = option(
-        1.0, "Passes over the training rows.", "allow", above=0, at_most=1_000_000, summary=True
-    )
-    max_steps: int = option(
-        -1, "Optimizer steps; a positive number overrides num_train_epochs.", "allow", at_least=-1, summary=True
-    )
-    learning_rate: float = option(2e-4, "Peak learning rate.", "keep", above=0, summary=True)
-    lr_scheduler_type: str = option(
-        "linear", "Schedule of the learning rate, by its Transformers name.", "refuse", summary=True
-    )
-    warmup_steps: float = option(
-        0.0, "Steps of warm-up; below 1, a fraction of all steps.", "refuse", at_least=0, summary=True
-    )
-    weight_decay: float = option(0.0, "Weight decay.", "keep", at_least=0, summary=True)
-    max_grad_norm: float = option(1.0, "Clip gradients to this norm; 0: never.", "refuse", at_least=0, summary=True)
-    optim: str = option(
-        "adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).", "keep", summary=True
-    )
+    num_train_epochs: float = option(1.0, "Passes over the training rows.", "allow", above=0, at_most=1_000_000)
+    max_steps: int = option(-1, "Optimizer steps; a positive number overrides num_train_epochs.", "allow", at_least=-1)
+    learning_rate: float = option(2e-4, "Peak learning rate.", "keep", above=0)
+    lr_scheduler_type: str = option("linear", "Schedule of the learning rate, by its Transformers name.", "refuse")
+    warmup_steps: float = option(0.0, "Steps of warm-up; below 1, a fraction of all steps.", "refuse", at_least=0)
+    weight_decay: float = option(0.0, "Weight decay.", "keep", at_least=0)
+    max_grad_norm: float = option(1.0, "Clip gradients to this norm; 0: never.", "refuse", at_least=0)
+    optim: str = option("adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).", "keep")
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
         "auto",
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
@@ -274,7 +252,6 @@ class TrainingSettings:
         "memory runs out later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
         "report",
         bare="auto",
-        summary=True,
     )
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
@@ -290,7 +267,6 @@ class TrainingSettings:
         "With --method lora or qlora, multiply by the frozen weights in FP8, forward and backward; adapters, head, "
         "norms and attention stay in 16 bit. Needs compute capability 8.9 or higher.",
         "refuse",
-        summary=True,
     )
     seed: int = option(
         42,
@@ -298,7 +274,6 @@ class TrainingSettings:
         "refuse",
         at_least=0,
         at_most=2**32 - 1,  # NumPy's generators take no larger ones.
-        summary=True,
     )
     ddp_find_unused_parameters: bool = option(
         False, "For models that skip some trainable weights in a forward pass.", "allow"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.checks import check_settings, full_path, path_and_suffix
-from unsloth_ddp.config.command_line import NO_VALUE, Parser, make_parser
+from unsloth_ddp.config.command_line import Parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.unknown import unknown_options, unknown_words
-from unsloth_ddp.config.values import accepted_values, convert_value
+from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.missing import looked_in, similar_file
 from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
@@ -32,14 +32,8 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
         UserError: unknown options, a value of the wrong type, or settings that contradict each other.
     """
     arguments, unknown = make_parser(description).parse_known_args(argv)
-    empty = [
-        name for name, value in vars(arguments).items() if NO_VALUE in (value if isinstance(value, list) else [value])
-    ]
     if unknown:
-        raise unknown_options(unknown_words(unknown), "command line", command, empty)
-    if empty:
-        takes = ", ".join(f"{name} takes {accepted_values(name)}" for name in empty)
-        raise UserError(f"command line: no value is given for {' and '.join(empty)}; {takes}.")
+        raise unknown_options(unknown_words(unknown), "command line", command)
     on_command_line = {
         # Written as absolute paths, because in the saved settings ./ will mean the run's own folder.
         name: _relative_to(Path.cwd(), name, convert_value(name, value, "command line"))

@@ -5,7 +5,7 @@ from typing import Literal
 
 from unsloth_ddp.config.declare import option
 
-# Tasks whose rows are pairs of a chosen and a rejected answer; tasks that learn preferences; tasks that have a reference
+# Tasks whose rows are pairs of a chosen and a rejected answer; tasks that learn preferences; tasks with a reference
 # model.
 PAIR_TASKS = ("dpo", "orpo", "simpo", "cpo")
 PREFERENCE_TASKS = (*PAIR_TASKS, "kto")
@@ -24,7 +24,6 @@ class TaskSettings:
         "sft: learn the answers of the rows; dpo, orpo, simpo, cpo: prefer the chosen answer of a row to the rejected "
         "one; kto: learn from answers that are labelled as desirable or undesirable.",
         on_resume="refuse",
-        summary=True,
     )
     beta: float | None = option(
         None,
@@ -32,13 +31,11 @@ class TaskSettings:
         "margin (simpo, cpo). Default: 0.1; with simpo 2.",
         above=0,
         on_resume="refuse",
-        summary=True,
     )
     preference_loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"] = option(
         "sigmoid",
         "Loss of a pair with dpo and cpo. sigmoid_norm and ipo divide log-probabilities by the tokens of the answer.",
         on_resume="refuse",
-        summary=True,
     )
     label_smoothing: float = option(
         0.0,
@@ -46,10 +43,9 @@ class TaskSettings:
         at_least=0,
         below=0.5,
         on_resume="refuse",
-        summary=True,
     )
     simpo_gamma: float = option(
-        0.5, "Margin that simpo asks for between the rewards of a pair.", at_least=0, on_resume="refuse", summary=True
+        0.5, "Margin that simpo asks for between the rewards of a pair.", at_least=0, on_resume="refuse"
     )
     sft_weight: float | None = option(
         None,
@@ -57,7 +53,6 @@ class TaskSettings:
         "orpo and cpo, otherwise 0.",
         at_least=0,
         on_resume="refuse",
-        summary=True,
     )
     reference: Literal["auto", "adapter_off", "precomputed"] = option(
         "auto",
@@ -65,7 +60,6 @@ class TaskSettings:
         "once before step 1 and "
         "kept in the checkpoints; auto: adapter_off with an adapter, precomputed with --method full.",
         on_resume="refuse",
-        summary=True,
     )
     reference_model: str | None = option(
         None,
@@ -73,17 +67,14 @@ class TaskSettings:
         "step 1, or in each step with --streaming. Default: the model itself.",
         on_resume="refuse",
         path="read",
-        summary=True,
     )
     reference_model_revision: str | None = option(
-        None, "Branch, tag or commit of the reference model on the Hub.", on_resume="refuse", summary=True
+        None, "Branch, tag or commit of the reference model on the Hub.", on_resume="refuse"
     )
 
-    desirable_weight: float = option(
-        1.0, "Weight of the desirable answers with kto.", at_least=0, on_resume="refuse", summary=True
-    )
+    desirable_weight: float = option(1.0, "Weight of the desirable answers with kto.", at_least=0, on_resume="refuse")
     undesirable_weight: float = option(
-        1.0, "Weight of the undesirable answers with kto.", at_least=0, on_resume="refuse", summary=True
+        1.0, "Weight of the undesirable answers with kto.", at_least=0, on_resume="refuse"
     )
 
     @property
@@ -112,14 +103,12 @@ class ImageSettings:
         "file, then the working folder.",
         path="read",
         on_resume="allow",  # the images are compared themselves
-        summary=False,
     )
     download_images: bool = option(
         False,
         "Download images that rows name by http(s) addresses, once for all runs of a node, into HF_HOME; each has at "
         "most 100 MB and 60 seconds.",
         on_resume="allow",  # the images are compared themselves
-        summary=False,
     )
     image_max_pixels: int | None = option(
         None,
@@ -128,5 +117,4 @@ class ImageSettings:
         at_least=1024,
         at_most=64_000_000,
         on_resume="refuse",
-        summary=True,
     )

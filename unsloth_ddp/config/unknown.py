@@ -33,16 +33,13 @@ OPTION_OF_FILE = {
 }  # fmt: skip
 
 
-def unknown_options(
-    values: Mapping[str, Any], source: str | Path, command: Any = None, empty: Sequence[str] = ()
-) -> UserError:
+def unknown_options(values: Mapping[str, Any], source: str | Path, command: Any = None) -> UserError:
     """Return the refusal of all options of a file or command line that do not exist.
 
     Args:
-        given: Their values by name.
+        values: Their values by name.
         source: The file, or "command line".
         command: The Parser (command_line.py) of the command line, if it is not train_ddp.py's.
-        empty: Options that exist, but were given without a value.
     """
     of_command_line = not isinstance(source, Path)
     command_options = command.option_names if command else ()
@@ -65,8 +62,6 @@ def unknown_options(
         more = f", and {len(shown) - shown_at_most} more" if len(shown) > shown_at_most else ""
         names = ", ".join(shown[:shown_at_most])
         sentence = f"{ported}{len(values)} options do not exist: {names}{more}; {lists} those that do"
-    if empty:
-        sentence += f"; {', '.join(empty)} {'needs' if len(empty) == 1 else 'need'} a value"
     return UserError(f"{source}: {sentence}{'' if sentence.endswith('?') else '.'}")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_ddp.checkpoints.identity import batch_identity
-from unsloth_ddp.config.options import Settings, options_with
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
@@ -172,7 +173,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "train_loss": trainer.meter.train_loss,
         "peak_memory_bytes": peak,
         "peak_memory_bytes_loading": loading,
-        "settings": {name: getattr(settings, name) for name in options_with(summary=True)},
+        "settings": dataclasses.asdict(settings),
         "versions": versions(),
         "compiled_after_warm_up": trainer.compilations.after_warm_up,
         "seconds": {name: round(value, 1) for name, value in runtime.progress.seconds.items()},

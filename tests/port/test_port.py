@@ -349,7 +349,7 @@ def test_the_command_prints_or_writes_and_never_replaces(tmp_path: Path, capsys:
     [
         ("model: m\n", "is a file of this kit already; give it as --config."),
         ("a: 1\n", "its keys are those of none of axolotl, LLaMA-Factory and TRL"),
-        ("[1, 2]", "holds no keys and values"),
+        ("[1, 2]", "holds no options"),
         ("a: [", "is not YAML: expected the node content, but found '<stream end>' (line 1)."),
         (None, "cannot be read: No such file or directory."),
     ],

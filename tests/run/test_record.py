@@ -69,7 +69,7 @@ def test_values_that_are_no_numbers_are_left_out_of_a_series(tmp_path):
 @pytest.mark.parametrize(
     "file, content, said",
     [
-        ("settings.yaml", "a: [", "settings.yaml is damaged"),
+        ("settings.yaml", "a: [", "settings.yaml is not YAML"),
         ("settings.yaml", "- 1", "holds no settings of a run"),
         ("summary.json", "{", "summary.json is damaged: it is not JSON"),
         ("summary.json", "[]", "summary.json is damaged: it holds no mapping"),

@@ -100,13 +100,14 @@ def _check_evaluation(settings: Settings) -> None:
     if settings.early_stopping_patience and settings.eval_strategy == "no":
         raise UserError(
             f"early_stopping_patience {settings.early_stopping_patience} counts evaluations, and eval_strategy is no; "
-            "give --eval_steps, or --eval_strategy epoch."
+            "give --eval_strategy steps, or --eval_strategy epoch."
         )
     needs_rows = {
         f"eval_strategy is {settings.eval_strategy}": settings.eval_strategy in ("steps", "epoch"),
         f"eval_steps is {settings.eval_steps}": settings.eval_steps is not None,
         f"early_stopping_patience is {settings.early_stopping_patience}": settings.early_stopping_patience is not None,
         f"compare_answers is {settings.compare_answers}": settings.compare_answers > 0,
+        "trainer_args: load_best_model_at_end is true": bool(settings.trainer_args.get("load_best_model_at_end")),
     }
     if not (settings.eval_dataset or settings.eval_fraction) and (
         unmet := next((s for s in needs_rows if needs_rows[s]), None)
@@ -139,7 +140,7 @@ def _check_streaming(settings: Settings) -> None:
     if settings.eval_fraction:
         raise UserError(
             f"eval_fraction {settings.eval_fraction} of rows that are streamed cannot be set aside, because their "
-            "number is not known; give the evaluation rows with --eval_dataset."
+            "number is not known; leave it out, and give the evaluation rows with --eval_dataset."
         )
     for name in settings.trainer_args:
         if name.startswith("dataloader_") and name != "dataloader_pin_memory":
@@ -150,7 +151,8 @@ def _check_streaming(settings: Settings) -> None:
     for name in ("eval", "save"):
         if getattr(settings, f"{name}_strategy") == "epoch":
             raise UserError(
-                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; give --{name}_steps."
+                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; leave it out, and give "
+                f"--{name}_steps."
             )
 
 

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
+from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.options import OPTIONS, TOPICS, TYPES, Settings
 from unsloth_ddp.config.unknown import unknown_options, unknown_words
 from unsloth_ddp.config.values import accepted_values
@@ -52,8 +53,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args([" " + word if NEGATIVE.fullmatch(word) else word for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
-        if missing := re.fullmatch(r"argument --(\w+): expected .* argument", message):
-            name = missing[1]
+        missing = re.fullmatch(r"argument --(\w+): expected .* argument", message)
+        if missing and (name := missing[1]) in (*OPTIONS, "config"):
             message = f"no value is given for {name}; {name} takes {accepted_values(name)}"
         raise UserError(f"command line: {message}.")
 
@@ -92,8 +93,9 @@ class TopicHelp(argparse.Action):
         groups = {title: [topic] if topic in names else names for title, names in _groups().items()}
         shown = {title: names for title, names in groups.items() if topic in (title.split()[0].lower(), *names)}
         if not shown:
-            near = difflib.get_close_matches(topic, [*OPTIONS, *_topics()], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the topics are {', '.join(_topics())}."
+            alias = ALIASES[topic].option if topic in ALIASES else None
+            near = alias or next(iter(difflib.get_close_matches(topic, [*OPTIONS, *_topics()], n=1)), None)
+            hint = f"did you mean {near}?" if near else f"the topics are {', '.join(_topics())}."
             raise UserError(f"command line: --help {value} names no topic or option; {hint}")
         only = Parser(parser.prog, None, usage=argparse.SUPPRESS, add_help=False)
         _add_options(only, shown)

@@ -1,6 +1,7 @@
 """Refuse options that do not exist, and say what to give instead."""
 
 import difflib
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -124,12 +125,14 @@ def _hint(name: str, value: Any, command_options: Sequence[str], of_command_line
         return f"did you mean {alias.option}?" if alias.option else ""
     if near:
         return f"did you mean {near}?"
-    holding = [other for other in names if len(name) > 3 and f"_{name}_" in f"_{other}_"]
+    holding = [other for other in names if len(name) > 2 and f"_{name}_" in f"_{other}_"]
     return f"did you mean {' or '.join(holding)}?" if 0 < len(holding) < 4 else ""
 
 
 def _written(option: str, value: Any, of_command_line: bool) -> str:
     text = " ".join(value) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        text = f"'{json.dumps(value)}'" if of_command_line else json.dumps(value)
     return f"--{option} {text}" if of_command_line else f"{option}: {text}"
 
 

@@ -9,7 +9,6 @@ needed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser, run_command
+from unsloth_ddp.config.declare import Bounds
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
@@ -60,7 +60,6 @@ def plan(argv: list[str]) -> None:
     """Read the command line, compute the plan and print it."""
     options, rest = make_parser().parse_known_args(argv)
     settings = parse_settings(rest, __doc__ or "", make_parser())
-    _check_options(options)
     gpu_memory = parse_memory("--gpu_memory", options.gpu_memory) if options.gpu_memory else None
     capability = _parse_capability(options.compute_capability)
     # Options on the GPU mean another machine's.
@@ -68,6 +67,8 @@ def plan(argv: list[str]) -> None:
     if gpu:
         gpu_memory, capability = gpu.memory, gpu.capability
     gpus_per_node = options.gpus_per_node or (gpu.number if gpu else 1)
+    for name, count in (("nodes", options.nodes), ("gpus_per_node", gpus_per_node)):
+        Bounds(above=0).check(f"--{name}", count)
     settings = with_precision_of(settings, capability)
     check_data(settings, options.nodes * gpus_per_node)
     use_cache_if_hub_is_unreachable(settings)
@@ -164,13 +165,6 @@ def check_training_arguments(settings: Settings) -> None:
     anywhere = {name: value for name, value in settings.trainer_args.items() if name not in GPU_ONLY}
     on_cpu = dataclasses.replace(settings, trainer_args=anywhere, use_cpu=True, precision="fp32")
     make_config(on_cpu, runtime, BatchPlan(1, 1, 1), Path(settings.output_dir) / "plan")
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    for name in ("nodes", "gpus_per_node"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} is {value}, but it has to be above 0.")
 
 
 def _parse_capability(text: str | None) -> tuple[int, int]:

@@ -122,6 +122,8 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         rule = RULES.get(key)
         if rule:
             rule(ported, key, value)
+        elif key in WITH_ANOTHER:
+            continue
         elif key in ALIASES:
             _port_alias(ported, key, value)
         elif key in OPTIONS:
@@ -162,6 +164,10 @@ def _port_alias(ported: Ported, key: str, value: Any) -> None:
         ported.left_out[key] = ALIASES[key].note
 
 
+# Keys that say something only together with another one, whose rule reads them.
+WITH_ANOTHER = (
+    "dataset_dir", "max_samples", "interleave_probs", "mix_strategy", "loss_weights", "disable_dropout",
+)  # fmt: skip
 Rule = Callable[[Ported, str, Any], None]
 
 
@@ -281,15 +287,7 @@ def _leave_out(why: str, ported: Ported, key: str, value: Any) -> None:
     ported.left_out[key] = why
 
 
-def _read_elsewhere(ported: Ported, key: str, value: Any) -> None:
-    """Do nothing: the key says something only together with another one, whose rule reads it."""
-
-
 RULES: dict[str, Rule] = {
-    "dataset_dir": _read_elsewhere,
-    "max_samples": _read_elsewhere,
-    "interleave_probs": _read_elsewhere,
-    "mix_strategy": _read_elsewhere,
     "output_dir": _run_folder,
     "gradient_checkpointing": _recompute,
     "gradient_checkpointing_kwargs": _recompute,
@@ -321,8 +319,6 @@ RULES: dict[str, Rule] = {
     "lr_scheduler_type": partial(_upstream_name, "lr_scheduler_type"),
     "warmup_ratio": _warmup,
     "loss_type": _pair_loss,
-    "loss_weights": _read_elsewhere,
-    "disable_dropout": _read_elsewhere,
     "env": partial(_leave_out, "set these variables in the environment"),
 }
 

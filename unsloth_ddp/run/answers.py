@@ -219,23 +219,15 @@ def _until(text: str, end: str) -> str:
     return (text.partition(end)[0] if end else text).strip()
 
 
-def accuracy(questions: list[Question], answers: list[str]) -> float:
-    """Return the fraction of answers equal to the expected one, apart from reasoning and from spaces around them."""
-    return sum(is_exact(q, a) for q, a in zip(questions, answers, strict=True)) / len(questions)
-
-
 def is_exact(question: Question, answer: str) -> bool:
     """Return whether an answer is the expected one, apart from reasoning and from spaces around it."""
-    return _final_text(answer) == _final_text(question.answer)
-
-
-def _final_text(answer: str) -> str:
-    return answer.rpartition("</think>")[2].strip()
+    final, expected = (text.rpartition("</think>")[2].strip() for text in (answer, question.answer))
+    return final == expected
 
 
 def report(questions: list[Question], old_answers: list[str], new_answers: list[str]) -> dict[str, float]:
     """Print both accuracies and the first few answers; return what the summary keeps."""
-    accuracies = accuracy(questions, old_answers), accuracy(questions, new_answers)
+    accuracies = [sum(map(is_exact, questions, answers)) / len(questions) for answers in (old_answers, new_answers)]
     print(
         f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after "
         f"({len(questions)})."

@@ -21,7 +21,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run.documents.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.safe import foreign_owner, open_without_following_links
-from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
+from unsloth_ddp.utils.files.yaml import read_mapping
 
 SETTINGS_ASIDE = "settings.partial"
 # Everything that a run leaves if it fails before its first step.
@@ -121,22 +121,12 @@ def _try_to_write(folder: Path) -> None:
         if existing == folder:
             # The one file in it that is no sign of another run.
             os.close(open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT))
-        elif not _made_nameless_file(existing):
+        else:
             tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=existing).cleanup()
     except OSError as error:
         raise UserError(
             f"output folder {folder} cannot be written ({existing}: {os_reason(error)}); give another --output_dir."
         ) from None
-
-
-def _made_nameless_file(folder: Path) -> bool:
-    """Return whether a file without a name could be made in a folder, of which a killed rank leaves nothing."""
-    try:
-        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
-        return True
-    except (OSError, AttributeError):
-        # Not every file system, and only Linux, has such files.
-        return False
 
 
 def _wait_for_another_job(folder: Path) -> None:
@@ -174,12 +164,10 @@ def continues(settings: Settings, folder: Path) -> bool:
 def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     """Return the settings that differ from those of the folder's run; None if those are not known."""
     try:
-        earlier = read_yaml(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else None
-    except (OSError, Unreadable):
+        earlier = with_full_paths(read_mapping(folder / SETTINGS_FILE, SETTINGS_FILE))
+    except UserError:
         return None
-    if not isinstance(earlier, dict):
-        return None
-    earlier, now = with_full_paths(earlier), with_full_paths(dataclasses.asdict(settings))
+    now = with_full_paths(dataclasses.asdict(settings))
     return [name for name in options_with(new_run=True) if earlier.get(name) != now[name]]
 
 

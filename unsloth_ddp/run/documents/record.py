@@ -18,7 +18,7 @@ from unsloth_ddp.run.documents.files import RECORD_FILE, SETTINGS_FILE, STATE_FI
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.json import write_json
 from unsloth_ddp.utils.files.safe import read_regular
-from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
+from unsloth_ddp.utils.files.yaml import read_mapping
 
 FORMAT = 1
 # Above any run's; a file of another kind is not read into memory.
@@ -164,13 +164,8 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(
             f"{folder} is not a run of this kit: it holds no {SETTINGS_FILE}; name a folder such as outputs/RUN."
         )
-    try:
-        settings = read_yaml(folder / SETTINGS_FILE)
-    except OSError as error:
-        raise UserError(f"{folder / SETTINGS_FILE} cannot be read: {os_reason(error)}.") from None
-    except Unreadable as error:
-        raise UserError(f"{folder / SETTINGS_FILE} is damaged: {error}.") from None
-    if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
+    settings = read_mapping(folder / SETTINGS_FILE, str(folder / SETTINGS_FILE))
+    if not isinstance(settings.get("model"), str):
         raise UserError(f"{folder / SETTINGS_FILE} holds no settings of a run; the file is damaged or of another tool.")
     summary = _read_json(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     record = _read_record(folder) if (folder / RECORD_FILE).is_file() else {}

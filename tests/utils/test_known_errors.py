@@ -69,7 +69,10 @@ def test_options_named_in_the_fixes_exist():
 
     from unsloth_ddp.config.options import Settings
 
-    others = set("num_processes main_process_port master_port gpus ipc locked extra force clear torch with".split())
+    others = {
+        "num_processes", "main_process_port", "master_port", "gpus", "ipc", "locked", "extra", "force", "clear",
+        "torch", "with",
+    }  # fmt: skip
     named = set(re.findall(r"--([a-z_]{3,})", " ".join(known.fix for known in KNOWN_ERRORS)))
     assert named - others <= {f.name for f in dataclasses.fields(Settings)} | {"shm"}
 

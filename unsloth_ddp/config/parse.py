@@ -68,7 +68,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path} is a folder; name one of the .yaml files in it.")
     # A name that is too long for a file is refused by read_mapping.
     with contextlib.suppress(OSError):
-        if not path.exists():
+        if not path.is_file():
             raise UserError(f"--config {path}: there is no such file{_instead(path)}")
     content = read_mapping(path, f"--config {path}")
     if "distributed_type" in content:

@@ -163,6 +163,9 @@ def continues(settings: Settings, folder: Path) -> bool:
 
 def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     """Return the settings that differ from those of the folder's run; None if those are not known."""
+    # A pipe would be waited for.
+    if not (folder / SETTINGS_FILE).is_file():
+        return None
     try:
         earlier = with_full_paths(read_mapping(folder / SETTINGS_FILE, SETTINGS_FILE))
     except UserError:

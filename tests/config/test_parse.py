@@ -135,7 +135,7 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("trainer_args: "
             "5", "run.yaml: trainer_args is 5, but it takes a mapping of plain, finite values (JSON on the command "
                 "line)."),
-        ("- model: m", "run.yaml holds no options; write one `name: value` a line."),
+        ("- model: m", "run.yaml holds no options, which stand as one `name: value` a line."),
         ("just text", "run.yaml holds no options"),
         ("1: 2", "run.yaml holds no options"),
         ("", "run.yaml holds no options"),

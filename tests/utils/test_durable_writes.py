@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from unsloth_ddp.utils.files.durable import flush, is_write_error, reason
+from unsloth_ddp.utils.files.durable import flush, is_write_error, write_problem
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -93,7 +93,7 @@ def test_it_is_said_why_a_write_failed(
         return SimpleNamespace(free=free)
 
     monkeypatch.setattr("shutil.disk_usage", usage)
-    assert reason(error, tmp_path) == said.format(tmp_path)
+    assert write_problem(error, tmp_path) == said.format(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_a_tokenizer_that_meets_a_full_disk_raises_an_error_of_a_write(tmp_path:
             Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert is_write_error(failed.value) and reason(failed.value, tmp_path) == f"File too large ({tmp_path})"
+    assert is_write_error(failed.value) and write_problem(failed.value, tmp_path) == f"File too large ({tmp_path})"

@@ -151,7 +151,8 @@ def _check_streaming(settings: Settings) -> None:
     for name in ("eval", "save"):
         if getattr(settings, f"{name}_strategy") == "epoch":
             raise UserError(
-                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; leave it out, and give "
+                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; leave it out, and "
+                "give "
                 f"--{name}_steps."
             )
 

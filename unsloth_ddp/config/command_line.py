@@ -132,17 +132,17 @@ def _add_options(parser: Parser, groups: dict[str, list[str]]) -> None:
         group = parser.add_argument_group(title)
         for name in names:
             text = f"{OPTIONS[name].help} [{_shown(getattr(defaults, name))}]".replace("%", "%%")
-            kind, bare = TYPES[name], OPTIONS[name].bare
-            if bool in (kind, *typing.get_args(kind)):
-                metavar, bare = "BOOL" if kind is bool else "VALUE", "true"
+            value_type, bare = TYPES[name], OPTIONS[name].bare
+            if bool in (value_type, *typing.get_args(value_type)):
+                metavar, bare = "BOOL" if value_type is bool else "VALUE", "true"
                 group.add_argument(
                     f"--no_{name}", dest=name, action="store_const", const="false", help=argparse.SUPPRESS
                 )
-            elif typing.get_origin(kind) is list:
+            elif typing.get_origin(value_type) is list:
                 group.add_argument(f"--{name}", nargs="+", action="extend", metavar="NAME", help=text)
                 continue
             else:
-                values = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+                values = typing.get_args(value_type) if typing.get_origin(value_type) is Literal else ()
                 metavar = "{" + ",".join(values) + "}" if values else "VALUE"
             without_value: dict[str, Any] = {"nargs": "?", "const": bare} if bare else {}
             group.add_argument(f"--{name}", metavar=metavar, help=text, **without_value)

@@ -11,7 +11,7 @@ from typing import Any
 from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.declare import Bounds
 from unsloth_ddp.config.options import OPTIONS, Settings
-from unsloth_ddp.config.upstream_names import KINDS, nearest, sft_config_fields
+from unsloth_ddp.config.upstream_names import TYPE_NAMES, nearest, sft_config_fields
 from unsloth_ddp.utils.errors import UserError
 
 # Fields, and what decides them here.
@@ -123,13 +123,13 @@ def _check_field(name: str, value: Any) -> None:
         _check_value(name, value)
 
 
-def _check_type(name: str, value: Any, kinds: frozenset[str]) -> None:
+def _check_type(name: str, value: Any, type_names: frozenset[str]) -> None:
     """Refuse a value of another type, which TRL would accept: the text "false" would count as true."""
     # A whole number is a number too; true is none, although Python has it so.
-    if kinds and type(value).__name__ not in kinds and not (type(value) is int and "float" in kinds):
-        takes = " or ".join(words for kind, words in KINDS.items() if kind in kinds)
+    if type_names and type(value).__name__ not in type_names and not (type(value) is int and "float" in type_names):
+        takes = " or ".join(words for type_name, words in TYPE_NAMES.items() if type_name in type_names)
         # YAML 1.1 takes a number without a dot before its exponent for text.
-        hint = f"; in YAML write {value.replace('e', '.0e')}" if _lacks_dot(value) and "float" in kinds else ""
+        hint = f"; in YAML write {value.replace('e', '.0e')}" if _lacks_dot(value) and "float" in type_names else ""
         raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {takes}{hint}.")
 
 

@@ -25,7 +25,7 @@ PACKAGES_OF_TRACKERS = {
     "flyte": ("flytekit",), "kubeflow": ("kubeflow_trainer",),
 }  # fmt: skip
 # The types that JSON and YAML have, as a user would call them.
-KINDS = {
+TYPE_NAMES = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -50,13 +50,13 @@ def known_names(option: str) -> tuple[str, ...]:
 
 @functools.cache
 def sft_config_fields() -> dict[str, frozenset[str]]:
-    """Return the fields of the installed TRL's SFTConfig, each with the types of KINDS that it takes.
+    """Return the fields of the installed TRL's SFTConfig, each with the types of TYPE_NAMES that it takes.
 
     Without types a field takes others, such as a class of Transformers.
     """
     nodes = [node for place in reversed(SFT_CONFIG) for node in _defined(*place)]
     return {
-        node.target.id: _kinds(node.annotation)
+        node.target.id: _type_names(node.annotation)
         for node in nodes
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
@@ -85,11 +85,11 @@ def other_trl_configs() -> dict[str, frozenset[str]]:
     return {name: frozenset(names - shared) for name, names in fields.items() if names - shared}
 
 
-def _kinds(annotation: ast.expr) -> frozenset[str]:
+def _type_names(annotation: ast.expr) -> frozenset[str]:
     types = _named_types(annotation) - {"None"}
     # Transformers parses a mapping from JSON text too, and the kit's checks read the mapping.
     types -= {"str"} if "dict" in types else set()
-    return frozenset(types if types <= KINDS.keys() else ())
+    return frozenset(types if types <= TYPE_NAMES.keys() else ())
 
 
 def _named_types(node: ast.expr) -> set[str]:

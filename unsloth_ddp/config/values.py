@@ -66,40 +66,40 @@ def _shortened(value: Any) -> str:
 
 def _as_type(annotation: Any, value: Any) -> Any:
     """Return `value` as the type `wanted`, or raise ValueError (or what float(), int() and json.loads() raise)."""
-    kind = typing.get_origin(annotation) or annotation
+    value_type = typing.get_origin(annotation) or annotation
     unset = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    if kind in UNIONS:
+    if value_type in UNIONS:
         return _as_one_of(typing.get_args(annotation), value, unset)
-    if kind is list:
+    if value_type is list:
         items = value if isinstance(value, list) else [value]
         return [] if unset or value == ["none"] else [_as_type(str, item) for item in items]
-    if kind is dict:
+    if value_type is dict:
         value = {} if unset else _parsed_json(value) if isinstance(value, str) else value
         return _plain(value) if isinstance(value, dict) else _refuse()
-    if kind is Literal:
+    if value_type is Literal:
         # YAML reads an unquoted no or off as False, and on as True.
         choices = typing.get_args(annotation)
         if isinstance(value, bool):
             value = next((word for word in (("on",) if value else ("no", "off")) if word in choices), value)
         return value if value in choices else _refuse()
-    if kind is bool:
+    if value_type is bool:
         return BOOLEANS[str(value).lower()] if str(value).lower() in BOOLEANS else _refuse()
-    if kind is str:
+    if value_type is str:
         return _text(value) if isinstance(value, str) and value.strip() and "\0" not in value else _refuse()
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         _refuse()
-    if kind is int:
+    if value_type is int:
         return _whole_number(value)
     return float(value) if math.isfinite(float(value)) else _refuse()
 
 
-def _as_one_of(kinds: tuple[Any, ...], value: Any, unset: bool) -> Any:
-    if unset and type(None) in kinds:
+def _as_one_of(value_types: tuple[Any, ...], value: Any, unset: bool) -> Any:
+    if unset and type(None) in value_types:
         return None
-    for kind in kinds:
-        if kind is not type(None):
+    for value_type in value_types:
+        if value_type is not type(None):
             with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
-                return _as_type(kind, value)
+                return _as_type(value_type, value)
     return _refuse()
 
 

@@ -149,10 +149,12 @@ def _merge(result: RunResult, target: Path, options: argparse.Namespace) -> None
 def _convert(result: RunResult, tools: LlamaCpp, options: argparse.Namespace) -> None:
     from unsloth_ddp.export.gguf import export_gguf
 
-    target, kind = export_folder(result, options.to, options.output), options.quantize or "bf16"
-    print(f"Converting {result.folder} to GGUF ({kind}) ...", flush=True)
+    target, weight_type = export_folder(result, options.to, options.output), options.quantize or "bf16"
+    print(f"Converting {result.folder} to GGUF ({weight_type}) ...", flush=True)
     ollama = options.to == "ollama"
-    answer, missing = export_gguf(result, target, tools, kind, options.ask, plain=options.plain, modelfile=ollama)
+    answer, missing = export_gguf(
+        result, target, tools, weight_type, options.ask, plain=options.plain, modelfile=ollama
+    )
     _report(target, options.ask, answer)
     if missing:
         print(missing, flush=True)

@@ -14,7 +14,7 @@ from unsloth_ddp.run.result import RunResult
 
 
 def export_gguf(
-    result: RunResult, target: Path, tools: LlamaCpp, kind: str, question: str, *, plain: bool, modelfile: bool
+    result: RunResult, target: Path, tools: LlamaCpp, weight_type: str, question: str, *, plain: bool, modelfile: bool
 ) -> tuple[str | None, str | None]:
     """Write a folder with the GGUF file, and a Modelfile if asked, whole or not at all.
 
@@ -29,13 +29,13 @@ def export_gguf(
     with whole_or_absent(target) as aside:
         whole = aside / "whole"
         tokenizer = write_for_conversion(result, whole)
-        file = aside / f"{result.run.name}-{kind}.gguf"
-        if kind in CONVERTED:
-            run_converter(tools, whole, file, kind)
+        file = aside / f"{result.run.name}-{weight_type}.gguf"
+        if weight_type in CONVERTED:
+            run_converter(tools, whole, file, weight_type)
         else:
             sixteen_bit = aside / "bf16.gguf"
             run_converter(tools, whole, sixteen_bit, "bf16")
-            run_quantizer(tools, sixteen_bit, file, kind)
+            run_quantizer(tools, sixteen_bit, file, weight_type)
             sixteen_bit.unlink()
         shutil.rmtree(whole)
         answer = ask_gguf(tools, file, question, ANSWER_LENGTH, plain=plain)

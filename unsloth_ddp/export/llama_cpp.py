@@ -68,28 +68,28 @@ def find_llama_cpp(named: str | None, *, quantize: bool) -> LlamaCpp:
     return LlamaCpp(converter, quantizer, next((path for path in map(find, ANSWERERS) if path), None))
 
 
-def run_converter(tools: LlamaCpp, model: Path, target: Path, kind: str) -> None:
+def run_converter(tools: LlamaCpp, model: Path, target: Path, weight_type: str) -> None:
     """Convert a whole model to a GGUF file.
 
     Raises:
         UserError: the converter refuses the model; with its reason.
     """
     _run(
-        [sys.executable, str(tools.converter), str(model), "--outfile", str(target), "--outtype", kind],
+        [sys.executable, str(tools.converter), str(model), "--outfile", str(target), "--outtype", weight_type],
         "llama.cpp's converter refuses the model",
         "if it lacks a package, install requirements/requirements-convert_hf_to_gguf.txt of its folder; otherwise "
         "serve the merged model (--to merged) with vLLM or Transformers",
     )
 
 
-def run_quantizer(tools: LlamaCpp, source: Path, target: Path, kind: str) -> None:
+def run_quantizer(tools: LlamaCpp, source: Path, target: Path, weight_type: str) -> None:
     """Quantize a GGUF file.
 
     Raises:
         UserError: the quantizer fails; with its reason.
     """
-    command = [str(tools.quantizer), str(source), str(target), kind.upper()]
-    _run(command, f"{QUANTIZER} {kind} failed", "try another --quantize")
+    command = [str(tools.quantizer), str(source), str(target), weight_type.upper()]
+    _run(command, f"{QUANTIZER} {weight_type} failed", "try another --quantize")
 
 
 def ask_gguf(tools: LlamaCpp, model: Path, question: str, length: int, *, plain: bool) -> str | None:

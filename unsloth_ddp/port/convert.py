@@ -131,7 +131,8 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         elif key in OWNED_ARGS:
             if value is not False:
                 ported.left_out[key] = OWNED_ARGS[key]
-        elif key in sft_config_fields():
+        # TRL refuses tf32 where the GPU has none, even if it is off.
+        elif key in sft_config_fields() and (key, value) != ("tf32", False):
             ported.options.setdefault("trainer_args", {})[key] = value
         elif value is not False:
             ported.left_out[key] = "the kit has no such option"
@@ -185,12 +186,6 @@ def _recompute(ported: Ported, key: str, value: Any) -> None:
         ported.add({"gradient_checkpointing": "unsloth"}, key)
     elif value is not False:
         ported.left_out[key] = "the kit recomputes activations where they do not fit (gradient_checkpointing auto)"
-
-
-def _tf32(ported: Ported, key: str, value: Any) -> None:
-    """TRL refuses tf32 where the GPU has none, so only what was asked for is handed on."""
-    if value is True:
-        ported.options.setdefault("trainer_args", {})[key] = value
 
 
 def _sharding(ported: Ported, key: str, value: Any) -> None:
@@ -291,7 +286,6 @@ RULES: dict[str, Rule] = {
     "output_dir": _run_folder,
     "gradient_checkpointing": _recompute,
     "gradient_checkpointing_kwargs": _recompute,
-    "tf32": _tf32,
     "attn_implementation": partial(_leave_out, ALIASES["flash_attention"].note),
     "deepspeed": _sharding,
     "fsdp": _sharding,

@@ -104,10 +104,10 @@ def _paths(ported: Ported, name: str, entry: dict[str, Any]) -> list[str]:
 
 def _port_columns(ported: Ported, title: str, entry: dict[str, Any]) -> None:
     """Port the type of a dataset's rows and the names of their columns, and say what is not read."""
-    kind = entry.get("type") or "chat_template"
+    row_type = entry.get("type") or "chat_template"
     # A type may be a mapping of its own, with the names of columns and a prompt that is not used.
-    inner = kind if isinstance(kind, dict) else {}
-    base = "alpaca" if inner else str(kind).split(".")[0].split(":")[0]
+    inner = row_type if isinstance(row_type, dict) else {}
+    base = "alpaca" if inner else str(row_type).split(".")[0].split(":")[0]
     task = ported.options.get("task", "sft")
     if task != "sft" and base not in KNOWN_PREFERENCES and not inner:
         columns = "prompt, completion and label" if task == "kto" else "prompt, chosen and rejected"

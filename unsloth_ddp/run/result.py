@@ -13,9 +13,10 @@ from unsloth_ddp.config.parse import read_config
 from unsloth_ddp.distributed.runtime import Backend
 from unsloth_ddp.model.files.check import ADAPTER_WEIGHTS
 from unsloth_ddp.model.files.identity import weights_identity
-from unsloth_ddp.run.documents.record import read_run
+from unsloth_ddp.run.documents.record import is_run, read_run
 from unsloth_ddp.run.folder import SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.files.missing import similar_path
 
 WHOLE = "model.safetensors"
 
@@ -119,7 +120,8 @@ def _find(named: str) -> RunResult:
         folder = folder.resolve()
         if not folder.is_dir():
             problem = " is a file" if folder.exists() else ": there is no such folder"
-            raise UserError(f"{named}{problem}; give the folder of a run, such as outputs/RUN.")
+            example = similar_path(folder, is_run) or _run_near(folder.parent) or "outputs/RUN"
+            raise UserError(f"{named}{problem}; give the folder of a run, such as {example}.")
         if (folder / manifest.FILE_NAME).is_file() and (folder.parent / SETTINGS_FILE).is_file():
             return _named_checkpoint(folder)
         if not (folder / SETTINGS_FILE).is_file():

@@ -28,10 +28,10 @@ def explain_missing_packages() -> None:
         raise SystemExit(_sentence(f"is {sys.version.partition(' ')[0]}, and the kit needs 3.11 or later"))
     others = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def show(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         missing = missing_packages(PROJECT) if isinstance(error, ModuleNotFoundError) else []
         if not missing:
-            others(kind, error, trace)
+            others(error_type, error, trace)
             return
         more = f" and {len(missing) - 3} more packages" if len(missing) > 3 else ""
         print(_sentence(f"lacks {', '.join(missing[:3])}{more}"), file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ def is_write_error(error: Exception) -> bool:
     return in_rust or isinstance(error, (OSError, RuntimeError, MemoryError, SafetensorError))
 
 
-def reason(error: Exception, folder: Path) -> str:
+def write_problem(error: Exception, folder: Path) -> str:
     """Return why a write to `folder` failed, in a few words; torch.save raises its own error when a disk is full."""
     code = getattr(error, "errno", None)
     if code is None and (match := RUST_ERROR.search(str(error))):

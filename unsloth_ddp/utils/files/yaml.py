@@ -30,7 +30,7 @@ def read_mapping(path: Path, title: str) -> dict[str, Any]:
     except Unreadable as error:
         raise UserError(f"{title} is not YAML: {str(error).rstrip('.')}.") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise UserError(f"{title} holds no options; write one `name: value` a line.")
+        raise UserError(f"{title} holds no options, which stand as one `name: value` a line.")
     return content
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.common.models import SHAPES
 from benchmarks.speed.cells import CONTESTANTS
 from benchmarks.speed.figures import used_share, work_done
-from benchmarks.speed.scaling import SCALING_HEAD, scaling_rows
 
 # What others are compared with: the first of these that was measured.
 REFERENCE = "kit"
@@ -190,9 +189,6 @@ def markdown(content: dict[str, Any]) -> str:
         lines += ["", f"## {' '.join(group)}", "", f"One GPU; {step}.", "", *table] if table else []
     scaling = scaling_table(found)
     lines += ["", "## Several GPUs", "", *scaling] if scaling else []
-    beside = scaling_rows(content["cells"])
-    lines += ["", "Beside the published table, and the efficiency that `unsloth_ddp.plan` gives:", ""] if beside else []
-    lines += _table(SCALING_HEAD, beside) if beside else []
     notes: dict[str, list[str]] = defaultdict(list)
     for one in content["cells"]:
         if one.get("note"):

@@ -37,7 +37,7 @@ def test_every_declaration_is_complete(name: str) -> None:
 
 def test_a_declaration_that_no_one_reads_is_none() -> None:
     assert {f.name for f in dataclasses.fields(Option)} == {
-        "help", "on_resume", "summary", "resolved", "new_run", "above", "at_least", "at_most", "below", "path", "words", "bare",
+        "help", "on_resume", "resolved", "new_run", "above", "at_least", "at_most", "below", "path", "words", "bare",
     }  # fmt: skip
 
 

@@ -59,8 +59,8 @@ def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes() -
         ("--deepspeed ds_config_zero2.json", "accelerate launch --config_file accelerate_configs/zero2.yaml"),
         (
             "--use_lora True --bf16 True --tune_llm True --lr -1",
-            "4 options do not exist: use_lora (give --method lora), bf16 (give --precision bf16), tune_llm (leave it out), lr (here "
-            "it is learning_rate); train_ddp.py --help lists those that do.",
+            "4 options do not exist: use_lora (give --method lora), bf16 (give --precision bf16), tune_llm (leave it "
+            "out), lr (here it is learning_rate); train_ddp.py --help lists those that do.",
         ),
     ],
 )
@@ -95,10 +95,10 @@ def test_all_unknown_names_of_a_file_are_told_at_once_with_the_command_that_port
     path = config("base_model: m\nsequence_len: 512\nmicro_batch_size: 2\nload_in_4bit: true\nlora_r: 8\nxyzzy: 1\n")
     message = refusal("--config", str(path))
     assert message == (
-        f"{path}: `uv run python -m unsloth_ddp.port {path}` turns this file of axolotl into one of this kit; 5 options do not "
-        "exist: base_model (here it is model), sequence_len (here it is max_length), "
-        "micro_batch_size (here it is per_device_train_batch_size), load_in_4bit (give method: qlora), xyzzy; "
-        "train_ddp.py --help lists those that do."
+        f"{path}: `uv run python -m unsloth_ddp.port {path}` turns this file of axolotl into one of this kit; 5 "
+        "options do not exist: base_model (here it is model), sequence_len (here it is max_length), micro_batch_size "
+        "(here it is per_device_train_batch_size), load_in_4bit (give method: qlora), xyzzy; train_ddp.py --help "
+        "lists those that do."
     )
 
 

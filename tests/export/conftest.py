@@ -15,7 +15,8 @@ if os.environ.get("CONVERTER_SAYS"):
     out.write_text("half")
     sys.exit(os.environ["CONVERTER_SAYS"])
 read = lambda name: json.loads((model / name).read_text())
-given = {"type": sys.argv[-1], "eos": read("tokenizer_config.json")["eos_token"], "template": (model / "chat_template.jinja").is_file()}
+given = {"type": sys.argv[-1], "eos": read("tokenizer_config.json")["eos_token"]}
+given |= {"template": (model / "chat_template.jinja").is_file()}
 given |= {"weights": (model / "model.safetensors").is_file(), "stops": read("generation_config.json")["eos_token_id"]}
 out.write_text(json.dumps(given))
 """

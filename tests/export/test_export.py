@@ -70,7 +70,8 @@ def test_other_types_are_made_by_the_quantizer_and_ollama_gets_a_modelfile(
     assert (full_run / "ollama/whole-q4_k_m.gguf").read_text().startswith('Q4_K_M of {"type": "bf16", "eos": "<|end|>"')
     assert (full_run / "ollama/Modelfile").read_text() == (
         "FROM ./whole-q4_k_m.gguf\n"
-        'TEMPLATE """{{ if .System }}<|system|>{{ .System }}<|end|>{{ end }}{{ if .Prompt }}<|user|>{{ .Prompt }}<|end|>'
+        'TEMPLATE """{{ if .System }}<|system|>{{ .System }}<|end|>{{ end }}{{ if .Prompt }}<|user|>{{ .Prompt '
+        "}}<|end|>"
         '{{ end }}<|assistant|>{{ .Response }}<|end|>"""\n'
         'PARAMETER stop "<|end|>"\n'
     )
@@ -117,7 +118,8 @@ def test_a_full_disk_leaves_no_merged_model(
     monkeypatch.setattr(merged, "write_merged", write)
     assert main([str(run), "--to", "merged"]) == 2
     assert capsys.readouterr().err == (
-        f"export: error: {run}/merged could not be written: no space is left on the disk of {run}; nothing is left of it.\n"
+        f"export: error: {run}/merged could not be written: no space is left on the disk of {run}; nothing is left of "
+        "it.\n"
     )
     assert names(run) == before
 
@@ -173,8 +175,8 @@ def test_a_finished_run_is_uploaded_without_what_is_private_and_an_unfinished_on
     assert main([str(run), "--to", "hub"]) == 0
     assert capsys.readouterr().out == "Uploaded to https://hub/me/mine\n"
     assert sent == [
-        ("me/mine", True), "README.md", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
-        "adapter_config.json",
+        ("me/mine", True), "README.md", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json",
+        "tokenizer_config.json", "adapter_config.json",
     ]  # fmt: skip
     sent.clear()
     assert main([str(run), "--to", "hub", "--hub_model_id", "us/ours", "--hub_private_repo", "false"]) == 0

@@ -24,11 +24,13 @@ NO_SYSTEM = (
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}[SYS]Be kind.{% endif %}" + GEMMA
 SYSTEM_IN_USER = (
     "{% set s = messages[0].content if messages[0].role == 'system' else '' %}" + LOOP
-    + "{% if m.role == 'user' %}[INST]{{ s }} {{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}"
+    + "{% if m.role == 'user' %}[INST]{{ s }} {{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content "
+        "}}</s>{% endif %}"
     + END + "{% endif %}"
 )  # fmt: skip
 LAST_ONLY = (
-    LOOP + "{% if m.role == 'assistant' and not loop.last %}<past>{{ m.content }}</past>{% else %}<{{ m.role }}>{{ m.content }}</>{% endif %}"
+    LOOP + "{% if m.role == 'assistant' and not loop.last %}<past>{{ m.content }}</past>{% else %}<{{ m.role }}>{{ "
+        "m.content }}</>{% endif %}"
     + END + "<assistant>{% endif %}"
 )  # fmt: skip
 

@@ -25,18 +25,20 @@ from unsloth_ddp.utils.units import GIB, parse_memory
 
 RECIPES = sorted((REPO / "recipes").glob("*_*gb.yaml"))
 PLANNED = re.compile(
-    r"\(--gpu_memory (?P<memory>\w+)\): (?P<least>at least )?(?P<peak>[\d.]+) of (?P<of>[\d.]+) GiB, with (?P<units>\d+) (?P<unit>packs|rows) of (?P<tokens>\d+) tokens "
+    r"\(--gpu_memory (?P<memory>\w+)\): (?P<least>at least )?(?P<peak>[\d.]+) of (?P<of>[\d.]+) GiB, with "
+    r"(?P<units>\d+) (?P<unit>packs|rows) of (?P<tokens>\d+) tokens "
     r"at once and gradient checkpointing (?P<kind>\w+)\."
 )
 ON_A_T4 = re.compile(
-    r"\(--compute_capability (?P<capability>7\.5)\).*: (?P<peak>[\d.]+) of (?P<of>[\d.]+) GiB, with (?P<units>\d+) rows of (?P<tokens>\d+) "
+    r"\(--compute_capability (?P<capability>7\.5)\).*: (?P<peak>[\d.]+) of (?P<of>[\d.]+) GiB, with (?P<units>\d+) "
+    r"rows of (?P<tokens>\d+) "
 )
 
 
 def plan_of(
     recipe: Path, folder: Path, memory: float, capability: tuple[int, int]
 ) -> tuple[MemoryEstimate, str, str, int, str]:
-    """Plan a recipe on one card with rows of its whole max_length: memory, verdict, checkpointing, units at once, unit."""
+    """Plan a recipe on one card with rows of max_length: memory, verdict, checkpointing, units at once, unit."""
     settings = parse_settings(["--config", str(recipe), "--dataset", "rows.jsonl"])
     make_config(settings.model.rpartition("/")[2].lower().replace("-", "_")).save_pretrained(folder)
     settings = with_precision_of(
@@ -49,7 +51,7 @@ def plan_of(
     decision = planned_packing(settings, shape, capability)
     batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.each, decision)
     rows = rows.packed(packing)
-    hardware = Hardware(1, 1, [1e9], gpu_memory=memory, capability=capability)
+    hardware = Hardware(1, 1, gpu_memory=memory, capability=capability)
     plan = make_plan(settings, shape, rows, batch, hardware)
     (chosen,) = (row for row in plan.memory if (row.method, row.sharding) == (settings.method, "none"))
     return chosen.memory, chosen.verdict, chosen.checkpointing, plan.batch.per_device, rows.unit

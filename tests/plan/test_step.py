@@ -99,7 +99,7 @@ def test_the_step_of_a_measured_run_is_planned(
     # The rows of that run, or the comparison means nothing.
     assert (rows.units, asked.global_batch) == (taken["packs"], taken["global_batch_size"])
     shape = measured_job[0][cell["shape"]]
-    hardware = Hardware(1, 1, [1e9], gpu_memory=139 * 2**30)
+    hardware = Hardware(1, 1, gpu_memory=139 * 2**30)
     made = make_plan(settings, shape, rows, asked, hardware)
     assert made.batch.per_device == taken["per_device_train_batch_size"]
     assert made.rung.captured == (made.batch.per_device * work["max_length"] == 8192)
@@ -127,7 +127,7 @@ def test_what_does_not_fit_has_the_memory_of_the_trial(
     settings = Settings(model="m", dataset=["d"], max_length=2048, global_batch_size=16, cuda_graphs="off", **options)
     rows, asked = planned_rows(settings, chat_lengths)
     asked = with_micro_batch(asked, options.get("per_device_train_batch_size", 1))
-    shape, hardware = measured_job[0]["qwen3_8b"], Hardware(1, 1, [1e9], gpu_memory=gib * 2**30)
+    shape, hardware = measured_job[0]["qwen3_8b"], Hardware(1, 1, gpu_memory=gib * 2**30)
     planned = choose_step(settings, shape, rows, asked, gib * 2**30)
     assert (planned.batch.per_device, planned.checkpointing) == (size, kind)
     made = make_plan(settings, shape, rows, asked, hardware)
@@ -209,7 +209,7 @@ def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
     if not packed:
         rows, asked = RowLengths(chat_lengths, supervised=chat_lengths), BatchPlan(1, 16, 1)
     rows = dataclasses.replace(rows, streamed=settings.streaming)
-    hardware = Hardware(1, 1, [1e9])
+    hardware = Hardware(1, 1)
     report = make_plan(settings, SHAPE, rows, asked, hardware)
     # From the line of its name to the next one.
     shown = " ".join(render_plan(report).split())

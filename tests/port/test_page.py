@@ -1,4 +1,4 @@
-"""The key tables of docs/from-elsewhere.md are those of the code; `python -m tests.port.test_page` writes them anew."""
+"""The key tables of docs/keys.md are those of the code; `python -m tests.port.test_page` writes them anew."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.conftest import REPO
 from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS, Alias
 from unsloth_ddp.port.convert import DEFAULTS
 
-PAGE = REPO / "docs" / "from-elsewhere.md"
+PAGE = REPO / "docs" / "keys.md"
 BEGIN, END = "<!-- key tables: begin -->\n", "<!-- key tables: end -->\n"
 TITLES = {
     "A": "axolotl",
@@ -23,17 +23,17 @@ def meaning(alias: Alias) -> str:
     """Return the table row of one alias."""
     if alias.option:
         return f"`{alias.option}`"
-    said = []
+    translations = []
     for value, options in alias.values.items():
         if not options:
             continue
         here = ", ".join(
             f"`{name}: {' '.join(item) if isinstance(item, list) else item}`" for name, item in options.items()
         )
-        said.append(f"{value}: {here}")
-    if said and alias.note.startswith("give"):
-        return "; ".join(said)
-    return "; ".join([*said, f"otherwise {alias.note}" if said else alias.note])
+        translations.append(f"{value}: {here}")
+    if translations and alias.note.startswith("give"):
+        return "; ".join(translations)
+    return "; ".join([*translations, f"otherwise {alias.note}" if translations else alias.note])
 
 
 def tables() -> str:
@@ -46,17 +46,16 @@ def tables() -> str:
                 groups.setdefault(meaning(alias), []).append(name)
         defaults = DEFAULTS.get(TOOLS[letter], {})
         shown = ", ".join(f"`{name}: {value}`" for name, value in defaults.items())
-        lines = [f"### {title}", ""]
+        lines = [f"## {title}", ""]
         lines += [f"Its defaults where they differ from the kit's: {shown}.", ""] if shown else []
         lines += [f"| {title} | here |", "|---|---|"]
         lines += [f"| {', '.join(f'`{name}`' for name in sorted(names))} | {text} |" for text, names in groups.items()]
         parts.append("\n".join(lines) + "\n")
-    lines = ["### Values", "", "| option | elsewhere | here |", "|---|---|---|"]
-    lines += [
-        f"| `{name}` | `{value}` | `{here}` |"
-        for name, values in OTHER_VALUES.items()
-        for value, here in values.items()
-    ]
+    lines = ["## Values", "", "| option | elsewhere | here |", "|---|---|---|"]
+    for name, values in OTHER_VALUES.items():
+        for here in dict.fromkeys(values.values()):
+            elsewhere = ", ".join(f"`{value}`" for value in values if values[value] == here)
+            lines.append(f"| `{name}` | {elsewhere} | `{here}` |")
     return "\n".join([*parts, "\n".join(lines) + "\n"])
 
 

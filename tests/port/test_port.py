@@ -178,7 +178,8 @@ def test_all_weights_are_trained_where_there_is_no_adapter() -> None:
     [
         (
             "rl: grpo",
-            "rl grpo cannot be ported: the kit trains on text (task sft), pairs of answers (task dpo, orpo, simpo, cpo) and labelled",
+            "rl grpo cannot be ported: the kit trains on text (task sft), pairs of answers (task dpo, orpo, simpo, "
+            "cpo) and labelled",
         ),
         ("adapter: llama-adapter", "adapter llama-adapter cannot be ported: the methods are lora, qlora and full."),
         ("stage: ppo", "stage ppo cannot be ported: the kit trains on text"),
@@ -196,7 +197,8 @@ def test_a_file_that_asks_for_something_else_is_refused(line: str, said: str) ->
     ("entry", "options", "to_do"),
     [
         ("{path: rows.jsonl, type: alpaca}", {"dataset": ["rows.jsonl"]}, ""),
-        ("{path: json, data_files: [./a.jsonl, b.jsonl], type: chat_template}", {"dataset": ["a.jsonl", "b.jsonl"]}, ""),
+        ("{path: json, data_files: [./a.jsonl, b.jsonl], type: "
+            "chat_template}", {"dataset": ["a.jsonl", "b.jsonl"]}, ""),
         ("{path: o/r, type: completion, name: en, split: 'train[:10%]'}", {"dataset": ["o/r@en[train[:10%]]"]}, ""),
         ("{path: o/r, split: main, shards: 8, shards_idx: 1, revision: v2}",
          {"dataset": ["o/r[main[12%:25%]]"], "dataset_revision": ["v2"]}, ""),
@@ -204,12 +206,15 @@ def test_a_file_that_asks_for_something_else_is_refused(line: str, said: str) ->
         ("{path: o/r, data_dir: en}", {"dataset": ["o/r"]}, "of o/r only the folder en is meant"),
         ("{path: o/r, type: {field_instruction: q, field_output: a, format: '[INST] {instruction}'}}",
          {"dataset": ["o/r"], "columns": ["q=instruction", "a=output"]}, ""),
-        ("{path: o/r, type: context_qa.load_v2}", {"dataset": ["o/r"]}, "is of type context_qa, which the kit does not know"),
+        ("{path: o/r, type: "
+            "context_qa.load_v2}", {"dataset": ["o/r"]}, "is of type context_qa, which the kit does not know"),
         ("{path: o/r, field_messages: chat}", {"dataset": ["o/r"], "columns": ["chat=messages"]}, ""),
-        ("{path: o/r, message_property_mappings: {role: who, content: what}}", {"dataset": ["o/r"]}, "rename who to role and what to content in its messages."),
+        ("{path: o/r, message_property_mappings: {role: who, content: "
+            "what}}", {"dataset": ["o/r"]}, "rename who to role and what to content in its messages."),
         ("{path: o/r, message_property_mappings: {role: from, content: value}}",
          {"dataset": ["o/r"], "columns": ["messages=conversations"]}, ""),
-        ("{path: o/r, field_messages: conversations, message_property_mappings: {role: from, content: value}}", {"dataset": ["o/r"]}, ""),
+        ("{path: o/r, field_messages: conversations, message_property_mappings: {role: from, content: "
+            "value}}", {"dataset": ["o/r"]}, ""),
         ("{path: o/r, field_messages: c, message_field_role: from, message_field_content: value}",
          {"dataset": ["o/r"], "columns": ["c=conversations"]}, ""),
         ("{path: o/r, field_messages: c, message_property_mappings: {role: from}}",
@@ -251,8 +256,9 @@ def test_numbers_of_samples_and_probabilities_of_llama_factory_are_those_of_each
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     content = {
-        "model_name_or_path": "m", "cutoff_len": 99, "dataset": "a,b", "eval_dataset": "b", "dataset_dir": str(tmp_path),
-        "max_samples": 100, "mix_strategy": "interleave_under", "interleave_probs": "0.7,0.3",
+        "model_name_or_path": "m", "cutoff_len": 99, "dataset": "a,b", "eval_dataset": "b",
+        "dataset_dir": str(tmp_path), "max_samples": 100, "mix_strategy": "interleave_under",
+        "interleave_probs": "0.7,0.3",
     }  # fmt: skip
     result = port(content, LLAMA_FACTORY, tmp_path)
     file = f"{tmp_path}/b.json[:100]"
@@ -343,7 +349,7 @@ def test_the_command_prints_or_writes_and_never_replaces(tmp_path: Path, capsys:
     [
         ("model: m\n", "is a file of this kit already; give it as --config."),
         ("a: 1\n", "its keys are those of none of axolotl, LLaMA-Factory and TRL"),
-        ("[1, 2]", "holds no keys and values"),
+        ("[1, 2]", "holds no options"),
         ("a: [", "is not YAML: expected the node content, but found '<stream end>' (line 1)."),
         (None, "cannot be read: No such file or directory."),
     ],
@@ -419,17 +425,22 @@ KTO = {"task": "kto", "beta": 0.2}
 @pytest.mark.parametrize(
     ("tool", "lines", "options"),
     [
-        (TRL, "beta: 0.2\nloss_type: [ipo, sft]\nloss_weights: [1.0, 0.3]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
-        (TRL, "beta: 0.2\nloss_type: [sft, ipo]\nloss_weights: [0.3, 1.0]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
+        (TRL, "beta: 0.2\nloss_type: [ipo, sft]\nloss_weights: [1.0, "
+            "0.3]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
+        (TRL, "beta: 0.2\nloss_type: [sft, ipo]\nloss_weights: [0.3, "
+            "1.0]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
         (TRL, "precompute_ref_log_probs: true\nloss_type: sigmoid\nbeta: 0.2\n", PAIRS | {"reference": "precomputed"}),
         (AXOLOTL, "rl: dpo\nrl_beta: 0.2\ndatasets: [{path: o/r, type: chatml.intel}]\n", PAIRS | {"dataset": ["o/r"]}),
-        (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: simpo\n", {"task": "simpo"}),
-        (LLAMA_FACTORY, "pref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.1\nstage: dpo\n", PAIRS | {"preference_loss": "hinge", "sft_weight": 0.1}),
+        (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: "
+            "simpo\n", {"task": "simpo"}),
+        (LLAMA_FACTORY, "pref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.1\nstage: "
+            "dpo\n", PAIRS | {"preference_loss": "hinge", "sft_weight": 0.1}),
         (LLAMA_FACTORY, "stage: dpo\npref_loss: orpo\n", {"task": "orpo"}),
         (LLAMA_FACTORY, "stage: dpo\npref_beta: 0.2\nref_model: o/other\n", PAIRS | {"reference_model": "o/other"}),
         (TRL, "loss_type: kto\nbeta: 0.2\n", KTO),
         (TRL, "desirable_weight: 1.5\nbeta: 0.2\n", KTO | {"desirable_weight": 1.5}),
-        (AXOLOTL, "rl: kto\nrl_beta: 0.2\nkto_desirable_weight: 1.5\nkto_undesirable_weight: 0.5\ndatasets: [{path: o/r, type: llama3.argilla}]\n",
+        (AXOLOTL, "rl: kto\nrl_beta: 0.2\nkto_desirable_weight: 1.5\nkto_undesirable_weight: 0.5\ndatasets: [{path: "
+            "o/r, type: llama3.argilla}]\n",
          KTO | {"dataset": ["o/r"], "desirable_weight": 1.5, "undesirable_weight": 0.5}),
         (LLAMA_FACTORY, "stage: kto\npref_beta: 0.2\nkto_chosen_weight: 1.5\nkto_rejected_weight: 0.5\n",
          KTO | {"desirable_weight": 1.5, "undesirable_weight": 0.5}),
@@ -469,8 +480,9 @@ def test_keys_of_images_and_of_what_sees_them_are_taken(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     content = {
-        "model_name_or_path": "m", "dataset": "shown", "cutoff_len": 99, "media_dir": "photos", "image_max_pixels": 262144,
-        "image_min_pixels": 1024, "freeze_vision_tower": False, "freeze_multi_modal_projector": True,
+        "model_name_or_path": "m", "dataset": "shown", "cutoff_len": 99, "media_dir": "photos",
+        "image_max_pixels": 262144, "image_min_pixels": 1024, "freeze_vision_tower": False,
+        "freeze_multi_modal_projector": True,
     }  # fmt: skip
     found = port(content, LLAMA_FACTORY, tmp_path)
     assert (found.options["image_folder"], found.options["image_max_pixels"]) == (["photos"], 262144)

@@ -168,6 +168,9 @@ def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(
 def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "c0ffee" + "0" * 34
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "not in the Hub's cache" in identity.describe_models(Settings(model="a/b"))["model"]["refused"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert identity.describe_models(Settings(model="a/b")) == {"model": {"hub": None}}
     (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
     (tmp_path / "models--a--b" / "refs" / "main").write_text(f"{commit}\n")

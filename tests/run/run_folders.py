@@ -12,8 +12,11 @@ from unsloth_ddp.checkpoints.manifest import Manifest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.run.documents.record import begin_record, end_record
 
-# Text that would end an element, an attribute, a table's cell, a code span or a fence, begin a script, or hold a secret.
-HOSTILE = "</title><script>document.title='owned'</script><img src=x onerror=alert(1)>\" onload=\"x` |\n```\n[a](javascript:b)"
+# Text that would end an element, an attribute, a cell, a code span or a fence, begin a script, or hold a secret.
+HOSTILE = (
+    "</title><script>document.title='owned'</script><img src=x onerror=alert(1)>\" onload=\"x` |\n"
+    "```\n[a](javascript:b)"
+)
 TOKEN = "hf_" + "a1B2" * 8
 
 FACTS: dict[str, Any] = {

@@ -19,10 +19,10 @@ from unsloth_ddp.run.answers import (
     Question,
     _generate,
     _until,
-    accuracy,
     answer,
     batches,
     end_of_turn,
+    is_exact,
     questions,
     say_too_long,
 )
@@ -122,9 +122,13 @@ def test_an_answer_that_is_a_part_of_what_ends_it_does_not_shorten_the_end(token
 
 
 def test_reasoning_before_an_answer_is_not_compared() -> None:
-    asked = [Question([ASK], "Hello."), Question([ASK], "<think>\nR\n</think>\n\nHello.")]
-    assert accuracy(asked, ["<think>\n\n</think>\n\nHello.", " Hello. "]) == 1
-    assert accuracy(asked, ["<think>Hello.</think>", "Hello"]) == 0
+    for expected, text in (
+        ("Hello.", "<think>\n\n</think>\n\nHello."),
+        ("<think>\nR\n</think>\n\nHello.", " Hello. "),
+    ):
+        assert is_exact(Question([ASK], expected), text)
+    for text in ("<think>Hello.</think>", "Hello"):
+        assert not is_exact(Question([ASK], "Hello."), text)
 
 
 @pytest.mark.parametrize(("words", "generated", "longer"), [(5, 32, 0), (100, 108, 0), (300, 256, 1)])

@@ -69,7 +69,8 @@ MISTAKES = {
         "has no effect on optim sgd; remove it",
     ),
     "unknown compiler": (
-        f'--model {DEMO_MODEL} --dataset late.jsonl --max_length 64 --trainer_args {{"torch_compile_backend":"inducter"}}',
+        f"--model {DEMO_MODEL} --dataset late.jsonl --max_length 64 --trainer_args "
+        '{"torch_compile_backend":"inducter"}',
         "torch_compile_backend is 'inducter', but torch and accelerate know .*inductor",
     ),
 }

@@ -69,8 +69,8 @@ def test_values_that_are_no_numbers_are_left_out_of_a_series(tmp_path):
 @pytest.mark.parametrize(
     "file, content, said",
     [
-        ("settings.yaml", "a: [", "settings.yaml is damaged"),
-        ("settings.yaml", "- 1", "holds no settings of a run"),
+        ("settings.yaml", "a: [", "settings.yaml is not YAML"),
+        ("settings.yaml", "- 1", "holds no options"),
         ("summary.json", "{", "summary.json is damaged: it is not JSON"),
         ("summary.json", "[]", "summary.json is damaged: it holds no mapping"),
         ("record.json", '{"format": 7}', "record.json is of format 7, and this release of the kit reads 1"),

@@ -24,7 +24,8 @@ FRAME = """<!doctype html><iframe id=f src="r/report.html" style="width:{width}p
   const wide = [...f.contentDocument.querySelectorAll("main *")].filter(
     e => !e.closest(".scroll, svg") && e.getBoundingClientRect().right > {width} + 1)
   const charts = [...f.contentDocument.querySelectorAll("svg")].map(e => e.getBoundingClientRect().width)
-  out.textContent = `over ${{page.scrollWidth - {width}}} wide ${{wide.length}} least chart ${{Math.min(...charts) > 200}}`
+  const over = page.scrollWidth - {width}
+  out.textContent = `over ${{over}} wide ${{wide.length}} least chart ${{Math.min(...charts) > 200}}`
 }}</script>"""
 
 

@@ -90,8 +90,8 @@ def test_what_holds_nothing_whole_is_refused(run: Path, tmp_path: Path) -> None:
     assert "there is no such folder; give the folder of a run" in refused(tmp_path / "nowhere")
     (tmp_path / "nothing/empty").mkdir(parents=True)
     assert refused(tmp_path / "nothing/empty") == (
-        f"{tmp_path}/nothing/empty is not the folder of a run (it has no settings.yaml); give the folder of a run, such as "
-        "outputs/RUN."
+        f"{tmp_path}/nothing/empty is not the folder of a run (it has no settings.yaml); give the folder of a run, "
+        "such as outputs/RUN."
     )
     # A folder that holds runs, or lies in one, names one.
     (run / "merged").mkdir()

@@ -26,7 +26,8 @@ def job(tmp_path_factory, tiny_model, uneven_rows):
     place = tmp_path_factory.mktemp("runs")
 
     def run(options: str, name: str, ranks: int = 1, target: Callable[..., None] = train):
-        argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
+        argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64"
+        argv = argv.split()
         argv += ["--gradient_checkpointing", "none", "--logging_steps", "1", *options.split()]
         result = run_ranks(ranks, target, argv, str(place), folder=place / f"{name}.out").check()
         return place / "outputs" / name, " ".join(result.output.split())
@@ -67,7 +68,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
 
 
 def train_and_note_collections(argv: list[str], cwd: str) -> None:
-    """train_ddp.py that prints whether garbage is collected while libraries are imported, rows are read, and in steps."""
+    """train_ddp.py that prints whether garbage is collected during imports, while rows are read, and in steps."""
     from unsloth_ddp.data.sources import examples
     from unsloth_ddp.distributed import backend
     from unsloth_ddp.training.trainer import DDPTrainer
@@ -193,7 +194,8 @@ def test_the_default_name_says_model_method_and_time(tmp_path, tiny_model, uneve
 
 @pytest.mark.slow
 def test_torchrun_runs_its_processes(tmp_path, tiny_model, uneven_rows):
-    options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name r --output_dir {tmp_path}"
+    options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64"
+    options += f" --run_name r --output_dir {tmp_path}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_ddp.py"]
     done = subprocess.run([*command, *options.split()], cwd=REPO, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

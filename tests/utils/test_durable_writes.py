@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from unsloth_ddp.utils.files.durable import flush, is_write_error, reason
+from unsloth_ddp.utils.files.durable import flush, is_write_error, write_problem
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -71,11 +71,13 @@ CUT_OFF = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected p
     [
         (OSError(errno.ENOSPC, "x"), 1 << 30, "no space is left on the disk of {}"),
         (OSError(errno.EDQUOT, "x"), 1 << 30, "no space is left on the disk of {}"),
-        (SafetensorError("I/O error: No space left on device (os error 28)"), 1 << 30, "no space is left on the disk of {}"),
+        (SafetensorError("I/O error: No space left on device (os error "
+            "28)"), 1 << 30, "no space is left on the disk of {}"),
         (Exception("Disk quota exceeded (os error 122)"), 1 << 30, "no space is left on the disk of {}"),
         (Exception("I/O error (os error 5)"), 1 << 30, "Input/output error ({})"),
         (CUT_OFF, 1 << 10, "no space is left on the disk of {}"),
-        (CUT_OFF, 1 << 30, "a file in {} could not be written to its end: a quota, a limit on file sizes, or a failing disk"),
+        (CUT_OFF, 1 << 30, "a file in {} could not be written to its end: a quota, a limit on file sizes, or a "
+            "failing disk"),
         (OSError(errno.EROFS, "x", "/a/b"), 1 << 30, "Read-only file system (/a/b)"),
         # The folder may be what is missing.
         (OSError(errno.ENOENT, "x"), None, "No such file or directory ({})"),
@@ -91,13 +93,14 @@ def test_it_is_said_why_a_write_failed(
         return SimpleNamespace(free=free)
 
     monkeypatch.setattr("shutil.disk_usage", usage)
-    assert reason(error, tmp_path) == said.format(tmp_path)
+    assert write_problem(error, tmp_path) == said.format(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("error", "write"),
     [
-        (OSError(errno.EIO, "x"), True), (Exception("File too large (os error 27)"), True), (Exception("x"), False), (CUT_OFF, True), (SafetensorError("x"), True), (MemoryError(), True), (ValueError("x"), False),
+        (OSError(errno.EIO, "x"), True), (Exception("File too large (os error 27)"), True), (Exception("x"), False),
+        (CUT_OFF, True), (SafetensorError("x"), True), (MemoryError(), True), (ValueError("x"), False),
         # RuntimeErrors too, and no disk is to blame for them.
         (torch.distributed.DistBackendError("x"), False), (torch.OutOfMemoryError("x"), False),
     ],
@@ -114,4 +117,4 @@ def test_a_tokenizer_that_meets_a_full_disk_raises_an_error_of_a_write(tmp_path:
             Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert is_write_error(failed.value) and reason(failed.value, tmp_path) == f"File too large ({tmp_path})"
+    assert is_write_error(failed.value) and write_problem(failed.value, tmp_path) == f"File too large ({tmp_path})"

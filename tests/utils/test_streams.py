@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import subprocess
@@ -14,7 +13,6 @@ from typing import TextIO
 import pytest
 
 from tests.conftest import REPO
-from unsloth_ddp.utils import streams
 from unsloth_ddp.utils.redaction import HIDDEN
 from unsloth_ddp.utils.streams import LOGGER, ProtectedStream, protect_streams
 
@@ -130,22 +128,6 @@ def test_both_streams_and_handlers_that_exist_are_protected(monkeypatch, tmp_pat
     os.close(reader)
 
 
-def test_a_full_pipe_that_nobody_reads_holds_nothing_up(log, monkeypatch):
-    monkeypatch.setattr(streams, "PATIENCE", 0.05)
-    reader, writer = pipe()
-    stream = ProtectedStream(writer, "standard output")
-    capacity = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
-    lines = [f"{number:09,}" for number in range(capacity // 10 + 500)]
-    for line in lines:
-        print(line, file=stream)
-    lost, *logged = log.read_text().splitlines()
-    assert "standard output cannot be written any more (nobody reads the pipe for 0 s)" in lost
-    os.set_blocking(reader, False)
-    read = os.read(reader, 2 * capacity).decode().splitlines()
-    assert read + logged == lines and len(read) > 1000 and len(logged) >= 500
-    print("x" * 10 * capacity, file=stream, flush=True)
-
-
 def test_a_slow_reader_gets_every_letter_of_a_text_larger_than_its_pipe():
     reader, writer = pipe()
     text = "\N{GRINNING FACE}ab" * 100_000
@@ -180,6 +162,6 @@ def test_closed_streams_go_to_the_log_and_no_file_takes_their_numbers(closed, tm
     )
     assert done.returncode == 0
     lines = (tmp_path / "log").read_text().splitlines()
-    assert "standard output cannot be written any more (it is closed)" in lines[0]
+    assert "standard output cannot be written any more (Bad file descriptor)" in lines[0]
     assert lines[1:3] == ["before the log", "step 1"] or lines[2:4] == ["before the log", "step 1"]
     assert ("problem" in lines) is ("2" in closed) and (tmp_path / "log.2").read_bytes() == b""

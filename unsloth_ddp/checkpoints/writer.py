@@ -31,7 +31,7 @@ from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.checksums import checksum
-from unsloth_ddp.utils.files.durable import flush, flush_one, is_write_error, reason
+from unsloth_ddp.utils.files.durable import flush, flush_one, is_write_error, write_problem
 from unsloth_ddp.utils.threads import in_thread
 
 ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
@@ -302,7 +302,7 @@ class Checkpoints:
         except Exception as error:
             if not is_write_error(error):
                 raise
-            return reason(error, self.folder)
+            return write_problem(error, self.folder)
         return None
 
     def every_write_attempted(self) -> contextlib.AbstractContextManager[None]:
@@ -379,7 +379,7 @@ class Checkpoints:
             for number in [*damaged, *to_remove(whole, step, best, self.limit)]:
                 folders[number].rename(aside / f"removed-{number}")
         except OSError as error:
-            print(f"An older checkpoint could not be removed: {reason(error, self.folder)}.")
+            print(f"An older checkpoint could not be removed: {write_problem(error, self.folder)}.")
         shutil.rmtree(aside, ignore_errors=True)
 
     def _give_up(self, step: int, aside: Path, problem: str) -> None:

@@ -1,6 +1,6 @@
-"""List the names that other tools give to options, each with the kit's option and value, or the reason why there is none.
+"""List the names that other tools give to options, each with the kit's option and value, or why there is none.
 
-The one table serves the refusal of an unknown option, `python -m unsloth_ddp.port`, and docs/from-elsewhere.md. Names
+The one table serves the refusal of an unknown option, `python -m unsloth_ddp.port`, and docs/keys.md. Names
 are those of axolotl 067b021, LLaMA-Factory ff6d4d1, TRL 1.15 with Transformers 5.17, ms-swift 3602360, Unsloth's
 unsloth-cli.py, and the fine-tuning scripts of Qwen's and MiniCPM's guides.
 """
@@ -30,15 +30,16 @@ class Alias:
 
     def translate(self, value: Any) -> dict[str, Any] | None:
         """Return the options that say the same as `value`, or None where there are none."""
-        known = self.values.get(str(value).lower())
-        if known is not None:
-            return dict(known)
+        options = self.values.get(str(value).lower())
+        if options is not None:
+            return dict(options)
         return {self.option: value} if self.option else None
 
 
 # Option -> names that take the same values: "name/tools".
 RENAMED = {
-    "model": "base_model/A model_name_or_path/LTG model_name/G model_id/G model_path/G base_model_name/G pretrained_model_name_or_path/G",
+    "model": "base_model/A model_name_or_path/LTG model_name/G model_id/G model_path/G base_model_name/G "
+        "pretrained_model_name_or_path/G",
     "model_revision": "revision_of_model/A revision/G",
     "attn_implementation": "attn_impl/S",
     "lora_r": "lora_rank/LSG r/G rank/G",
@@ -52,11 +53,13 @@ RENAMED = {
     "eval_dataset_split": "dataset_test_split/T",
     "eval_dataset": "val_dataset/S eval_data_path/G validation_file/G eval_file/G",
     "eval_fraction": "val_size/L split_dataset_ratio/S val_set_size/A validation_split/G",
-    "max_length": "sequence_len/A cutoff_len/L max_seq_length/T max_seq_len/G model_max_length/G seq_length/G max_model_len/S block_size/G",
+    "max_length": "sequence_len/A cutoff_len/L max_seq_length/T max_seq_len/G model_max_length/G seq_length/G "
+        "max_model_len/S block_size/G",
     "streaming": "dataset_streaming/T",
     "shuffle_buffer": "buffer_size/L shuffle_buffer_size/S",
     "dataset_num_proc": "preprocessing_num_workers/L dataset_processes/A",
-    "per_device_train_batch_size": "micro_batch_size/A micro_batch/G per_gpu_train_batch_size/G per_device_batch_size/G",
+    "per_device_train_batch_size": "micro_batch_size/A micro_batch/G per_gpu_train_batch_size/G "
+        "per_device_batch_size/G",
     "per_device_eval_batch_size": "eval_batch_size/A per_gpu_eval_batch_size/G",
     "global_batch_size": "total_batch_size/G train_batch_size/G effective_batch_size/G",
     "gradient_accumulation_steps": "grad_accum/G gradient_accumulation/G accumulation_steps/G",
@@ -132,10 +135,12 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}, "no": {"precision": "fp32"}}, "give precision",
     ),
     "dtype/TG torch_dtype/TSG": (
-        {"bfloat16": {"precision": "bf16"}, "float16": {"precision": "fp16"}, "float32": _NOTHING, "auto": _NOTHING, "none": _NOTHING},
+        {"bfloat16": {"precision": "bf16"}, "float16": {"precision": "fp16"}, "float32": _NOTHING, "auto": _NOTHING,
+         "none": _NOTHING},
         "give precision, and full_weights for the trained weights of method full",
     ),
-    "pure_bf16/L": ({"true": {"precision": "bf16", "full_weights": "bf16"}, "false": _NOTHING}, "give full_weights bf16"),
+    "pure_bf16/L": ({"true": {"precision": "bf16", "full_weights": "bf16"}, "false": _NOTHING}, "give full_weights "
+        "bf16"),
     "sample_packing/A neat_packing/L": (
         {"true": {"packing": "on"}, "false": _NOTHING, "auto": _NOTHING}, "give packing on",
     ),
@@ -167,7 +172,8 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "give gradient_checkpointing",
     ),
     "resume_from_checkpoint/ALTSG": (
-        {"true": {"resume": "auto"}, "false": {"resume": "no"}, "none": _NOTHING}, "give resume with the checkpoint's folder",
+        {"true": {"resume": "auto"}, "false": {"resume": "no"}, "none": _NOTHING}, "give resume with the checkpoint's "
+            "folder",
     ),
     "auto_resume_from_checkpoints/A": ({"true": {"resume": "auto"}, "false": _NOTHING}, "give resume auto"),
     "evals_per_epoch/A": ({"1": {"eval_strategy": "epoch"}, "0": {"eval_strategy": "no"}}, "give eval_steps"),
@@ -186,7 +192,8 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "pref_loss/L": (
         {"sigmoid": _NOTHING, "hinge": {"preference_loss": "hinge"}, "ipo": {"preference_loss": "ipo"},
          "orpo": {"task": "orpo"}, "simpo": {"task": "simpo"}},
-        "the losses of pairs are sigmoid, sigmoid_norm, hinge, ipo and robust (preference_loss), and the tasks orpo, simpo and cpo",
+        "the losses of pairs are sigmoid, sigmoid_norm, hinge, ipo and robust (preference_loss), and the tasks orpo, "
+        "simpo and cpo",
     ),
     "precompute_ref_log_probs/AT": (
         {"true": {"reference": "precomputed"}, "false": _NOTHING}, "give reference precomputed",
@@ -200,8 +207,8 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 }  # fmt: skip
 
 _LAUNCHER = (
-    "the launcher decides it: uv run accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, fsdp2.yaml) "
-    "train_ddp.py"
+    "the launcher decides it: uv run accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, "
+    "fsdp2.yaml) train_ddp.py"
 )
 _ADAPTER = (
     "an adapter is not trained further; merge it into its base and give the result as model, or continue an "
@@ -224,25 +231,29 @@ _SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
 
 # "name/tools ..." -> why there is no option.
 WITHOUT = {
-    "num_processes/G num_machines/G machine_rank/G main_process_ip/G main_process_port/G nproc_per_node/G nnodes/G node_rank/G "
-    "master_addr/G master_port/G multi_gpu/G": "give it to the launcher, before the name of the script",
+    "num_processes/G num_machines/G machine_rank/G main_process_ip/G main_process_port/G nproc_per_node/G nnodes/G "
+    "node_rank/G master_addr/G master_port/G multi_gpu/G": "give it to the launcher, before the name of the script",
     "config_file/G": "the launcher's file goes before train_ddp.py; --config takes a file of options",
-    "deepspeed/ALTSG fsdp/ALTS fsdp_config/ATS fsdp_version/A dp_shard_size/A dp_replicate_size/A fsdp_final_state_dict_type/A "
-    "fsdp_transformer_layer_cls_to_wrap/L deepcompile/A": _LAUNCHER,
+    "deepspeed/ALTSG fsdp/ALTS fsdp_config/ATS fsdp_version/A dp_shard_size/A dp_replicate_size/A "
+    "fsdp_final_state_dict_type/A fsdp_transformer_layer_cls_to_wrap/L deepcompile/A": _LAUNCHER,
     "lora_model_dir/A adapter_name_or_path/L adapters/S lora_path/G": _ADAPTER,
-    "model_type/AS tokenizer_type/A processor_type/A base_model_config/A tokenizer_config/A tokenizer_use_fast/A use_fast_tokenizer/L "
-    "tokenizer_legacy/A is_llama_derived_model/A is_mistral_derived_model/A is_falcon_derived_model/A is_qwen_derived_model/A "
-    "tokenizer_name_or_path/G config_name/G rope_scaling/ALS low_cpu_mem_usage/ALG use_cache/T": _BY_CONFIG,
+    "model_type/AS tokenizer_type/A processor_type/A base_model_config/A tokenizer_config/A tokenizer_use_fast/A "
+    "use_fast_tokenizer/L tokenizer_legacy/A is_llama_derived_model/A is_mistral_derived_model/A "
+    "is_falcon_derived_model/A is_qwen_derived_model/A tokenizer_name_or_path/G config_name/G rope_scaling/ALS "
+    "low_cpu_mem_usage/ALG use_cache/T": _BY_CONFIG,
     "special_tokens/A eos_token/T pad_token/T added_tokens_overrides/A eot_tokens/A split_special_tokens/L": _TOKENIZER,
     "tokens/A resize_token_embeddings_to_32x/A add_tokens/L add_special_tokens/L resize_vocab/L "
     "new_special_tokens/S": _NEW_TOKENS,
     "template/LS conversation_template/G default_system/L system/S default_system_message/A tool_format/L "
-    "agent_template/S": "the tokenizer's own chat template is used; give another as chat_template, and a system message in the rows",
+    "agent_template/S": "the tokenizer's own chat template is used; give another as chat_template, and a system "
+        "message in the rows",
     "chat_template_jinja/A": "write it to a file and give that as chat_template",
     "chat_template_path/T": "give the Jinja file as chat_template",
     "wandb_project/A wandb_entity/A wandb_name/A wandb_run_id/A wandb_mode/A wandb_watch/A wandb_log_model/A": _WANDB,
-    "mlflow_tracking_uri/A mlflow_experiment_name/A swanlab_project/AL swanlab_run_name/L swanlab_mode/AL": "set the tracker's own environment variables",
-    "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A skip_prepare_dataset/A "
+    "mlflow_tracking_uri/A mlflow_experiment_name/A swanlab_project/AL swanlab_run_name/L "
+    "swanlab_mode/AL": "set the tracker's own environment variables",
+    "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A "
+    "skip_prepare_dataset/A "
     "load_from_cache_file/S cached_dataset/S dataset_keep_in_memory/A preprocessing_batch_size/L": _PREPARED,
     "max_samples/L": "give a slice of each dataset, such as rows.jsonl[:1000]",
     "interleave_probs/L mix_strategy/L": "give each dataset its weight, such as a.jsonl:3 b.jsonl:1",
@@ -251,44 +262,57 @@ WITHOUT = {
     "dataset_text_field/T remove_unused_columns/ATS dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
     "lazy_preprocess/G": "give streaming with max_steps where the rows are too many to tokenize beforehand",
     "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps",
-    "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T train_dataloader_shuffle/S": "rows are shuffled by seed in every epoch",
+    "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T "
+    "train_dataloader_shuffle/S": "rows are shuffled by seed in every epoch",
     "group_by_length/ATS": "rows of like length are padded together already",
-    "pad_to_sequence_len/A eval_sample_packing/A pad_to_multiple_of/AT sample_packing_group_size/A sample_packing_bin_size/A "
-    "sample_packing_eff_est/A multipack_real_batches/A packing_strategy/T eval_packing/T batch_flattening/A": "packing decides it",
+    "pad_to_sequence_len/A eval_sample_packing/A pad_to_multiple_of/AT sample_packing_group_size/A "
+    "sample_packing_bin_size/A sample_packing_eff_est/A multipack_real_batches/A packing_strategy/T eval_packing/T "
+    "batch_flattening/A": "packing decides it",
     "batch_size/AG": "give global_batch_size (rows in one step over all processes) or per_device_train_batch_size",
-    "flash_attention/A flash_attn/L sdp_attention/A xformers_attention/A eager_attention/A flex_attention/A use_flash_attn/G "
-    "s2_attention/A shift_attn/L flash_attn_cross_entropy/A flash_attn_rms_norm/A sdpa_varlen/A": "the backend chooses its attention; attn_implementation is for the transformers backend",
-    "plugins/A liger_rope/A liger_rms_norm/A liger_glu_activation/A liger_layer_norm/A liger_fused_linear_cross_entropy/A enable_liger_kernel/L "
-    "cut_cross_entropy/A lora_mlp_kernel/A lora_qkv_kernel/A lora_o_kernel/A use_kernels/A chunked_cross_entropy/A use_unsloth_gc/L "
+    "flash_attention/A flash_attn/L sdp_attention/A xformers_attention/A eager_attention/A flex_attention/A "
+    "use_flash_attn/G "
+    "s2_attention/A shift_attn/L flash_attn_cross_entropy/A flash_attn_rms_norm/A "
+    "sdpa_varlen/A": "the backend chooses its attention; attn_implementation is for the transformers backend",
+    "plugins/A liger_rope/A liger_rms_norm/A liger_glu_activation/A liger_layer_norm/A "
+    "liger_fused_linear_cross_entropy/A enable_liger_kernel/L "
+    "cut_cross_entropy/A lora_mlp_kernel/A lora_qkv_kernel/A lora_o_kernel/A use_kernels/A chunked_cross_entropy/A "
+    "use_unsloth_gc/L "
     "use_reentrant_gc/L activation_offloading/A": _KERNELS,
     "trl/A reward_model/A task_type/S num_labels/A process_reward_model/A "
     "do_predict/L predict_with_generate/LS": _OTHER_TASK,
-    "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/AG loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S relora/A "
-    "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
+    "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/AG loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S "
+    "relora/A peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
     "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
     "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
     "reference_free/G": "task cpo is DPO without a reference",
     "max_prompt_length/G max_completion_length/G": "max_length counts for each answer with its prompt",
     "video_max_pixels/L": "video is not trained",
-    "image_size/A image_resize_algorithm/A image_min_pixels/L image_do_pan_and_scan/L crop_to_patches/L min_pixels/S max_slice_nums/G": "the model's processor decides it; image_max_pixels bounds an image",
-    "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS bnb_4bit_compute_dtype/S "
-    "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
-    "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S expert_parallel_size/A "
-    "use_mca/L use_megatron_bridge/L": _SHARED,
+    "image_size/A image_resize_algorithm/A image_min_pixels/L image_do_pan_and_scan/L crop_to_patches/L min_pixels/S "
+    "max_slice_nums/G": "the model's processor decides it; image_max_pixels bounds an image",
+    "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS "
+    "bnb_4bit_compute_dtype/S "
+    "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A "
+    "gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
+    "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S "
+    "expert_parallel_size/A use_mca/L use_megatron_bridge/L": _SHARED,
     "overwrite_output_dir/LTG": "give overwrite to replace an earlier run of the same name",
     "logging_dir/TSG": "logs are written to the run's folder",
-    "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer checkpoints",
+    "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer "
+        "checkpoints",
     "loss_watchdog_threshold/A loss_watchdog_patience/A": "early_stopping_patience stops by the evaluation loss",
     "hub_strategy/ATS hub_always_push/T": "push_to_hub uploads once, when the run has ended",
     "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (uv "
     "run hf auth login)",
-    "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A n_gpu/G num_gpus/G": "the launcher and the devices decide it",
+    "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A "
+    "n_gpu/G num_gpus/G": "the launcher and the devices decide it",
     "save_path/G": "the result is written to output_dir/run_name",
     "save_gguf/G push_gguf/G quantization/G": _EXPORT,
     "raw_text_file/G chunk_size/G stride/G": "give rows with a text column",
     "mask_history/L": "every assistant turn of a chat is trained",
     "label_smoothing_factor/T neat_loss/G": "the loss is the negative log-likelihood of the supervised tokens",
-    "use_hf/S use_ray/AS ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the launcher",
+    "use_hf/S use_ray/AS "
+    "ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the "
+        "launcher",
 }  # fmt: skip
 
 # Option -> value elsewhere (in lower case) -> value here.
@@ -296,8 +320,8 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
     "optim": {
         "adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw_hf": "adamw_torch_fused",
         "adamw_apex_fused": "adamw_torch_fused", "adamw_fused": "adamw_torch_fused", "adam8bit": "adamw_8bit",
-        "adamw8bit": "adamw_8bit", "8bit_adam": "adamw_8bit", "adam_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit",
-        "lion": "lion_32bit", "sgd_momentum": "sgd",
+        "adamw8bit": "adamw_8bit", "8bit_adam": "adamw_8bit", "adam_8bit": "adamw_8bit",
+        "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit", "sgd_momentum": "sgd",
     },
     "lr_scheduler_type": {
         "cosine_annealing": "cosine", "cosineannealinglr": "cosine", "warmuplr": "constant_with_warmup",

@@ -35,8 +35,7 @@ def check_settings(settings: Settings) -> None:
     if settings.lora_trainable_tokens and settings.method != "full" and settings.backend == "unsloth":
         raise UserError(
             f"lora_trainable_tokens {' '.join(settings.lora_trainable_tokens)[:100]} needs the transformers backend; "
-            "give --backend "
-            "transformers, or auto."
+            "give --backend transformers, or auto."
         )
     _check_data(settings)
     _check_task(settings)
@@ -63,8 +62,8 @@ def _check_secrets(settings: Settings) -> None:
     for name in OPTIONS:
         if place := find_secret(name, getattr(settings, name)):
             raise UserError(
-                f"{place} holds a secret, and settings are written to files; take it out, and give it in the environment "
-                "(HF_TOKEN, WANDB_API_KEY) or log in once (uv run hf auth login)."
+                f"{place} holds a secret, and settings are written to files; take it out, and give it in the "
+                "environment (HF_TOKEN, WANDB_API_KEY) or log in once (uv run hf auth login)."
             )
 
 
@@ -76,14 +75,12 @@ def _check_data(settings: Settings) -> None:
             share = f"{sources[0]._replace(weight=None, split=None)}[:{min(weight, 1):.0%}]"
             raise UserError(
                 f"dataset {texts[0]}: a weight mixes several datasets, and there is one; leave :{weight:g} out, or "
-                f"give {share} for "
-                "that share of its rows."
+                f"give {share} for that share of its rows."
             )
     if wrong := next((text for text in settings.columns if not re.fullmatch(r"[^=]+=[^=,]+", text)), None):
         raise UserError(
             f"columns {wrong} is no pair of names; give each as OLD=NEW, with spaces between them: --columns "
-            f"question=instruction "
-            "answer=output."
+            "question=instruction answer=output."
         )
     old_names = [text.split("=")[0] for text in settings.columns]
     if twice := next((name for name in old_names if old_names.count(name) > 1), None):
@@ -103,45 +100,47 @@ def _check_evaluation(settings: Settings) -> None:
     if settings.early_stopping_patience and settings.eval_strategy == "no":
         raise UserError(
             f"early_stopping_patience {settings.early_stopping_patience} counts evaluations, and eval_strategy is no; "
-            f"give --eval_steps, "
-            "or --eval_strategy epoch."
+            "give --eval_strategy steps, or --eval_strategy epoch."
         )
-    asked = {
+    needs_rows = {
         f"eval_strategy is {settings.eval_strategy}": settings.eval_strategy in ("steps", "epoch"),
         f"eval_steps is {settings.eval_steps}": settings.eval_steps is not None,
         f"early_stopping_patience is {settings.early_stopping_patience}": settings.early_stopping_patience is not None,
         f"compare_answers is {settings.compare_answers}": settings.compare_answers > 0,
+        "trainer_args: load_best_model_at_end is true": bool(settings.trainer_args.get("load_best_model_at_end")),
     }
-    if not (settings.eval_dataset or settings.eval_fraction) and (given := next((s for s in asked if asked[s]), None)):
-        raise UserError(f"{given}, but there are no evaluation rows; give --eval_dataset or --eval_fraction.")
+    if not (settings.eval_dataset or settings.eval_fraction) and (
+        unmet := next((s for s in needs_rows if needs_rows[s]), None)
+    ):
+        raise UserError(f"{unmet}, but there are no evaluation rows; give --eval_dataset or --eval_fraction.")
 
 
 def _check_names(settings: Settings) -> None:
     for name in ("optim", "lr_scheduler_type"):
         if getattr(settings, name) != getattr(TrainingSettings, name):
             check_name(name, getattr(settings, name))
-    if settings.report_to not in (["tensorboard"], []) and (known := known_names("report_to")):
+    if settings.report_to not in (["tensorboard"], []) and (trackers := known_names("report_to")):
         # Which of them are installed is known once Transformers is imported.
-        choose_trackers(settings.report_to, known, known)
+        choose_trackers(settings.report_to, trackers, trackers)
 
 
 def _check_streaming(settings: Settings) -> None:
     if not settings.streaming:
         if settings.shuffle_buffer != DataSettings.shuffle_buffer:
             raise UserError(
-                f"shuffle_buffer {settings.shuffle_buffer} is for --streaming; without it all rows are shuffled, so leave "
-                "it out."
+                f"shuffle_buffer {settings.shuffle_buffer} is for --streaming; without it all rows are shuffled, so "
+                "leave it out."
             )
         return
     if settings.max_steps <= 0:
         raise UserError(
-            "streaming needs max_steps, because the number of rows is not known and the learning rate follows the number "
-            "of steps; give --max_steps (one pass over the rows is their number / global_batch_size)."
+            "streaming needs max_steps, because the number of rows is not known and the learning rate follows the "
+            "number of steps; give --max_steps (one pass over the rows is their number / global_batch_size)."
         )
     if settings.eval_fraction:
         raise UserError(
-            f"eval_fraction {settings.eval_fraction} of rows that are streamed cannot be set aside, because their number "
-            "is not known; give the evaluation rows with --eval_dataset."
+            f"eval_fraction {settings.eval_fraction} of rows that are streamed cannot be set aside, because their "
+            "number is not known; leave it out, and give the evaluation rows with --eval_dataset."
         )
     for name in settings.trainer_args:
         if name.startswith("dataloader_") and name != "dataloader_pin_memory":
@@ -152,7 +151,9 @@ def _check_streaming(settings: Settings) -> None:
     for name in ("eval", "save"):
         if getattr(settings, f"{name}_strategy") == "epoch":
             raise UserError(
-                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; give --{name}_steps."
+                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; leave it out, and "
+                "give "
+                f"--{name}_steps."
             )
 
 
@@ -173,8 +174,8 @@ def full_path(name: str, path: Path) -> Path:
         full = path.expanduser().resolve()
         full.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        reason = str(getattr(error, "strerror", error)).rstrip(".")
-        raise UserError(f"{name} {str(path)[:200]} cannot be looked up: {reason}; give another.") from None
+        problem = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"{name} {str(path)[:200]} cannot be looked up: {problem}; give another.") from None
     return full
 
 
@@ -185,7 +186,7 @@ def path_and_suffix(name: str, value: str) -> tuple[str, str]:
 
 
 def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with every path that leads to something on this machine in full, so that they mean the same anywhere."""
+    """Return options with absolute paths, where they exist on this machine, so that they mean the same anywhere."""
     return {name: _full_if_there(name, value) if name in OPTIONS else value for name, value in options.items()}
 
 
@@ -205,7 +206,7 @@ def _full_if_there(name: str, value: Any) -> Any:
 def _check_task(settings: Settings) -> None:
     """Refuse options that do nothing, or do not work, with the task."""
     standard, task = TaskSettings(), settings.task
-    own = {
+    tasks_of = {
         "beta": PREFERENCE_TASKS,
         "preference_loss": ("dpo", "cpo"),
         "label_smoothing": ("dpo", "cpo"),
@@ -217,12 +218,12 @@ def _check_task(settings: Settings) -> None:
         "desirable_weight": ("kto",),
         "undesirable_weight": ("kto",),
     }
-    for name, tasks in own.items():
+    for name, tasks in tasks_of.items():
         value = getattr(settings, name)
         if value != getattr(standard, name) and task not in tasks:
             *others, last = tasks
-            wanted = f"{', '.join(others)} or {last}" if others else last
-            raise UserError(f"{name} {value} is for --task {wanted}, and task is {task}; leave it out.")
+            task_names = f"{', '.join(others)} or {last}" if others else last
+            raise UserError(f"{name} {value} is for --task {task_names}, and task is {task}; leave it out.")
     if not settings.trains_preferences:
         return
     if settings.desirable_weight == settings.undesirable_weight == 0:
@@ -231,12 +232,13 @@ def _check_task(settings: Settings) -> None:
         )
     if settings.label_smoothing and settings.preference_loss in ("hinge", "ipo"):
         raise UserError(
-            f"label_smoothing {settings.label_smoothing} has no effect on preference_loss {settings.preference_loss}; leave "
-            "it out, or give --preference_loss sigmoid."
+            f"label_smoothing {settings.label_smoothing} has no effect on preference_loss {settings.preference_loss}; "
+            "leave it out, or give --preference_loss sigmoid."
         )
     if settings.reference_model_revision and not settings.reference_model:
         raise UserError(
-            f"reference_model_revision {settings.reference_model_revision} names no model; give --reference_model with it."
+            f"reference_model_revision {settings.reference_model_revision} names no model; give --reference_model "
+            "with it."
         )
     refused = {
         "backend unsloth": settings.backend == "unsloth"
@@ -257,9 +259,9 @@ def _check_task(settings: Settings) -> None:
         and settings.streaming
         and not settings.reference_model
         and task in REFERENCE_TASKS
-        and "its reference is computed before step 1 and streamed rows are not known then; leave --streaming out, or give "
-        f"--reference_model {settings.model}, which then stays in memory beside the trained model",
+        and "its reference is computed before step 1 and streamed rows are not known then; leave --streaming out, or "
+        f"give --reference_model {settings.model}, which then stays in memory beside the trained model",
     }
-    for what, reason in refused.items():
-        if reason:
-            raise UserError(f"{what} does not work with task {task}: {reason}.")
+    for what, problem in refused.items():
+        if problem:
+            raise UserError(f"{what} does not work with task {task}: {problem}.")

@@ -3,19 +3,18 @@
 import argparse
 import dataclasses
 import difflib
-import itertools
 import re
 import sys
 import typing
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
+from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.options import OPTIONS, TOPICS, TYPES, Settings
 from unsloth_ddp.config.unknown import unknown_options, unknown_words
+from unsloth_ddp.config.values import accepted_values
 from unsloth_ddp.utils.errors import UserError
 
-# Stands for the value of an option that was given none; no word of a command line can hold it.
-NO_VALUE = "\0"
 # Numbers that argparse takes for names of options; white space before a number is no part of it.
 NEGATIVE = re.compile(r"-[\d.]+e[+-]?\d+", re.IGNORECASE)
 
@@ -29,33 +28,38 @@ class Parser(argparse.ArgumentParser):
         takes_settings: the options of train_ddp.py may stand beside its own; parse_settings reads them.
     """
 
-    def __init__(self, prog: str, description: str | None, *, takes_settings: bool = False, **given: Any) -> None:
+    def __init__(
+        self, prog: str, description: str | None, *, takes_settings: bool = False, **parser_options: Any
+    ) -> None:
         super().__init__(
             prog=prog,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            **given,
+            **parser_options,
         )
         self.takes_settings = takes_settings
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; unknown options are refused with the nearest one."""
-        found, unknown = self.parse_known_args(args, namespace)
+        options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise unknown_options(unknown_words(unknown), "command line", self)
-        return found
+        return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, with --global-batch-size read as --global_batch_size."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_underscores(word) for word in words], namespace)
+        """Parse as argparse does, with --global-batch-size read as --global_batch_size, and -1e-3 as a value."""
+        words = [_with_underscores(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args([" " + word if NEGATIVE.fullmatch(word) else word for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
+        missing = re.fullmatch(r"argument --(\w+): expected .* argument", message)
+        if missing and (name := missing[1]) in (*OPTIONS, "config"):
+            message = f"no value is given for {name}; {name} takes {accepted_values(name)}"
         raise UserError(f"command line: {message}.")
 
     @property
-    def own(self) -> list[str]:
+    def option_names(self) -> list[str]:
         """Return the names of the command's own options."""
         return [name.lstrip("-") for action in self._actions for name in action.option_strings]
 
@@ -77,28 +81,6 @@ def run_command(name: str, work: Callable[[list[str]], None], argv: list[str]) -
     return 0
 
 
-class SettingsParser(Parser):
-    """Read an option that is given without a value as Option.bare, or as NO_VALUE, so that all mistakes are told at once."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as Parser does."""
-        words = sys.argv[1:] if args is None else args
-        joined = [_with_value(*pair) for pair in itertools.zip_longest(words, words[1:])]
-        return super().parse_known_args(
-            [" " + word if NEGATIVE.fullmatch(word) else word for word in joined], namespace
-        )
-
-
-def _with_value(word: str, following: str | None) -> str:
-    """Return a word of the command line, with a value if it is an option that needs one and none follows."""
-    name = word.removeprefix("--").replace("-", "_")
-    needs_one = word.startswith("--") and (name == "config" or TYPES.get(name, bool) is not bool)
-    if not needs_one or (following is not None and not following.startswith("--")):
-        return word
-    bare = OPTIONS[name].bare if name in OPTIONS else None
-    return f"{word}={bare or NO_VALUE}"
-
-
 class TopicHelp(argparse.Action):
     """Print the help of all options, or with `--help TOPIC` of a topic or an option."""
 
@@ -107,12 +89,13 @@ class TopicHelp(argparse.Action):
         if value is None:
             parser.print_help()
             parser.exit()
-        wanted = value.lstrip("-").replace("-", "_")
-        groups = {title: [wanted] if wanted in names else names for title, names in _groups().items()}
-        shown = {title: names for title, names in groups.items() if wanted in (title.split()[0].lower(), *names)}
+        topic = value.lstrip("-").replace("-", "_")
+        groups = {title: [topic] if topic in names else names for title, names in _groups().items()}
+        shown = {title: names for title, names in groups.items() if topic in (title.split()[0].lower(), *names)}
         if not shown:
-            near = difflib.get_close_matches(wanted, [*OPTIONS, *_topics()], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the topics are {', '.join(_topics())}."
+            alias = ALIASES[topic].option if topic in ALIASES else None
+            near = alias or next(iter(difflib.get_close_matches(topic, [*OPTIONS, *_topics()], n=1)), None)
+            hint = f"did you mean {near}?" if near else f"the topics are {', '.join(_topics())}."
             raise UserError(f"command line: --help {value} names no topic or option; {hint}")
         only = Parser(parser.prog, None, usage=argparse.SUPPRESS, add_help=False)
         _add_options(only, shown)
@@ -133,9 +116,7 @@ def make_parser(description: str) -> Parser:
     """Return the parser of train_ddp.py's options, each as text that convert_value reads."""
     # The list of all options by topic follows; their usage alone would fill a screen.
     usage = "train_ddp.py [--config FILE] [--OPTION VALUE ...]"
-    parser = SettingsParser(
-        "train_ddp.py", description, usage=usage, argument_default=argparse.SUPPRESS, add_help=False
-    )
+    parser = Parser("train_ddp.py", description, usage=usage, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument(
         "-h", "--help", nargs="?", action=TopicHelp, metavar="TOPIC",
         help=f"Show all options, those of a topic ({', '.join(_topics())}), or one option, and exit.",
@@ -151,19 +132,20 @@ def _add_options(parser: Parser, groups: dict[str, list[str]]) -> None:
         group = parser.add_argument_group(title)
         for name in names:
             text = f"{OPTIONS[name].help} [{_shown(getattr(defaults, name))}]".replace("%", "%%")
-            kind = TYPES[name]
-            if bool in (kind, *typing.get_args(kind)):
-                metavar = "BOOL" if kind is bool else "VALUE"
-                group.add_argument(f"--{name}", nargs="?", const="true", metavar=metavar, help=text)
+            value_type, bare = TYPES[name], OPTIONS[name].bare
+            if bool in (value_type, *typing.get_args(value_type)):
+                metavar, bare = "BOOL" if value_type is bool else "VALUE", "true"
                 group.add_argument(
                     f"--no_{name}", dest=name, action="store_const", const="false", help=argparse.SUPPRESS
                 )
-            elif typing.get_origin(kind) is list:
+            elif typing.get_origin(value_type) is list:
                 group.add_argument(f"--{name}", nargs="+", action="extend", metavar="NAME", help=text)
+                continue
             else:
-                values = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+                values = typing.get_args(value_type) if typing.get_origin(value_type) is Literal else ()
                 metavar = "{" + ",".join(values) + "}" if values else "VALUE"
-                group.add_argument(f"--{name}", metavar=metavar, help=text)
+            without_value: dict[str, Any] = {"nargs": "?", "const": bare} if bare else {}
+            group.add_argument(f"--{name}", metavar=metavar, help=text, **without_value)
 
 
 def _shown(default: Any) -> str:

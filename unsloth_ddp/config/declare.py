@@ -1,4 +1,4 @@
-"""Declare an option: its default, help text and bounds, and what a resumed run and the summary do with it."""
+"""Declare an option: its default, help text and bounds, and what a resumed run does with it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,10 +43,9 @@ class Option(Bounds):
             holds the first value, and another would do nothing. report: the run continues and names the change. allow:
             nothing, either because the option does not change what is learned or because its effect is compared instead
             (rows, data, steps).
-        resolved: On resume, compare the value that the run decided on (a fact of the run with the option's name) instead
-            of the one given. For options that can be auto, or that follow from others.
-        summary: summary.json shows the value; that of a resolved option it shows anyway.
-        new_run: A start with another value is another run, so it does not continue in the folder of an unfinished start.
+        resolved: On resume, compare the value that the run decided on (a fact of the run with the option's name). For
+            options that can be auto, or that follow from others.
+        new_run: A start with another value is another run, which does not continue in an unfinished start's folder.
         path: read: a file or folder that the run reads; a relative path in a config file may be relative to that file.
             written: a folder that the run writes, relative to the working directory.
         words: Values of a path option that are no paths, such as auto.
@@ -55,7 +54,6 @@ class Option(Bounds):
 
     help: str
     on_resume: Literal["refuse", "keep", "report", "allow"]
-    summary: bool = False
     resolved: bool = False
     new_run: bool = True
     path: Literal["read", "written"] | None = None
@@ -64,7 +62,7 @@ class Option(Bounds):
 
 
 def option(default: Any, help: str, on_resume: Literal["refuse", "keep", "report", "allow"], **declared: Any) -> Any:
-    """Return a dataclass field with its declaration; see Option for the keywords. A list or dict is copied for each use."""
+    """Return a dataclass field with its declaration (see Option). A list or dict is copied for each use."""
     metadata = {"option": Option(help=help, on_resume=on_resume, **declared)}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)

@@ -20,17 +20,17 @@ from unsloth_ddp.utils.files.safe import write_new_file
 class ModelSettings:
     """Model"""
 
-    model: str | None = option(None, "Hub id or folder of the base model.", "refuse", path="read", summary=True)
-    model_revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.", "refuse", summary=True)
+    model: str | None = option(None, "Hub id or folder of the base model.", "refuse", path="read")
+    model_revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.", "refuse")
     method: Literal["lora", "qlora", "full"] = option(
         "lora",
         "lora: adapter on 16-bit weights; qlora: adapter on 4-bit weights; full: every parameter.",
         "refuse",
-        summary=True,
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
         "auto",
-        "auto: Unsloth on a GPU; Transformers + PEFT on a CPU, and for what trains better with it (images, pairs, FP8, gpt-oss).",
+        "auto: Unsloth on a GPU; Transformers + PEFT on a CPU, and for what trains better with it (images, pairs, "
+        "FP8, gpt-oss).",
         "refuse",
         resolved=True,
     )
@@ -42,13 +42,14 @@ class ModelSettings:
     )
     full_weights: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to rounding.",
+        "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to "
+        "rounding.",
         "refuse",
     )
     train_towers: bool | Literal["tower", "projector"] = option(
         False,
-        "Train what stands beside the text decoder of an image-text model too: true (both), tower, or projector. Rows of text do not "
-        "reach it.",
+        "Train what stands beside the text decoder of an image-text model too: true (both), tower, or projector. Rows "
+        "of text do not reach it.",
         "refuse",
         bare="true",
     )
@@ -63,13 +64,13 @@ class ModelSettings:
 class LoraSettings:
     """LoRA and QLoRA"""
 
-    lora_r: int = option(16, "Rank of the adapter.", "refuse", above=0, at_most=1_000_000, summary=True)
-    lora_alpha: int = option(16, "Alpha of the adapter, which is scaled by alpha / r.", "refuse", above=0, summary=True)
-    lora_dropout: float = option(0.0, "Dropout before the adapter.", "refuse", at_least=0, below=1, summary=True)
+    lora_r: int = option(16, "Rank of the adapter.", "refuse", above=0, at_most=1_000_000)
+    lora_alpha: int = option(16, "Alpha of the adapter, which is scaled by alpha / r.", "refuse", above=0)
+    lora_dropout: float = option(0.0, "Dropout before the adapter.", "refuse", at_least=0, below=1)
     lora_target_modules: list[str] = option(
         ["all-linear"],
-        "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name (q_proj) "
-        "reaches the same layers, a name with a dot any module whose path ends with it.",
+        "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name "
+        "(q_proj) reaches the same layers, a name with a dot any module whose path ends with it.",
         "refuse",
     )
     lora_target_parameters: list[str] = option(
@@ -84,8 +85,7 @@ class LoraSettings:
     lora_trainable_tokens: list[str] = option(
         [],
         "Tokens of the tokenizer whose rows of the embedding and the output head are trained in addition to the "
-        "adapter, such as new "
-        "ones (<doc>, ...).",
+        "adapter, such as new ones (<doc>, ...).",
         "refuse",
     )
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).", "refuse")
@@ -99,23 +99,21 @@ class DataSettings:
     dataset: list[str] = option(
         [],
         "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids. NAME[:10%] takes a slice, NAME@SUBSET[SPLIT] "
-        "a subset and split "
-        "of a Hub dataset, NAME:3 beside NAME:1 three rows of the first for one of the other.",
+        "a subset and split of a Hub dataset, NAME:3 beside NAME:1 three rows of the first for one of the other.",
         "allow",
         path="read",
-        summary=True,
     )
     dataset_config: str | None = option(
         None, "Subset (configuration) of the Hub datasets that are named without one.", "allow"
     )
     dataset_revision: list[str] = option(
         [],
-        "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name them.",
+        "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name "
+        "them.",
         "allow",  # compared for streamed rows only: the others are compared themselves
-        summary=True,
     )
     dataset_split: str = option("train", "Split of the Hub datasets to train on that are named without one.", "allow")
-    eval_dataset: list[str] = option([], "Evaluation rows, given like --dataset.", "allow", path="read", summary=True)
+    eval_dataset: list[str] = option([], "Evaluation rows, given like --dataset.", "allow", path="read")
     eval_dataset_split: str = option("test", "Split of a Hub dataset given to --eval_dataset.", "allow")
     eval_fraction: float = option(
         0.0,
@@ -123,25 +121,20 @@ class DataSettings:
         "allow",
         at_least=0,
         below=1,
-        summary=True,
     )
     columns: list[str] = option(
         [],
         "Columns of the rows to read under other names: question=instruction answer=output (a mapping in a YAML file).",
         "allow",
-        summary=True,
     )
-    max_length: int = option(2048, "Longest row, in tokens.", "refuse", above=0, at_most=100_000_000, summary=True)
-    overlong: Literal["truncate", "drop"] = option(
-        "truncate", "Truncate or drop rows over max_length.", "refuse", summary=True
-    )
+    max_length: int = option(2048, "Longest row, in tokens.", "refuse", above=0, at_most=100_000_000)
+    overlong: Literal["truncate", "drop"] = option("truncate", "Truncate or drop rows over max_length.", "refuse")
     chat_template: str | None = option(
         None,
         "Jinja file, chatml, or training (TRL's training variant of the template); default: the tokenizer's template.",
         "allow",
         path="read",
         words=("chatml", "training"),
-        summary=True,
     )
     chat_template_kwargs: dict[str, Any] = option(
         {},
@@ -149,7 +142,6 @@ class DataSettings:
         "(JSON on the command "
         "line); a column chat_template_kwargs, or one of a name that the template reads, gives those of a row.",
         "allow",
-        summary=True,
     )
     reasoning_in_content: bool = option(
         False,
@@ -157,23 +149,22 @@ class DataSettings:
         "under the key that the "
         "template reads, or write it into the content, between the model's tokens for it or <think> and </think>.",
         "allow",
-        summary=True,
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
-        "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention has "
-        "a kernel for it. Otherwise rows are padded and grouped by length.",
+        "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention "
+        "has a kernel for it. Otherwise rows are padded and grouped by length.",
         "refuse",
         bare="on",
         resolved=True,
     )
     loss_on: Literal["assistant", "all"] = option(
-        "assistant", "Compute the loss on the assistant's tokens or on all tokens.", "refuse", summary=True
+        "assistant", "Compute the loss on the assistant's tokens or on all tokens.", "refuse"
     )
     dataset_num_proc: int | None = option(
         None,
-        "Tokenizer processes on each node (with --streaming: on the first node only) [one per 1,000 rows, at most half the "
-        "cores and 8; 1 with --streaming].",
+        "Tokenizer processes on each node (with --streaming: on the first node only) [one per 1,000 rows, at most half "
+        "the cores and 8; 1 with --streaming].",
         "allow",
         above=0,
         at_most=1000,
@@ -183,7 +174,6 @@ class DataSettings:
         "Read, shuffle and tokenize the training rows during training, for datasets that are too large to prepare "
         "beforehand. Also accepts folders of files. Needs --max_steps.",
         "allow",
-        summary=True,
     )
     shuffle_buffer: int = option(
         10_000,
@@ -192,7 +182,6 @@ class DataSettings:
         at_least=0,
         at_most=100_000_000,
         resolved=True,
-        summary=True,
     )
 
 
@@ -202,8 +191,8 @@ class BatchSettings:
 
     per_device_train_batch_size: int | Literal["auto"] = option(
         "auto",
-        "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, within "
-        "the global batch (with ZeRO or FSDP2 by an estimate; 1 on a CPU).",
+        "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, "
+        "within the global batch (with ZeRO or FSDP2 by an estimate; 1 on a CPU).",
         "report",
         above=0,
         at_most=100_000,
@@ -248,24 +237,14 @@ class TrainingSettings:
     """Training"""
 
     # A resume compares the number of steps that follows from these two.
-    num_train_epochs: float = option(
-        1.0, "Passes over the training rows.", "allow", above=0, at_most=1_000_000, summary=True
-    )
-    max_steps: int = option(
-        -1, "Optimizer steps; a positive number overrides num_train_epochs.", "allow", at_least=-1, summary=True
-    )
-    learning_rate: float = option(2e-4, "Peak learning rate.", "keep", above=0, summary=True)
-    lr_scheduler_type: str = option(
-        "linear", "Schedule of the learning rate, by its Transformers name.", "refuse", summary=True
-    )
-    warmup_steps: float = option(
-        0.0, "Steps of warm-up; below 1, a fraction of all steps.", "refuse", at_least=0, summary=True
-    )
-    weight_decay: float = option(0.0, "Weight decay.", "keep", at_least=0, summary=True)
-    max_grad_norm: float = option(1.0, "Clip gradients to this norm; 0: never.", "refuse", at_least=0, summary=True)
-    optim: str = option(
-        "adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).", "keep", summary=True
-    )
+    num_train_epochs: float = option(1.0, "Passes over the training rows.", "allow", above=0, at_most=1_000_000)
+    max_steps: int = option(-1, "Optimizer steps; a positive number overrides num_train_epochs.", "allow", at_least=-1)
+    learning_rate: float = option(2e-4, "Peak learning rate.", "keep", above=0)
+    lr_scheduler_type: str = option("linear", "Schedule of the learning rate, by its Transformers name.", "refuse")
+    warmup_steps: float = option(0.0, "Steps of warm-up; below 1, a fraction of all steps.", "refuse", at_least=0)
+    weight_decay: float = option(0.0, "Weight decay.", "keep", at_least=0)
+    max_grad_norm: float = option(1.0, "Clip gradients to this norm; 0: never.", "refuse", at_least=0)
+    optim: str = option("adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).", "keep")
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
         "auto",
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
@@ -273,23 +252,21 @@ class TrainingSettings:
         "memory runs out later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
         "report",
         bare="auto",
-        summary=True,
     )
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
-        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients, "
-        "is faster, and the run is long enough.",
+        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and "
+        "gradients, is faster, and the run is long enough.",
         "report",
         bare="on",
         resolved=True,
     )
     fp8: bool = option(
         False,
-        "With --method lora or qlora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and "
-        "attention stay in 16 bit. Needs compute capability 8.9 or higher.",
+        "With --method lora or qlora, multiply by the frozen weights in FP8, forward and backward; adapters, head, "
+        "norms and attention stay in 16 bit. Needs compute capability 8.9 or higher.",
         "refuse",
-        summary=True,
     )
     seed: int = option(
         42,
@@ -297,7 +274,6 @@ class TrainingSettings:
         "refuse",
         at_least=0,
         at_most=2**32 - 1,  # NumPy's generators take no larger ones.
-        summary=True,
     )
     ddp_find_unused_parameters: bool = option(
         False, "For models that skip some trainable weights in a forward pass.", "allow"
@@ -314,7 +290,8 @@ class TrainingSettings:
     )
     drift_check_steps: int = option(
         100,
-        "Optimizer steps between comparisons of the trainable weights of all ranks, beside those before saves; 0: never.",
+        "Optimizer steps between comparisons of the trainable weights of all ranks, beside those before saves; 0: "
+        "never.",
         "allow",
         at_least=0,
     )
@@ -339,8 +316,8 @@ class OutputSettings:
     overwrite: bool = option(False, "Replace an earlier run of the same name.", "allow", new_run=False)
     resume: str = option(
         "auto",
-        "auto: continue from this run's newest complete checkpoint, if any; no: start from step 0 (replacing an earlier "
-        "run only with --overwrite); or a checkpoint folder.",
+        "auto: continue from this run's newest complete checkpoint, if any; no: start from step 0 (replacing an "
+        "earlier run only with --overwrite); or a checkpoint folder.",
         "allow",
         path="read",
         words=("auto", "no"),
@@ -352,8 +329,8 @@ class OutputSettings:
     )
     trust_checkpoint: bool = option(
         False,
-        "Allow resuming from a checkpoint outside the run's folder whose files can run code when they are loaded: those "
-        "of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
+        "Allow resuming from a checkpoint outside the run's folder whose files can run code when they are loaded: "
+        "those of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
         "allow",
         new_run=False,
     )
@@ -365,7 +342,8 @@ class OutputSettings:
     )
     logging_steps: int | Literal["auto"] = option(
         "auto",
-        "Steps between two log lines; auto: 10, less in runs of under 100 steps. The first and the last step are always logged.",
+        "Steps between two log lines; auto: 10, less in runs of under 100 steps. The first and the last step are "
+        "always logged.",
         "allow",
         above=0,
     )
@@ -378,8 +356,7 @@ class OutputSettings:
     early_stopping_patience: int | None = option(
         None,
         "Stop when the evaluation loss has not fallen for this many evaluations, with a checkpoint at each one; the "
-        "result is that of the "
-        "lowest loss.",
+        "result is that of the lowest loss.",
         "keep",
         above=0,
     )
@@ -400,7 +377,8 @@ class OutputSettings:
     hub_private_repo: bool = option(True, "Create the Hub repository as private.", "allow")
     compare_answers: int = option(
         0,
-        "Number of evaluation rows to answer before and after training (up to 256 tokens each), counting exact matches.",
+        "Number of evaluation rows to answer before and after training (up to 256 tokens each), counting exact "
+        "matches.",
         "allow",
         at_least=0,
     )
@@ -440,7 +418,7 @@ class Settings(
 
     @property
     def longest_pack(self) -> int:
-        """Return the most tokens of a pack of several training rows; a labelled answer has its mismatched row beside it."""
+        """Return the most tokens of a row as it is packed; a labelled answer has its mismatched row beside it."""
         return self.max_length * (2 if self.trains_preferences else 1)
 
     @property
@@ -473,8 +451,10 @@ OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in dataclasses.
 TYPES: dict[str, Any] = typing.get_type_hints(Settings)
 
 
-def options_with(**wanted: Any) -> tuple[str, ...]:
+def options_with(**declaration: Any) -> tuple[str, ...]:
     """Return the names of the options whose declaration holds these values, such as on_resume="refuse"."""
     return tuple(
-        name for name, declared in OPTIONS.items() if all(getattr(declared, key) == wanted[key] for key in wanted)
+        name
+        for name, option in OPTIONS.items()
+        if all(getattr(option, key) == value for key, value in declaration.items())
     )

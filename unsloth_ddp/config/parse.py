@@ -5,17 +5,19 @@ because the settings decide what may be imported next (Unsloth has to come befor
 is also why TRL's own TrlParser, whose conventions this follows, is not used.
 """
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.checks import check_settings, full_path, path_and_suffix
-from unsloth_ddp.config.command_line import NO_VALUE, Parser, make_parser
+from unsloth_ddp.config.command_line import Parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.unknown import unknown_options, unknown_words
-from unsloth_ddp.config.values import accepted_values, convert_value
-from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.config.values import convert_value
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.missing import looked_in, similar_file
-from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
+from unsloth_ddp.utils.files.yaml import read_mapping
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO_RECIPE = REPO / "recipes" / "demo.yaml"
@@ -31,20 +33,16 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     Raises:
         UserError: unknown options, a value of the wrong type, or settings that contradict each other.
     """
-    given, unknown = make_parser(description).parse_known_args(argv)
-    empty = [name for name, value in vars(given).items() if NO_VALUE in (value if isinstance(value, list) else [value])]
+    arguments, unknown = make_parser(description).parse_known_args(argv)
     if unknown:
-        raise unknown_options(unknown_words(unknown), "command line", command, empty)
-    if empty:
-        taken = ", ".join(f"{name} takes {accepted_values(name)}" for name in empty)
-        raise UserError(f"command line: no value is given for {' and '.join(empty)}; {taken}.")
+        raise unknown_options(unknown_words(unknown), "command line", command)
     on_command_line = {
         # Written as absolute paths, because in the saved settings ./ will mean the run's own folder.
         name: _relative_to(Path.cwd(), name, convert_value(name, value, "command line"))
-        for name, value in vars(given).items()
+        for name, value in vars(arguments).items()
         if name != "config"
     }
-    config = getattr(given, "config", None)
+    config = getattr(arguments, "config", None)
     if config is None and not {"model", "dataset"} & on_command_line.keys():
         config = DEMO_RECIPE
     settings = Settings(**{**(read_config(Path(config)) if config else {}), **on_command_line})
@@ -66,18 +64,13 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, or holds something other than options.
     """
-    try:
-        if path.is_dir():
-            raise UserError(f"--config {path} is a folder; name one of the .yaml files in it.")
+    if os.path.isdir(path):
+        raise UserError(f"--config {path} is a folder; name one of the .yaml files in it.")
+    # A name that is too long for a file is refused by read_mapping.
+    with contextlib.suppress(OSError):
         if not path.is_file():
             raise UserError(f"--config {path}: there is no such file{_instead(path)}")
-        content = read_yaml(path)
-    except OSError as error:
-        raise UserError(f"--config {path} cannot be read: {os_reason(error)}.") from None
-    except Unreadable as error:
-        raise UserError(f"--config {path} is not YAML: {str(error).rstrip('.')}.") from None
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"--config {path} holds no options; write one `name: value` a line.")
+    content = read_mapping(path, f"--config {path}")
     if "distributed_type" in content:
         raise UserError(
             f"--config {path} is a file for accelerate launch; give it before train_ddp.py: uv run accelerate launch "

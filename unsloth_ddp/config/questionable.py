@@ -1,4 +1,4 @@
-"""Name settings that do nothing beside others, or with which a run trains without sense although nothing is wrong with them."""
+"""Name settings that do nothing beside others, and valid settings with which a run learns little."""
 
 from pathlib import Path
 
@@ -43,24 +43,24 @@ def questionable_settings(
     # A short run has a sentence of its own.
     if warmup >= 1 and warmup >= steps >= FEW_STEPS and settings.lr_scheduler_type != "constant":
         sentences.append(
-            f"warmup_steps {warmup:g} is not below the {counted(steps, 'step')} of the run, so learning_rate is never reached; give fewer, "
-            "or a fraction of all steps such as 0.05."
+            f"warmup_steps {warmup:g} is not below the {counted(steps, 'step')} of the run, so learning_rate is never "
+            "reached; give fewer, or a fraction of all steps such as 0.05."
         )
     usual = (USUAL_PREFERENCE_RATE if settings.trains_preferences else USUAL_RATE)[settings.method]
     if "adam" in settings.optim and not usual / FAR < rate < usual * FAR:
         sentences.append(
-            f"learning_rate {rate:g} is {'high' if rate > usual else 'low'} for method {settings.method} with {settings.optim}; "
-            f"{usual:g} is usual."
+            f"learning_rate {rate:g} is {'high' if rate > usual else 'low'} for method {settings.method} with "
+            f"{settings.optim}; {usual:g} is usual."
         )
     if rows is not None and rows_per_step > rows and steps_per_epoch == 1:
         sentences.append(
-            f"A step takes {counted(round(rows_per_step), 'row')}, more than the {rows:,} of the set, so an epoch is one step; lower "
-            "--global_batch_size."
+            f"A step takes {counted(round(rows_per_step), 'row')}, more than the {rows:,} of the set, so an epoch is "
+            "one step; lower --global_batch_size."
         )
     if rows and truncated >= MANY_CUT * rows:
         sentences.append(
-            f"max_length {settings.max_length} cuts {truncated:,} of {counted(rows, 'row')}, so their ends are not learned; raise "
-            "--max_length."
+            f"max_length {settings.max_length} cuts {truncated:,} of {counted(rows, 'row')}, so their ends are not "
+            "learned; raise --max_length."
         )
     if unsupervised:
         fix = "remove such rows"
@@ -78,8 +78,8 @@ def questionable_settings(
     both = [text for text in settings.eval_dataset if _whole_name(text, settings.eval_dataset_split) in trained]
     if both:
         sentences.append(
-            f"eval_dataset {both[0]} is trained on too, so its loss does not show what the model does with other rows; give other "
-            "rows, or --eval_fraction."
+            f"eval_dataset {both[0]} is trained on too, so its loss does not show what the model does with other rows; "
+            "give other rows, or --eval_fraction."
         )
     return sentences
 
@@ -124,8 +124,8 @@ def ignored_settings(settings: Settings) -> list[str]:
             "--ddp_find_unused_parameters."
         )
     return passed + [
-        f"{name} {_shown(getattr(settings, name))} is ignored: {reason}."
-        for name, reason in reasons.items()
+        f"{name} {_shown(getattr(settings, name))} is ignored: {why}."
+        for name, why in reasons.items()
         if getattr(settings, name) != getattr(standard, name)
     ]
 

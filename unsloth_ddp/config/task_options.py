@@ -5,7 +5,8 @@ from typing import Literal
 
 from unsloth_ddp.config.declare import option
 
-# Tasks whose rows are pairs of a chosen and a rejected answer; all that learn preferences; those that compare with a reference.
+# Tasks whose rows are pairs of a chosen and a rejected answer; tasks that learn preferences; tasks with a reference
+# model.
 PAIR_TASKS = ("dpo", "orpo", "simpo", "cpo")
 PREFERENCE_TASKS = (*PAIR_TASKS, "kto")
 REFERENCE_TASKS = ("dpo", "kto")
@@ -20,24 +21,21 @@ class TaskSettings:
 
     task: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto"] = option(
         "sft",
-        "sft: learn the answers of the rows; dpo, orpo, simpo, cpo: prefer the chosen answer of a row to the rejected one; kto: learn "
-        "from answers that are labelled as desirable or undesirable.",
+        "sft: learn the answers of the rows; dpo, orpo, simpo, cpo: prefer the chosen answer of a row to the rejected "
+        "one; kto: learn from answers that are labelled as desirable or undesirable.",
         on_resume="refuse",
-        summary=True,
     )
     beta: float | None = option(
         None,
-        "Strength of the preference term: of the stay near the reference (dpo, kto), of the odds ratio (orpo), of the margin (simpo, "
-        "cpo). Default: 0.1; with simpo 2.",
+        "Strength of the preference term: of the stay near the reference (dpo, kto), of the odds ratio (orpo), of the "
+        "margin (simpo, cpo). Default: 0.1; with simpo 2.",
         above=0,
         on_resume="refuse",
-        summary=True,
     )
     preference_loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"] = option(
         "sigmoid",
         "Loss of a pair with dpo and cpo. sigmoid_norm and ipo divide log-probabilities by the tokens of the answer.",
         on_resume="refuse",
-        summary=True,
     )
     label_smoothing: float = option(
         0.0,
@@ -45,43 +43,38 @@ class TaskSettings:
         at_least=0,
         below=0.5,
         on_resume="refuse",
-        summary=True,
     )
     simpo_gamma: float = option(
-        0.5, "Margin that simpo asks for between the rewards of a pair.", at_least=0, on_resume="refuse", summary=True
+        0.5, "Margin that simpo asks for between the rewards of a pair.", at_least=0, on_resume="refuse"
     )
     sft_weight: float | None = option(
         None,
-        "Weight of the cross entropy of the chosen answers, a token mean, beside the preference term. Default: 1 with orpo and "
-        "cpo, otherwise 0.",
+        "Weight of the cross entropy of the chosen answers, a token mean, beside the preference term. Default: 1 with "
+        "orpo and cpo, otherwise 0.",
         at_least=0,
         on_resume="refuse",
-        summary=True,
     )
     reference: Literal["auto", "adapter_off", "precomputed"] = option(
         "auto",
-        "Reference of dpo and kto. adapter_off: the model without its adapter, in each step; precomputed: computed once before step 1 and "
+        "Reference of dpo and kto. adapter_off: the model without its adapter, in each step; precomputed: computed "
+        "once before step 1 and "
         "kept in the checkpoints; auto: adapter_off with an adapter, precomputed with --method full.",
         on_resume="refuse",
-        summary=True,
     )
     reference_model: str | None = option(
         None,
-        "Hub id or folder of another model, or of an adapter, as the reference of dpo and kto, computed once before step 1, or in each step with "
-        "--streaming. Default: the model itself.",
+        "Hub id or folder of another model, or of an adapter, as the reference of dpo and kto, computed once before "
+        "step 1, or in each step with --streaming. Default: the model itself.",
         on_resume="refuse",
         path="read",
-        summary=True,
     )
     reference_model_revision: str | None = option(
-        None, "Branch, tag or commit of the reference model on the Hub.", on_resume="refuse", summary=True
+        None, "Branch, tag or commit of the reference model on the Hub.", on_resume="refuse"
     )
 
-    desirable_weight: float = option(
-        1.0, "Weight of the desirable answers with kto.", at_least=0, on_resume="refuse", summary=True
-    )
+    desirable_weight: float = option(1.0, "Weight of the desirable answers with kto.", at_least=0, on_resume="refuse")
     undesirable_weight: float = option(
-        1.0, "Weight of the undesirable answers with kto.", at_least=0, on_resume="refuse", summary=True
+        1.0, "Weight of the undesirable answers with kto.", at_least=0, on_resume="refuse"
     )
 
     @property
@@ -106,24 +99,22 @@ class ImageSettings:
 
     image_folder: list[str] = option(
         [],
-        "Folders of the images that rows name by relative paths, looked up in this order; default: beside the rows' file, then the "
-        "working folder.",
+        "Folders of the images that rows name by relative paths, looked up in this order; default: beside the rows' "
+        "file, then the working folder.",
         path="read",
         on_resume="allow",  # the images are compared themselves
-        summary=False,
     )
     download_images: bool = option(
         False,
-        "Download images that rows name by http(s) addresses, once for all runs of a node, into HF_HOME; each has at most 100 MB and 60 "
-        "seconds.",
+        "Download images that rows name by http(s) addresses, once for all runs of a node, into HF_HOME; each has at "
+        "most 100 MB and 60 seconds.",
         on_resume="allow",  # the images are compared themselves
-        summary=False,
     )
     image_max_pixels: int | None = option(
         None,
-        "Scale larger images down to about so many pixels before the model's processor sees them; fewer pixels are fewer tokens.",
+        "Scale larger images down to about so many pixels before the model's processor sees them; fewer pixels are "
+        "fewer tokens.",
         at_least=1024,
         at_most=64_000_000,
         on_resume="refuse",
-        summary=True,
     )

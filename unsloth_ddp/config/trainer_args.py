@@ -11,7 +11,7 @@ from typing import Any
 from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.declare import Bounds
 from unsloth_ddp.config.options import OPTIONS, Settings
-from unsloth_ddp.config.upstream_names import KINDS, nearest, sft_config_fields
+from unsloth_ddp.config.upstream_names import TYPE_NAMES, nearest, sft_config_fields
 from unsloth_ddp.utils.errors import UserError
 
 # Fields, and what decides them here.
@@ -31,7 +31,8 @@ OWNED = {
         "rows are shuffled by --seed in every epoch, and each is seen once",
     "dataloader_in_order": "a resumed run continues at the right row only if micro-batches keep their order",
     "loss_type label_smoothing_factor router_aux_loss_coef average_tokens_across_devices label_names":
-        "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, or that of --task and --preference_loss",
+        "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, or that of --task "
+        "and --preference_loss",
     "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
     "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval":
         "an evaluation is the loss of the evaluation rows, in the precision of the training",
@@ -48,12 +49,13 @@ OWNED = {
         "a resumed run takes over the totals and the position in a stream; use --resume",
     "save_on_each_node": "checkpoints are written for all nodes, shared folder or not",
     "save_only_model":
-        "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and --save_total_limit keeps fewer checkpoints",
+        "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and "
+        "--save_total_limit keeps fewer checkpoints",
     "enable_jit_checkpoint": "a signal to stop writes a checkpoint by itself",
     "hub_token": "put it into HF_TOKEN, or log in once (uv run hf auth login)",
     "hub_strategy hub_always_push hub_revision": "--push_to_hub pushes once, when the run has ended",
 }  # fmt: skip
-OWNED_ARGS = {name: reason for names, reason in OWNED.items() for name in names.split()}
+OWNED_ARGS = {name: why for names, why in OWNED.items() for name in names.split()}
 
 
 # Numbers that TRL accepts whatever they are, and that fail once rows and model are loaded, or train nonsense.
@@ -121,13 +123,13 @@ def _check_field(name: str, value: Any) -> None:
         _check_value(name, value)
 
 
-def _check_type(name: str, value: Any, kinds: frozenset[str]) -> None:
+def _check_type(name: str, value: Any, type_names: frozenset[str]) -> None:
     """Refuse a value of another type, which TRL would accept: the text "false" would count as true."""
     # A whole number is a number too; true is none, although Python has it so.
-    if kinds and type(value).__name__ not in kinds and not (type(value) is int and "float" in kinds):
-        takes = " or ".join(said for kind, said in KINDS.items() if kind in kinds)
+    if type_names and type(value).__name__ not in type_names and not (type(value) is int and "float" in type_names):
+        takes = " or ".join(words for type_name, words in TYPE_NAMES.items() if type_name in type_names)
         # YAML 1.1 takes a number without a dot before its exponent for text.
-        hint = f"; in YAML write {value.replace('e', '.0e')}" if _lacks_dot(value) and "float" in kinds else ""
+        hint = f"; in YAML write {value.replace('e', '.0e')}" if _lacks_dot(value) and "float" in type_names else ""
         raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {takes}{hint}.")
 
 
@@ -140,7 +142,7 @@ def _check_value(name: str, value: Any) -> None:
         NUMBERS[name].check(f"trainer_args: {name}", value)
     accepted = TEXTS.get(name, ())
     if accepted and value not in accepted:
-        listed = ", ".join(one for one in accepted if one)
+        listed = ", ".join(text for text in accepted if text)
         raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {listed}.")
     if name == "greater_is_better" and value:
         raise UserError(
@@ -149,13 +151,13 @@ def _check_value(name: str, value: Any) -> None:
         )
 
 
-def _check_packages(given: dict[str, Any]) -> None:
+def _check_packages(trainer_args: dict[str, Any]) -> None:
     """Refuse a field that needs a package which is not installed."""
-    if given.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+    if trainer_args.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         raise RefusedField(
             "use_liger_kernel",
-            "trainer_args: use_liger_kernel needs the package liger-kernel, which is not installed; add it (uv pip install "
-            "liger-kernel), or take it out.",
+            "trainer_args: use_liger_kernel needs the package liger-kernel, which is not installed; add it (uv pip "
+            "install liger-kernel), or take it out.",
         )
 
 

@@ -21,11 +21,11 @@ NAMES = {
 }
 # Packages of trackers that have another name, any of which will do.
 PACKAGES_OF_TRACKERS = {
-    "tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "dvclive": ("dvclive",), "flyte": ("flytekit",),
-    "kubeflow": ("kubeflow_trainer",),
+    "tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "dvclive": ("dvclive",),
+    "flyte": ("flytekit",), "kubeflow": ("kubeflow_trainer",),
 }  # fmt: skip
 # The types that JSON and YAML have, as a user would call them.
-KINDS = {
+TYPE_NAMES = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -50,13 +50,13 @@ def known_names(option: str) -> tuple[str, ...]:
 
 @functools.cache
 def sft_config_fields() -> dict[str, frozenset[str]]:
-    """Return the fields of the installed TRL's SFTConfig, each with the types of KINDS that it takes.
+    """Return the fields of the installed TRL's SFTConfig, each with the types of TYPE_NAMES that it takes.
 
     Without types a field takes others, such as a class of Transformers.
     """
     nodes = [node for place in reversed(SFT_CONFIG) for node in _defined(*place)]
     return {
-        node.target.id: _kinds(node.annotation)
+        node.target.id: _type_names(node.annotation)
         for node in nodes
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
@@ -66,7 +66,9 @@ def sft_config_fields() -> dict[str, frozenset[str]]:
 def installed_trackers() -> frozenset[str]:
     """Return the known trackers whose package is installed."""
     packages = {name: PACKAGES_OF_TRACKERS.get(name, (name,)) for name in known_names("report_to")}
-    return frozenset(name for name, found in packages.items() if any(map(importlib.util.find_spec, found)))
+    return frozenset(
+        name for name, alternatives in packages.items() if any(map(importlib.util.find_spec, alternatives))
+    )
 
 
 @functools.cache
@@ -80,14 +82,14 @@ def other_trl_configs() -> dict[str, frozenset[str]]:
         for node in classes
     }
     shared = fields.pop("ModelConfig", set()) | sft_config_fields().keys()
-    return {name: frozenset(own - shared) for name, own in fields.items() if own - shared}
+    return {name: frozenset(names - shared) for name, names in fields.items() if names - shared}
 
 
-def _kinds(annotation: ast.expr) -> frozenset[str]:
-    found = _named_types(annotation) - {"None"}
+def _type_names(annotation: ast.expr) -> frozenset[str]:
+    types = _named_types(annotation) - {"None"}
     # Transformers parses a mapping from JSON text too, and the kit's checks read the mapping.
-    found -= {"str"} if "dict" in found else set()
-    return frozenset(found if found <= KINDS.keys() else ())
+    types -= {"str"} if "dict" in types else set()
+    return frozenset(types if types <= TYPE_NAMES.keys() else ())
 
 
 def _named_types(node: ast.expr) -> set[str]:
@@ -131,43 +133,45 @@ def _defined(package: str, file: str, name: str) -> list[ast.AST]:
 
 def check_name(option: str, value: str) -> None:
     """Refuse a schedule or an optimizer that Transformers does not know."""
-    known = known_names(option)
-    if known and value not in known:
-        here = OTHER_VALUES[option].get(value.lower(), value.lower())
+    names = known_names(option)
+    if names and value not in names:
+        name = OTHER_VALUES[option].get(value.lower(), value.lower())
         hint = (
-            f"give {here}."
-            if here in known
-            else nearest(value, known, "the documentation of Transformers' TrainingArguments")
+            f"give {name}."
+            if name in names
+            else nearest(value, names, "the documentation of Transformers' TrainingArguments")
         )
         raise UserError(f"{option} {value} is not one that Transformers knows; {hint}")
 
 
-def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Collection[str]) -> list[str]:
+def choose_trackers(names: Sequence[str], known_trackers: Collection[str], installed: Collection[str]) -> list[str]:
     """Return the trackers that get reports; `all` is every tracker that is installed.
 
     Raises:
         UserError: one is unknown or not installed, or none or all stands beside others.
     """
-    if list(asked) in ([], ["none"]):
+    if list(names) in ([], ["none"]):
         return []
-    if list(asked) == ["all"]:
+    if list(names) == ["all"]:
         return sorted(installed)
-    for name in asked:
+    for name in names:
         if name in ("none", "all"):
-            raise UserError(f"report_to {' '.join(asked)}: {name} stands alone; leave it or the others out.")
-        if name not in known:
+            raise UserError(f"report_to {' '.join(names)}: {name} stands alone; leave it or the others out.")
+        if name not in known_trackers:
             raise UserError(
-                f"report_to {name} is not a tracker that Transformers knows; they are {', '.join(sorted(known))}."
+                f"report_to {name} is not a tracker that Transformers knows; they are "
+                f"{', '.join(sorted(known_trackers))}."
             )
         if name not in installed:
             raise UserError(
-                f"report_to {name}: its package is not installed; install it with uv pip install {name}, or give tensorboard."
+                f"report_to {name}: its package is not installed; install it with uv pip install {name}, or give "
+                "tensorboard."
             )
-    return list(asked)
+    return list(names)
 
 
-def nearest(name: str, known: Collection[str], documentation: str) -> str:
+def nearest(name: str, names: Collection[str], documentation: str) -> str:
     """Return the end of a sentence that refuses a name: the nearest known one, or the place that lists them."""
-    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.75)
-    near = near or [one for one in sorted(known) if name and one.startswith(name)]
+    near = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.75)
+    near = near or [candidate for candidate in sorted(names) if name and candidate.startswith(name)]
     return f"did you mean {near[0]}?" if near else f"{documentation} lists them."

@@ -41,8 +41,10 @@ def convert_value(name: str, value: Any, source: str) -> Any:
         return _as_type(TYPES[name], value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         takes = _described(TYPES[name])
-        if isinstance(value, (str, bool)) and (here := OTHER_VALUES.get(name, {}).get(str(value).lower())):
-            raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}; give {here}.") from None
+        if isinstance(value, (str, bool)) and (equivalent := OTHER_VALUES.get(name, {}).get(str(value).lower())):
+            raise UserError(
+                f"{source}: {name} is {_shortened(value)}, but it takes {takes}; give {equivalent}."
+            ) from None
         if value is None or value == "":
             raise UserError(f"{source}: {name} is empty, but it takes {takes}; leave it out for its default.") from None
         hint = "; put it in quotes" if "text" in takes and not isinstance(value, (str, list, dict)) else ""
@@ -62,42 +64,42 @@ def _shortened(value: Any) -> str:
         return "a huge number"  # Python prints no int of over 4300 digits.
 
 
-def _as_type(wanted: Any, value: Any) -> Any:
+def _as_type(annotation: Any, value: Any) -> Any:
     """Return `value` as the type `wanted`, or raise ValueError (or what float(), int() and json.loads() raise)."""
-    kind = typing.get_origin(wanted) or wanted
+    value_type = typing.get_origin(annotation) or annotation
     unset = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    if kind in UNIONS:
-        return _as_one_of(typing.get_args(wanted), value, unset)
-    if kind is list:
+    if value_type in UNIONS:
+        return _as_one_of(typing.get_args(annotation), value, unset)
+    if value_type is list:
         items = value if isinstance(value, list) else [value]
         return [] if unset or value == ["none"] else [_as_type(str, item) for item in items]
-    if kind is dict:
+    if value_type is dict:
         value = {} if unset else _parsed_json(value) if isinstance(value, str) else value
         return _plain(value) if isinstance(value, dict) else _refuse()
-    if kind is Literal:
+    if value_type is Literal:
         # YAML reads an unquoted no or off as False, and on as True.
-        choices = typing.get_args(wanted)
+        choices = typing.get_args(annotation)
         if isinstance(value, bool):
             value = next((word for word in (("on",) if value else ("no", "off")) if word in choices), value)
         return value if value in choices else _refuse()
-    if kind is bool:
+    if value_type is bool:
         return BOOLEANS[str(value).lower()] if str(value).lower() in BOOLEANS else _refuse()
-    if kind is str:
+    if value_type is str:
         return _text(value) if isinstance(value, str) and value.strip() and "\0" not in value else _refuse()
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         _refuse()
-    if kind is int:
+    if value_type is int:
         return _whole_number(value)
     return float(value) if math.isfinite(float(value)) else _refuse()
 
 
-def _as_one_of(kinds: tuple[Any, ...], value: Any, unset: bool) -> Any:
-    if unset and type(None) in kinds:
+def _as_one_of(value_types: tuple[Any, ...], value: Any, unset: bool) -> Any:
+    if unset and type(None) in value_types:
         return None
-    for kind in kinds:
-        if kind is not type(None):
+    for value_type in value_types:
+        if value_type is not type(None):
             with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
-                return _as_type(kind, value)
+                return _as_type(value_type, value)
     return _refuse()
 
 
@@ -145,15 +147,15 @@ def _refuse() -> NoReturn:
     raise ValueError
 
 
-def _described(wanted: Any) -> str:
+def _described(annotation: Any) -> str:
     """Return what an option takes, in words."""
-    if typing.get_origin(wanted) in UNIONS:
-        return " or ".join("none" if t is type(None) else _described(t) for t in typing.get_args(wanted))
-    if typing.get_origin(wanted) is Literal:
-        *most, last = typing.get_args(wanted)
-        return f"{', '.join(most)} or {last}" if most else last
-    if typing.get_origin(wanted) is list:
+    if typing.get_origin(annotation) in UNIONS:
+        return " or ".join("none" if t is type(None) else _described(t) for t in typing.get_args(annotation))
+    if typing.get_origin(annotation) is Literal:
+        *others, last = typing.get_args(annotation)
+        return f"{', '.join(others)} or {last}" if others else last
+    if typing.get_origin(annotation) is list:
         return "text, or a list of texts"
-    if typing.get_origin(wanted) is dict:
+    if typing.get_origin(annotation) is dict:
         return "a mapping of plain, finite values (JSON on the command line)"
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(wanted, "text")
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(annotation, "text")

@@ -59,36 +59,36 @@ def make_parser() -> Parser:
     return parser
 
 
-def check(given: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
     """Refuse options that do not go together."""
     for option in ("quantize", "llama_cpp"):
-        if getattr(given, option) and given.to not in WITH_LLAMA_CPP:
-            raise UserError(f"--{option} is for --to gguf and --to ollama, but --to is {given.to}; leave it out.")
+        if getattr(options, option) and options.to not in WITH_LLAMA_CPP:
+            raise UserError(f"--{option} is for --to gguf and --to ollama, but --to is {options.to}; leave it out.")
     for option in ("hub_model_id", "hub_private_repo"):
-        if getattr(given, option) and given.to != "hub":
-            raise UserError(f"--{option} is for --to hub, but --to is {given.to}; leave it out.")
-    if given.output and given.to == "hub":
+        if getattr(options, option) and options.to != "hub":
+            raise UserError(f"--{option} is for --to hub, but --to is {options.to}; leave it out.")
+    if options.output and options.to == "hub":
         raise UserError("--output is for files, and --to hub writes none here; leave it out.")
-    if not given.ask.strip():
+    if not options.ask.strip():
         raise UserError("--ask is empty; give a question, or leave it out.")
 
 
 def export(argv: list[str]) -> None:
     """Read the command line and export."""
-    given = make_parser().parse_args(argv)
-    check(given)
-    result = find_result(given.run, in_shards=given.to == "merged")
-    if given.to == "merged" and not result.is_adapter and not result.in_shards:
+    options = make_parser().parse_args(argv)
+    check(options)
+    result = find_result(options.run, in_shards=options.to == "merged")
+    if options.to == "merged" and not result.is_adapter and not result.in_shards:
         raise UserError(
             f"{result.folder} holds a complete model already, because the run used --method full; load it from there."
         )
-    if given.to == "hub":
-        upload_run(result, given)
+    if options.to == "hub":
+        upload_run(result, options)
         return
     tools = None
-    if given.to in WITH_LLAMA_CPP:
-        tools = find_llama_cpp(given.llama_cpp, quantize=given.quantize in QUANTIZED)
-    for sentence in result.sentences(plain=given.plain):
+    if options.to in WITH_LLAMA_CPP:
+        tools = find_llama_cpp(options.llama_cpp, quantize=options.quantize in QUANTIZED)
+    for sentence in result.sentences(plain=options.plain):
         print(sentence, file=sys.stderr, flush=True)
     use_cache_if_hub_is_unreachable(result.settings)
     quiet_imports()
@@ -98,21 +98,21 @@ def export(argv: list[str]) -> None:
     from unsloth_ddp.model.loading.trained import check_trained, check_trust
 
     transformers.utils.logging.disable_progress_bar()
-    check_trust(result.settings, trusted=given.trust_remote_code)
+    check_trust(result.settings, trusted=options.trust_remote_code)
     if not result.in_shards:
         check_trained(result.settings, result.folder)
-    if given.to == "merged":
-        _merge(result, export_folder(result, "merged", given.output), given)
+    if options.to == "merged":
+        _merge(result, export_folder(result, "merged", options.output), options)
     elif tools is not None:
-        _convert(result, tools, given)
+        _convert(result, tools, options)
     else:
         from unsloth_ddp.export.serve import vllm_command
 
         # A folder is only written where vLLM has to be told more than its command line holds.
-        print(vllm_command(result, lambda: export_folder(result, "vllm", given.output)), flush=True)
+        print(vllm_command(result, lambda: export_folder(result, "vllm", options.output)), flush=True)
 
 
-def upload_run(result: RunResult, given: argparse.Namespace) -> None:
+def upload_run(result: RunResult, options: argparse.Namespace) -> None:
     """Upload the result of a finished run as --push_to_hub does.
 
     Raises:
@@ -121,38 +121,41 @@ def upload_run(result: RunResult, given: argparse.Namespace) -> None:
     if result.step is not None:
         raise UserError(
             f"{result.run} is not finished, and a checkpoint holds more than its model; finish it by the same command, "
-            f"or export the "
-            "checkpoint with --to merged and upload that folder with hf upload."
+            "or export the checkpoint with --to merged and upload that folder with hf upload."
         )
-    private = result.settings.hub_private_repo if given.hub_private_repo is None else given.hub_private_repo == "true"
+    private = (
+        result.settings.hub_private_repo if options.hub_private_repo is None else options.hub_private_repo == "true"
+    )
     settings = dataclasses.replace(
         result.settings,
         push_to_hub=True,
         run_name=result.run.name,
-        hub_model_id=given.hub_model_id or result.settings.hub_model_id,
+        hub_model_id=options.hub_model_id or result.settings.hub_model_id,
         hub_private_repo=private,
     )
     check_upload(settings, "--to hub")
     print(f"Uploaded to {upload(settings, result.folder)}", flush=True)
 
 
-def _merge(result: RunResult, target: Path, given: argparse.Namespace) -> None:
+def _merge(result: RunResult, target: Path, options: argparse.Namespace) -> None:
     from unsloth_ddp.export.merged import export_merged
 
     into = "a whole model" if result.in_shards else result.settings.model
     print(f"Merging {result.folder} into {into} ...", flush=True)
-    answer = export_merged(result, target, given.ask, plain=given.plain)
-    _report(target, given.ask, answer)
+    answer = export_merged(result, target, options.ask, plain=options.plain)
+    _report(target, options.ask, answer)
 
 
-def _convert(result: RunResult, tools: LlamaCpp, given: argparse.Namespace) -> None:
+def _convert(result: RunResult, tools: LlamaCpp, options: argparse.Namespace) -> None:
     from unsloth_ddp.export.gguf import export_gguf
 
-    target, kind = export_folder(result, given.to, given.output), given.quantize or "bf16"
-    print(f"Converting {result.folder} to GGUF ({kind}) ...", flush=True)
-    ollama = given.to == "ollama"
-    answer, missing = export_gguf(result, target, tools, kind, given.ask, plain=given.plain, modelfile=ollama)
-    _report(target, given.ask, answer)
+    target, weight_type = export_folder(result, options.to, options.output), options.quantize or "bf16"
+    print(f"Converting {result.folder} to GGUF ({weight_type}) ...", flush=True)
+    ollama = options.to == "ollama"
+    answer, missing = export_gguf(
+        result, target, tools, weight_type, options.ask, plain=options.plain, modelfile=ollama
+    )
+    _report(target, options.ask, answer)
     if missing:
         print(missing, flush=True)
     if ollama:

@@ -9,16 +9,16 @@ from safetensors import SafetensorError
 
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.files.durable import flush, reason
+from unsloth_ddp.utils.files.durable import flush, write_problem
 
 
-def export_folder(result: RunResult, kind: str, output: str | None) -> Path:
-    """Return the folder to export to: `output`, or one in the run's folder that names kind and checkpoint.
+def export_folder(result: RunResult, format_name: str, output: str | None) -> Path:
+    """Return the folder to export to: `output`, or one in the run's folder that names format and checkpoint.
 
     Raises:
         UserError: it already exists.
     """
-    name = kind if result.step is None else f"{kind}-checkpoint-{result.step}"
+    name = format_name if result.step is None else f"{format_name}-checkpoint-{result.step}"
     target = Path(output).expanduser().resolve() if output else result.run / name
     if target.exists():
         raise UserError(f"{target} already exists; remove it, or give another folder with --output.")
@@ -43,7 +43,7 @@ def whole_or_absent(target: Path) -> Iterator[Path]:
         aside.rename(target)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{target} could not be written: {reason(error, target.parent)}; nothing is left of it."
+            f"{target} could not be written: {write_problem(error, target.parent)}; nothing is left of it."
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Export a run as a GGUF file for llama.cpp, and with a Modelfile for Ollama, in whose language its template is written."""
+"""Export a run as a GGUF file for llama.cpp, and with a Modelfile (the template in Ollama's language) for Ollama."""
 
 import shutil
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from unsloth_ddp.run.result import RunResult
 
 
 def export_gguf(
-    result: RunResult, target: Path, tools: LlamaCpp, kind: str, question: str, *, plain: bool, modelfile: bool
+    result: RunResult, target: Path, tools: LlamaCpp, weight_type: str, question: str, *, plain: bool, modelfile: bool
 ) -> tuple[str | None, str | None]:
     """Write a folder with the GGUF file, and a Modelfile if asked, whole or not at all.
 
@@ -29,13 +29,13 @@ def export_gguf(
     with whole_or_absent(target) as aside:
         whole = aside / "whole"
         tokenizer = write_for_conversion(result, whole)
-        file = aside / f"{result.run.name}-{kind}.gguf"
-        if kind in CONVERTED:
-            run_converter(tools, whole, file, kind)
+        file = aside / f"{result.run.name}-{weight_type}.gguf"
+        if weight_type in CONVERTED:
+            run_converter(tools, whole, file, weight_type)
         else:
             sixteen_bit = aside / "bf16.gguf"
             run_converter(tools, whole, sixteen_bit, "bf16")
-            run_quantizer(tools, sixteen_bit, file, kind)
+            run_quantizer(tools, sixteen_bit, file, weight_type)
             sixteen_bit.unlink()
         shutil.rmtree(whole)
         answer = ask_gguf(tools, file, question, ANSWER_LENGTH, plain=plain)
@@ -86,8 +86,8 @@ def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain
     lines = [f"FROM ./{file}"]
     if template is None:
         missing = (
-            "The Modelfile has no TEMPLATE, because Ollama's language cannot be derived from this chat template; Ollama uses "
-            "its own if it recognizes the model (ollama show --template), otherwise write one."
+            "The Modelfile has no TEMPLATE, because Ollama's language cannot be derived from this chat template; "
+            "Ollama uses its own if it recognizes the model (ollama show --template), otherwise write one."
         )
     else:
         lines.append(f'TEMPLATE """{template}"""')
@@ -107,15 +107,15 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> str | None:
     system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}
     assistant, further = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": FURTHER}
     try:
-        asked, question = render([user], True), render([user], False)
+        prompt, question = render([user], True), render([user], False)
         with_system, answered = render([system, user], True), render([user, assistant], False)
         whole = render([system, user, assistant, further], True)
     except Exception:  # templates raise exceptions of their own, as for a system message
         return None
-    if not (asked.startswith(question) and with_system.endswith(asked) and answered.startswith(asked + ANSWER)):
+    if not (prompt.startswith(question) and with_system.endswith(prompt) and answered.startswith(prompt + ANSWER)):
         return None
-    begin, end = asked[len(question) :], answered[len(asked) + len(ANSWER) :]
-    instruction = with_system[: len(with_system) - len(asked)]
+    begin, end = prompt[len(question) :], answered[len(prompt) + len(ANSWER) :]
+    instruction = with_system[: len(with_system) - len(prompt)]
     if instruction.count(SYSTEM) != 1 or question.count(QUESTION) != 1:
         return None
     # The parts, put together again, have to make a longer chat too.

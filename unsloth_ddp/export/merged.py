@@ -63,8 +63,8 @@ def ask_whole_model(result: RunResult, folder: Path, question: str, *, plain: bo
     tokenizer = load_trained_tokenizer(result.settings, folder)
     values = result.settings.chat_template_kwargs
     options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain, template_values=values)
-    asked: list[Message] = [{"role": "user", "content": question}]
-    return generate(load_on_cpu(in_folder(result.settings, folder)), tokenizer, asked, options, lambda piece: None)
+    messages: list[Message] = [{"role": "user", "content": question}]
+    return generate(load_on_cpu(in_folder(result.settings, folder)), tokenizer, messages, options, lambda piece: None)
 
 
 def export_merged(result: RunResult, target: Path, question: str, *, plain: bool) -> str:
@@ -94,12 +94,14 @@ def assemble(settings: Settings, checkpoint: Path, target: Path) -> None:
     tensors = named_tensors(model)
     try:
         shards = Shards(checkpoint / WEIGHTS)
-        known = {id(tensors[name]): name for name in shards.names if name in tensors}
+        names_by_tensor = {id(tensors[name]): name for name in shards.names if name in tensors}
         names = list(saved_tensors(model, tensors))
-        if missing := [name for name in names if id(tensors[name]) not in known]:
+        if missing := [name for name in names if id(tensors[name]) not in names_by_tensor]:
             raise MissingTensor(f"{shards.folder} holds no {missing[0]}")
         target.mkdir(parents=True, exist_ok=True)
-        write_model(model, names, lambda name: shards.whole(known[id(tensors[name])]), target, lambda write: write())
+        write_model(
+            model, names, lambda name: shards.whole(names_by_tensor[id(tensors[name])]), target, lambda write: write()
+        )
     except MissingTensor as error:
         raise UserError(f"{checkpoint} does not hold the whole model: {error}; export another checkpoint.") from None
     for path in sorted(checkpoint.iterdir()):

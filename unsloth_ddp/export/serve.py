@@ -56,7 +56,7 @@ def _rank_for_vllm(adapter: dict[str, Any]) -> int:
         UserError: vLLM does not load the adapter.
     """
     merge = "export it with --to merged and serve that folder"
-    # Adapters on experts it ignores or fails at, by release and model (pull requests 41384 and 52194 of vllm-project/vllm).
+    # vLLM ignores adapters on experts or fails with them (pull requests 41384 and 52194 of vllm-project/vllm).
     for key, what in (
         ("modules_to_save", "modules trained whole"),
         ("target_parameters", "experts, as PEFT writes them"),
@@ -85,10 +85,10 @@ def _generation_config(result: RunResult) -> dict[str, Any] | None:
             transformers.AutoConfig.from_pretrained(str(settings.model), **source)
         )
     tokenizer = load_trained_tokenizer(settings, result.folder)
-    known = eos_tokens(config)
+    config_ends = eos_tokens(config)
     # vLLM stops at the tokenizer's EOS by itself.
-    added = [token for token in stop_tokens(settings, tokenizer) if token not in (*known, tokenizer.eos_token_id)]
+    added = [token for token in stop_tokens(settings, tokenizer) if token not in (*config_ends, tokenizer.eos_token_id)]
     if not added:
         return None
-    config.eos_token_id = [*known, *added]
+    config.eos_token_id = [*config_ends, *added]
     return dict(config.to_diff_dict())

@@ -1,7 +1,7 @@
 """Estimate memory, steps and time of a run before renting GPUs.
 
     uv run python -m unsloth_ddp.plan --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl \\
-        --nodes 4 --gpus_per_node 8 --bandwidth 25Gbps --gpu_memory 80GB
+        --nodes 4 --gpus_per_node 8 --gpu_memory 80GB
 
 Reads the model's config.json and tokenizer, and the rows; no weights are downloaded, nothing is trained and no GPU is
 needed.
@@ -9,15 +9,14 @@ needed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import math
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser, run_command
+from unsloth_ddp.config.declare import Bounds
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
@@ -29,7 +28,7 @@ from unsloth_ddp.run.file_checks import check_data
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.files.json import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
-from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
+from unsloth_ddp.utils.units import parse_memory
 
 if TYPE_CHECKING:
     from unsloth_ddp.sizing.micro_batch import RowLengths
@@ -46,24 +45,12 @@ def make_parser() -> Parser:
         "--gpus_per_node", type=int, metavar="N", help="GPUs per machine [those of this machine, or 1 without a GPU]"
     )
     parser.add_argument(
-        "--bandwidth", nargs="+", metavar="RATE", default=["10Gbps", "100Gbps"],
-        help="bandwidth of each machine's network, one or several to compare [10Gbps 100Gbps]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--node_bandwidth",
-        metavar="RATE",
-        help="bandwidth between the GPUs of a machine, such as 400GB/s [not counted]",
-    )
-    parser.add_argument(
         "--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [that of this machine's]"
     )
     parser.add_argument(
         "--compute_capability", metavar="X.Y",
-        help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [this machine's, or 8.0 without a GPU]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens_per_second", type=float, metavar="N",
-        help="measured speed of one GPU, as a short run with these options logs it [a guess]",
+        help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash "
+            "attention [this machine's, or 8.0 without a GPU]",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
     return parser
@@ -71,20 +58,19 @@ def make_parser() -> Parser:
 
 def plan(argv: list[str]) -> None:
     """Read the command line, compute the plan and print it."""
-    given, rest = make_parser().parse_known_args(argv)
+    options, rest = make_parser().parse_known_args(argv)
     settings = parse_settings(rest, __doc__ or "", make_parser())
-    _check_options(given)
-    networks = [parse_bandwidth("--bandwidth", text) for text in given.bandwidth]
-    inside = parse_bandwidth("--node_bandwidth", given.node_bandwidth) if given.node_bandwidth else None
-    gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
-    capability = _parse_capability(given.compute_capability)
+    gpu_memory = parse_memory("--gpu_memory", options.gpu_memory) if options.gpu_memory else None
+    capability = _parse_capability(options.compute_capability)
     # Options on the GPU mean another machine's.
-    gpu = None if gpu_memory or given.compute_capability or given.gpus_per_node else find_gpu()
+    gpu = None if gpu_memory or options.compute_capability or options.gpus_per_node else find_gpu()
     if gpu:
         gpu_memory, capability = gpu.memory, gpu.capability
-    gpus_per_node = given.gpus_per_node or (gpu.number if gpu else 1)
+    gpus_per_node = options.gpus_per_node or (gpu.number if gpu else 1)
+    for name, count in (("nodes", options.nodes), ("gpus_per_node", gpus_per_node)):
+        Bounds(above=0).check(f"--{name}", count)
     settings = with_precision_of(settings, capability)
-    check_data(settings, given.nodes * gpus_per_node)
+    check_data(settings, options.nodes * gpus_per_node)
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
@@ -98,19 +84,10 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.sizing.choose import planned_packing
     from unsloth_ddp.sizing.count import read_model_shape
 
-    request = BatchRequest.of(settings, given.nodes * gpus_per_node)
+    request = BatchRequest.of(settings, options.nodes * gpus_per_node)
     # Rows over the model's length are only counted here.
     transformers.utils.logging.set_verbosity_error()
-    hardware = Hardware(
-        given.nodes,
-        gpus_per_node,
-        networks,
-        inside,
-        gpu_memory,
-        capability,
-        given.tokens_per_second,
-        gpu.name if gpu else None,
-    )
+    hardware = Hardware(options.nodes, gpus_per_node, gpu_memory, capability, gpu.name if gpu else None)
     check_training_arguments(settings)
     settings = with_backend(settings)
     shape = read_model_shape(settings)
@@ -122,10 +99,10 @@ def plan(argv: list[str]) -> None:
     decision = planned_packing(settings, shape, capability, images=rows.images)
     batch, packing, _ = plan_step(request, rows.unpadded, decision)
     rows = rows.packed(packing)
-    made = make_plan(settings, shape, rows, batch, hardware, reference)
-    print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
-    if given.json:
-        write_as_asked("--json", given.json, plan_as_json(made))
+    run_plan = make_plan(settings, shape, rows, batch, hardware, reference)
+    print(render_plan(run_plan, colour=sys.stdout.isatty()), flush=True)
+    if options.json:
+        write_as_asked("--json", options.json, plan_as_json(run_plan))
 
 
 class Gpu(NamedTuple):
@@ -168,11 +145,11 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a
         # labelled answer without its mismatched one.
-        lengths, supervised, held, trained = (
+        lengths, supervised, held_tokens, trained = (
             each[:-1] for each in (rows.lengths(), rows.supervised(), row_lengths(rows.dataset), rows.trained_lengths())
         )
         pixels = rows.pixels()[:-1] if rows.processing is not None else None
-    return RowLengths(lengths, supervised, streamed=rows.streamed, pixels=pixels, held=held, trained=trained)
+    return RowLengths(lengths, supervised, streamed=rows.streamed, pixels=pixels, held=held_tokens, trained=trained)
 
 
 def check_training_arguments(settings: Settings) -> None:
@@ -190,20 +167,13 @@ def check_training_arguments(settings: Settings) -> None:
     make_config(on_cpu, runtime, BatchPlan(1, 1, 1), Path(settings.output_dir) / "plan")
 
 
-def _check_options(given: argparse.Namespace) -> None:
-    for name in ("nodes", "gpus_per_node", "tokens_per_second"):
-        value = getattr(given, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name} is {value:g}, but it has to be above 0.")
-
-
 def _parse_capability(text: str | None) -> tuple[int, int]:
     if text is None:
         return AMPERE
-    found = re.fullmatch(r"(\d{1,2})\.(\d)", text)
-    if not found:
+    capability = re.fullmatch(r"(\d{1,2})\.(\d)", text)
+    if not capability:
         raise UserError(f"--compute_capability is {text}, but it has the form 7.5 (NVIDIA lists that of every GPU).")
-    return int(found[1]), int(found[2])
+    return int(capability[1]), int(capability[2])
 
 
 def with_precision_of(settings: Settings, capability: tuple[int, int]) -> Settings:

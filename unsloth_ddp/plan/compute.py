@@ -4,13 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import get_args
 
-import numpy as np
-
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.order.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.plan.network import Links, StepWork, all_reduce_seconds, balance_efficiency, scaling_efficiency
 from unsloth_ddp.sizing.choose import as_loaded, checkpointing_kinds, choose_step, is_chosen, make_workload
 from unsloth_ddp.sizing.estimate import (
     Checkpointing,
@@ -23,10 +20,9 @@ from unsloth_ddp.sizing.estimate import (
     judge_fit,
 )
 from unsloth_ddp.sizing.ladder import Rung
-from unsloth_ddp.sizing.micro_batch import RowLengths, in_order
+from unsloth_ddp.sizing.micro_batch import RowLengths
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.training.shown.mfu import PEAK_FLOPS, peak_flops
-from unsloth_ddp.utils.memory_limits import NUMBER_BYTES
 
 # The shardings with parts in host memory that accelerate_configs/ has.
 OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
@@ -41,19 +37,12 @@ MEASURED_GPU = "H100 or H200"
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given.
-
-    `capability` is the compute capability of the GPUs, `speed` the measured tokens per second of one alone, and `gpu`
-    its name.
-    """
+    """The machines to rent, with the memory (bytes), compute capability and name of a GPU; None where not known."""
 
     nodes: int
     gpus_per_node: int
-    networks: list[float]
-    inside: float | None = None
     gpu_memory: float | None = None
     capability: tuple[int, int] = AMPERE
-    speed: float | None = None
     gpu: str | None = None
 
     @property
@@ -81,28 +70,11 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class Duration:
-    """The time of the run with DDP over one network.
-
-    Args:
-        network: bytes per second.
-        all_reduce: seconds to average the gradients of a step.
-        efficiency: a GPU's speed relative to one alone.
-    """
-
-    network: float
-    all_reduce: float
-    efficiency: float
-    hours: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """A plan with everything that it was made from.
 
     Args:
-        even: efficiency that uneven rows allow (None: less than a full step of rows).
-        durations: for each network; none without a measured speed.
+        graphs: why micro-batches are captured, or why not.
     """
 
     settings: Settings
@@ -117,8 +89,6 @@ class Plan:
     rung: Rung
     graphs: str
     memory: list[MemoryRow]
-    even: float | None
-    durations: list[Duration]
 
 
 def guess_hours(plan: Plan) -> tuple[float, float, str]:
@@ -146,14 +116,14 @@ def make_memory_row(
     of_method = dataclasses.replace(settings, method=method)
     work = as_loaded(of_method, shape, sharding, work, gpu_memory)
     for kind in checkpointing_kinds(settings, sharding):
-        found = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
+        estimate = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
         if reference:
-            found = beside_reference(found, reference, method, sharding, work, stays=settings.streaming)
-        verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
-        chosen = not gpu_memory or sharding == "none" or is_chosen(found, sharding, gpu_memory)
+            estimate = beside_reference(estimate, reference, method, sharding, work, stays=settings.streaming)
+        verdict = judge_fit(estimate, gpu_memory) if gpu_memory else "-"
+        chosen = not gpu_memory or sharding == "none" or is_chosen(estimate, sharding, gpu_memory)
         if verdict in ("fits", "unknown", "-") and chosen:
             break
-    return MemoryRow(method, sharding, kind, found, verdict, work.offload, work.copies)
+    return MemoryRow(method, sharding, kind, estimate, verdict, work.offload, work.copies)
 
 
 def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offload]]:
@@ -178,55 +148,58 @@ def make_plan(
     Args:
         reference: shape of --reference_model.
     """
-    asked, gpu_memory = batch, hardware.gpu_memory
-    step = choose_step(settings, shape, rows, asked, gpu_memory)
-    batch = step.batch
-    count = rows.units
-    steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
-    tokens_a_step = rows.mean * batch.global_batch if rows.streamed else rows.tokens / batch.steps_per_epoch(count)
+    step = choose_step(settings, shape, rows, batch, hardware.gpu_memory)
+    steps = step.batch.steps(rows.units, settings.num_train_epochs, settings.max_steps)
+    a_step = step.batch.global_batch if rows.streamed else rows.units / step.batch.steps_per_epoch(rows.units)
+    tokens_a_step = rows.mean * a_step
+    return Plan(
+        settings=settings,
+        shape=shape,
+        rows=rows,
+        hardware=hardware,
+        batch=step.batch,
+        steps=steps,
+        tokens_a_step=tokens_a_step,
+        tokens=tokens_a_step * steps,
+        micro_batch=step.tokens,
+        rung=step.rung,
+        graphs=step.graphs,
+        memory=_memory_rows(settings, shape, rows, batch, hardware, reference),
+    )
+
+
+def _memory_rows(
+    settings: Settings,
+    shape: ModelShape,
+    rows: RowLengths,
+    batch: BatchPlan,
+    hardware: Hardware,
+    reference: ModelShape | None,
+) -> list[MemoryRow]:
+    """Estimate every way to train these rows on this hardware."""
+    gpu_memory = hardware.gpu_memory
     memory: list[MemoryRow] = []
 
     def add(method: Method, sharding: Sharding, offload: Offload, copies: int = 1) -> None:
         of_method = dataclasses.replace(settings, method=method)
-        chosen = choose_step(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
-        work = make_workload(of_method, rows, chosen.tokens, chosen.batch)
+        step = choose_step(of_method, shape, rows, batch, gpu_memory, sharding, offload, copies)
+        work = make_workload(of_method, rows, step.tokens, step.batch)
         work = dataclasses.replace(work, offload=offload, copies=copies)
-        as_chosen = dataclasses.replace(settings, gradient_checkpointing=chosen.checkpointing)
+        as_chosen = dataclasses.replace(settings, gradient_checkpointing=step.checkpointing)
         memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory, reference))
 
     for method in get_args(Method):
-        without: set[str] = set()
+        verdicts: set[str] = set()
         for sharding, offload in shardings_for(method, hardware.processes):
             # Host memory is slow: it is offered where the GPUs' does not do.
-            if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
+            if offload != "none" and (not gpu_memory or {"fits", "tight"} & verdicts):
                 continue
             # A run refuses it (see check_sharding).
             if reference and sharding not in (("none",) if settings.streaming else ("none", "fsdp2")):
                 continue
             add(method, sharding, offload)
             if offload == "none":
-                without.add(memory[-1].verdict)
+                verdicts.add(memory[-1].verdict)
             if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1 and hardware.gpus_per_node > 1:
                 add(method, sharding, offload, hardware.nodes)
-    beside = np.zeros(count) if rows.pixels is None else np.rint(rows.pixels * shape.tokens_a_pixel)
-    even = balance_efficiency(
-        in_order(rows.each, settings.seed), batch, in_order(beside.astype(np.int64), settings.seed)
-    )
-    durations, speed = [], hardware.speed or 0.0
-    # Adapters are trained in fp32.
-    master_bytes = NUMBER_BYTES[settings.full_weights] if settings.method == "full" else 4
-    for rate in hardware.networks if speed else []:
-        work = StepWork(
-            compute=tokens_a_step / hardware.processes / speed,
-            accumulation=batch.accumulation,
-            backward_share=shape.backward_share(settings.method, step.checkpointing != "none"),
-            gradients=shape.trained(settings.method) * master_bytes,
-        )
-        link = Links(rate, hardware.inside)
-        all_reduce = all_reduce_seconds(work.gradients, hardware.nodes, hardware.gpus_per_node, link)
-        efficiency = scaling_efficiency(work, hardware.nodes, hardware.gpus_per_node, link, even or 1.0)
-        hours = tokens_a_step * steps / (speed * hardware.processes * efficiency) / 3600
-        durations.append(Duration(rate, all_reduce, efficiency, hours))
-    return Plan(
-        settings, shape, rows, hardware, batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.rung, step.graphs, memory, even, durations
-    )  # fmt: skip
+    return memory

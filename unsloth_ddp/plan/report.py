@@ -1,19 +1,18 @@
 """Write a plan as tables and JSON."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from unsloth_ddp.config.options import Settings
-from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan, guess_hours
+from unsloth_ddp.plan.compute import MemoryRow, Plan, guess_hours
 from unsloth_ddp.sizing.choose import backend_of, planned_packing, precision_of
 from unsloth_ddp.utils.memory_limits import FILLED
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bytes, shown_seconds
 
-NO_SPEED = (
+TIME_IS_A_GUESS = (
     "The time is a guess from measured runs with packed rows (docs/speed.md): padded rows take longer, and start-up, "
-    "evaluation and "
-    "saving come on top. --tokens_per_second, the speed that a short run logs, gives a better one (docs/plan.md#time)."
+    "evaluation and saving come on top. A run shows the time that is left from its first steps on."
 )
 # Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.
 NOT_IN_NARROW = ("optimizer", "working", "loading")
@@ -22,20 +21,17 @@ COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fi
 
 def render_plan(plan: Plan, *, width: int | None = None, colour: bool = False) -> str:
     """Return the whole plan as text."""
-    settings, hardware = plan.settings, plan.hardware
     width = width or output_width()
-    of_gpu = f" (of {shown_bytes(hardware.gpu_memory)})" if hardware.gpu_memory else ""
-    unit, one = ("GiB", GIB) if max(row.memory.total for row in plan.memory) >= GIB else ("MiB", MIB)
-    memory = _memory_table(settings, plan, one, width, colour)
-    tables = [
-        ("Run", render_pairs(dict(_run_rows(plan)), width=width)),
-        (f"Memory of one GPU{of_gpu} in {unit}; * is the run as set, ≥ a lower bound", memory),
-        *_time_table(hardware, plan, width),
+    gpu_memory = plan.hardware.gpu_memory
+    of_gpu = f" (of {shown_bytes(gpu_memory)})" if gpu_memory else ""
+    unit, size = ("GiB", GIB) if max(row.memory.total for row in plan.memory) >= GIB else ("MiB", MIB)
+    title = f"Memory of one GPU{of_gpu} in {unit}; * is the run as set, ≥ a lower bound"
+    blocks = [
+        ["Run", render_pairs(dict(_run_rows(plan)), width=width)],
+        [fit_text(title, width), _memory_table(plan, size, width, colour), *wrap_text(verdict_sentence(plan), width)],
+        ["\n  ".join(wrap_text(f"- {note}", width - 2)) for note in notes(plan)],
     ]
-    parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
-    parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(plan), width))
-    lines = ["\n  ".join(wrap_text(f"- {text}", width - 2)) for text in notes(plan)]
-    return "\n\n".join([*parts, "\n".join(lines)])
+    return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
 def _run_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -46,7 +42,7 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("model", f"{settings.model} ({shape.parameters:,} parameters; LoRA trains {shape.trained('lora'):,})"),
         ("training", f"method {settings.method}, {precision_of(settings)}, backend {backend_of(settings)}, "
-                     f"gradient_checkpointing {_chosen(plan).checkpointing}, {settings.optim}"),
+                     f"gradient_checkpointing {_as_set(plan).checkpointing}, {settings.optim}"),
         ("hardware", f"{counted(hardware.nodes, 'node')} x {counted(hardware.gpus_per_node, 'GPU')}"),
         (rows.unit, f"{amount} ({counted(rows.tokens, 'token')}, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
         ("global batch", f"{counted(batch.per_device, unit)} per device x {batch.accumulation} accumulation x "
@@ -55,16 +51,17 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
                             f"{' with padding' if rows.packing is None else ''}"),
         ("CUDA graphs", describe_graphs(plan)),
         ("steps", f"{plan.steps:,}{per_epoch}"),
-        *([] if hardware.speed else [("time, a guess", _guessed_time(plan))]),
+        ("time, a guess", _guessed_time(plan)),
         ("model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP per token"),
     ]  # fmt: skip
 
 
 def _guessed_time(plan: Plan) -> str:
-    least, most, gpu = guess_hours(plan)
-    gpus = plan.hardware.processes
-    shown = "under a minute" if most < 1 / 60 else f"{shown_seconds(least * 3600)} to {shown_seconds(most * 3600)}"
-    return f"{shown} on {counted(gpus, 'GPU')} ({gpu})"
+    fewest, most_hours, gpu = guess_hours(plan)
+    range_of_time = f"{shown_seconds(fewest * 3600)} to {shown_seconds(most_hours * 3600)}"
+    if most_hours < 1 / 60:
+        range_of_time = "under a minute"
+    return f"{range_of_time} on {counted(plan.hardware.processes, 'GPU')} ({gpu})"
 
 
 def describe_graphs(plan: Plan) -> str:
@@ -75,173 +72,121 @@ def describe_graphs(plan: Plan) -> str:
     return f"off: {plan.graphs}{refused}"
 
 
-def _memory_table(settings: Settings, plan: Plan, unit: int, width: int, colour: bool) -> str:
+def _memory_table(plan: Plan, unit: int, width: int, colour: bool) -> str:
     numbers = ("weights", "gradients", "optimizer", "working", "loading", "peak")
     columns = [Column("method"), Column("sharding"), Column("recompute")]
     columns += [Column(name, "right", optional=name in NOT_IN_NARROW) for name in numbers]
     rows = []
-    for one in plan.memory:
-        memory = one.memory
+    for row in plan.memory:
+        memory = row.memory
         working = memory.copies + memory.activations
         amounts = (memory.weights, memory.gradients, memory.optimizer, working, memory.loading)
-        chosen = "*" if _is_chosen(settings, one) else ""
+        method = f"{row.method}*" if row is _as_set(plan) else row.method
         peak = f"{'≥' if memory.lower_bound else ''}{memory.total / unit:,.1f}"
         # Its own name would make the widest table wrap.
-        config = "hybrid" if one.copies > 1 else one.config
-        cells = [one.method + chosen, config, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
-        rows.append([*cells, one.verdict])
+        config = "hybrid" if row.copies > 1 else row.config
+        rows.append([method, config, row.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak, row.verdict])
     columns.append(Column("verdict", styles=COLOURS))
-    if all(one.verdict == "-" for one in plan.memory):
+    if not plan.hardware.gpu_memory:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return render_table(columns, rows, width=width, colour=colour)
 
 
-def _is_chosen(settings: Settings, row: MemoryRow) -> bool:
-    return row.method == settings.method and row.sharding == "none"
-
-
-def _chosen(plan: Plan) -> MemoryRow:
-    return next(row for row in plan.memory if _is_chosen(plan.settings, row))
-
-
-def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, str]]:
-    """Return title and table of the duration of the run over each network; nothing without a measured speed."""
-    # Machines are not joined by a network where there is one, so its lines would be the same.
-    shown = plan.durations if hardware.nodes > 1 else plan.durations[:1]
-    columns = [
-        Column("network"),
-        *(Column(name, "right") for name in ("all-reduce", "even rows", "efficiency", "run", "GPU-hours")),
-    ]
-    rows = [
-        [f"{one.network * 8 / 1e9:,.6g} Gbit/s" if hardware.nodes > 1 else "-",
-         shown_seconds(one.all_reduce), _percent(plan.even), _percent(one.efficiency), "< 1 min" if one.hours < 1 / 60 else shown_seconds(one.hours * 3600),
-         "< 0.1" if (spent := one.hours * hardware.processes) < 0.1 else f"{spent:,.1f}"]
-        for one in shown
-    ]  # fmt: skip
-    return [("Time of the run with DDP", render_table(columns, rows, width=width))] if rows else []
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _as_set(plan: Plan) -> MemoryRow:
+    """Return the row of the run as it is set: with DDP, unless a launcher says otherwise."""
+    return next(row for row in plan.memory if row.method == plan.settings.method and row.sharding == "none")
 
 
 def verdict_sentence(plan: Plan) -> str:
     """Return the answer to "does it fit?" for the run as set."""
-    settings, limit = plan.settings, plan.hardware.gpu_memory
+    limit = plan.hardware.gpu_memory
     if not limit:
         return "Give --gpu_memory, such as 80GB, to learn what fits; without it everything is taken to fit."
-    mine = _chosen(plan)
-    gpu = f"a GPU of {shown_bytes(limit)}"
-    needed = f"needs about {shown_bytes(mine.memory.total)} at its peak"
-    if mine.verdict == "fits":
-        return f"The run fits: method {settings.method} with DDP {needed} on {gpu}."
-    if mine.verdict == "unknown":
-        return f"The run may fit: method {settings.method} with DDP needs at least {shown_bytes(mine.memory.total)} on {gpu}."
-    if mine.verdict == "tight":
-        return f"The run may not fit: method {settings.method} with DDP {needed} on {gpu}, and {1 - FILLED:.0%} should stay free."
-    others = [row for row in plan.memory if row.verdict in ("fits", "unknown")]
-    said = f"The run does not fit: method {settings.method} with DDP {needed} on {gpu}. "
+    row = _as_set(plan)
+    run = f"method {plan.settings.method} with DDP needs"
+    peak = f"{shown_bytes(row.memory.total)} at its peak on a GPU of {shown_bytes(limit)}"
+    if row.verdict == "fits":
+        return f"The run fits: {run} about {peak}."
+    if row.verdict == "unknown":
+        return f"The run may fit: {run} at least {peak}."
+    if row.verdict == "tight":
+        return f"The run may not fit: {run} about {peak}, and {1 - FILLED:.0%} should stay free."
+    refusal = f"The run does not fit: {run} about {peak}. "
+    fitting = [row for row in plan.memory if row.verdict == "fits"]
+    others = fitting or [row for row in plan.memory if row.verdict == "unknown"]
     if not others:
         return (
-            f"{said}No method and sharding in the table fits either: take larger GPUs, a smaller model, or shorten "
+            f"{refusal}No method and sharding in the table fits either: take larger GPUs, a smaller model, or shorten "
             "--max_length."
         )
-    certain = [row for row in others if row.verdict == "fits"]
-    named = [f"{row.method} with {'DDP' if row.sharding == 'none' else row.config}" for row in certain or others]
-    return f"{said}What {'fits' if certain else 'may fit'} by the table: {', '.join(named[:4])}."
+    names = [f"{row.method} with {'DDP' if row.sharding == 'none' else row.config}" for row in others[:4]]
+    return f"{refusal}What {'fits' if fitting else 'may fit'} by the table: {', '.join(names)}."
 
 
-def notes(plan: Plan) -> list[str]:
-    """Return the sentences on what the tables rest on, and what they leave out."""
-    hardware = plan.hardware
-    said = [
+def notes(plan: Plan) -> Iterator[str]:
+    """Yield the sentences on what the tables rest on, and what they leave out."""
+    settings, shape, rows = plan.settings, plan.shape, plan.rows
+    unit = rows.unit.removesuffix("s")
+    yield (
         "Memory: peak is the highest of the backward pass, the optimizer step and loading. Up to "
         f"{FILLED:.0%} of a GPU counts as a fit. Runs took up to twice as much as a lower bound (docs/plan.md#memory)."
-    ]
+    )
     if offloaded := [row for row in plan.memory if row.offload != "none" and row.verdict != "does not fit"]:
-        kept = ", ".join(
-            f"{row.method} with {row.config} {shown_bytes(row.memory.host * hardware.gpus_per_node)}"
-            for row in offloaded
+        per_node = plan.hardware.gpus_per_node
+        amounts = (f"{row.method} with {row.config} {shown_bytes(row.memory.host * per_node)}" for row in offloaded)
+        yield (
+            f"Host memory of a node: {', '.join(amounts)}, at least. Every step moves it between host and GPUs; "
+            "measured steps with ZeRO took about 5 to 10 times as long (docs/sharding.md#cpu-offload)."
         )
-        said.append(
-            f"Host memory of a node: {kept}, at least. Every step moves it between host and GPUs; measured "
-            "steps with ZeRO took about 5 to 10 times as long (docs/sharding.md#cpu-offload)."
+    if shape.has_experts:
+        yield (
+            "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory "
+            "as a lower bound."
+            + (" With the transformers backend QLoRA leaves the experts in 16 bit." if shape.experts else "")
         )
-    if plan.shape.has_experts:
-        said.append(
-            "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as a lower bound."
-            + (" With the transformers backend QLoRA leaves the experts in 16 bit." if plan.shape.experts else "")
+    if rows.pixels is not None and (numbers := shape.numbers_a_patch):
+        yield (
+            f"Images: a {unit} has {rows.pixels.mean() / numbers:,.0f} patches on average, each of the work of "
+            f"{shape.tokens_a_pixel * numbers:.2g} tokens in the tower."
+            + (" What a trained tower keeps was not held against a run on a GPU." if shape.tower_trained else "")
         )
-    if plan.rows.pixels is not None and (numbers := plan.shape.numbers_a_patch):
-        said.append(
-            f"Images: a {plan.rows.unit.removesuffix('s')} has {plan.rows.pixels.mean() / numbers:,.0f} patches on average, each of the work of "
-            f"{plan.shape.tokens_a_pixel * numbers:.2g} tokens in the tower."
-            + (" What a trained tower keeps was not held against a run on a GPU." if plan.shape.tower_trained else "")
-        )
-    if plan.settings.reference_model:
-        said.append(
-            f"Reference: {plan.settings.reference_model} is "
-            + (
-                "beside the model in each step, and works with DDP only."
-                if plan.settings.streaming
-                else "loaded beside the model before step 1, which counts as loading; it works with DDP and FSDP2."
-            )
-        )
-    if hardware.inside is None and hardware.gpus_per_node > 1:
-        said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
-    if plan.durations:
-        said.append(
-            "Time: all-reduce averages the gradients of a step; efficiency is a GPU's speed relative to one alone; even rows is the part that uneven rows allow, as a step "
-            "lasts as long as its GPU with the most tokens. Start-up, evaluation, saving, congestion and slow machines come "
-            "on top (docs/plan.md#time)."
-        )
-    else:
-        said.append(NO_SPEED)
-    if plan.rows.streamed:
-        unit = plan.rows.unit.removesuffix("s")
-        said.append(
-            f"Rows are streamed: the plan is made from the first {counted(plan.rows.units, unit)}, and memory is that of "
-            f"micro-batches with {plan.settings.longest_example:,} tokens per {unit}."
+    if settings.reference_model:
+        use = "loaded beside the model before step 1, which counts as loading; it works with DDP and FSDP2."
+        if settings.streaming:
+            use = "beside the model in each step, and works with DDP only."
+        yield f"Reference: {settings.reference_model} is {use}"
+    yield TIME_IS_A_GUESS
+    if rows.streamed:
+        yield (
+            f"Rows are streamed: the plan is made from the first {counted(rows.units, unit)}, and memory is that of "
+            f"micro-batches with {settings.longest_example:,} tokens per {unit}."
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.rung.captured else "")
         )
-    if plan.settings.packing == "auto":
-        decision = planned_packing(plan.settings, plan.shape, plan.hardware.capability, images=plan.rows.images)
+    if settings.packing == "auto":
+        decision = planned_packing(settings, shape, plan.hardware.capability, images=rows.images)
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
-            planned = f"padded rows, because {decision.reason}"
-            if not plan.shape.packing.wrong:
-                planned += "; --packing on plans packs"
-        said.append(f"packing auto is planned as {planned}.")
-    return said
+            packs = "" if shape.packing.wrong else "; --packing on plans packs"
+            planned = f"padded rows, because {decision.reason}{packs}"
+        yield f"packing auto is planned as {planned}."
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return everything that was computed, in bytes and seconds."""
-    rows = plan.rows
-    memory = [
-        {
-            "method": m.method,
-            "sharding": m.sharding,
-            "offload": m.offload,
-            "model_copies": m.copies,
-            "gradient_checkpointing": m.checkpointing,
-            "verdict": m.verdict,
-            "total": m.memory.total,
-            **dataclasses.asdict(m.memory),
-        }
-        for m in plan.memory
-    ]
-    given = ("settings", "shape", "rows", "hardware")
-    content = dataclasses.asdict(plan)
-    return {
-        **{name: content[name] for name in given},
-        "rows": {
-            rows.unit: rows.units,
-            "tokens": rows.tokens,
-            "longest": rows.longest,
-            "streamed": rows.streamed,
-            "supervised": int(rows.supervised.sum()),
-        },
-        "plan": {**{name: value for name, value in content.items() if name not in given}, "memory": memory},
-        "notes": [verdict_sentence(plan), *notes(plan)],
+    content, rows = dataclasses.asdict(plan), plan.rows
+    inputs = {name: content.pop(name) for name in ("settings", "shape", "rows", "hardware")}
+    inputs["rows"] = {
+        rows.unit: rows.units,
+        "tokens": rows.tokens,
+        "longest": rows.longest,
+        "streamed": rows.streamed,
+        "supervised": int(rows.supervised.sum()),
     }
+    for row, written in zip(plan.memory, content["memory"], strict=True):
+        written |= {
+            **written.pop("memory"),
+            "model_copies": written.pop("copies"),
+            "gradient_checkpointing": written.pop("checkpointing"),
+            "total": row.memory.total,
+        }
+    return {**inputs, "plan": content, "notes": [verdict_sentence(plan), *notes(plan)]}

@@ -9,7 +9,6 @@ installed.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -19,7 +18,7 @@ from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.port.convert import PORTED_TOOLS, detect_tool, port
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.utils.errors import UserError, os_reason
-from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
+from unsloth_ddp.utils.files.yaml import read_mapping
 from unsloth_ddp.utils.redaction import printable
 
 
@@ -34,25 +33,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file.
-
-    Raises:
-        UserError: it cannot be read, or holds something else.
-    """
-    try:
-        content = read_yaml(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
-    except Unreadable as error:
-        raise UserError(f"{path} is not YAML: {str(error).rstrip('.')}.") from None
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"{path} holds no keys and values, so there is nothing to port.")
-    if content and set(content) <= set(OPTIONS):
-        raise UserError(f"{path} is a file of this kit already; give it as --config.")
-    return content
-
-
 def problem_of(ported: Ported) -> str | None:
     """Return the sentence with which the kit refuses the result, or None."""
     try:
@@ -62,8 +42,8 @@ def problem_of(ported: Ported) -> str | None:
     return None
 
 
-def render(ported: Ported, source: Path) -> str:
-    """Return the kit's YAML file, with what was left out as comments."""
+def render(ported: Ported, source: Path, output: Path | None = None) -> str:
+    """Return the kit's YAML file, with what was left out and the command that starts it as comments."""
     lines = [f"# Ported from {printable(source.name)} ({ported.tool})."]
     problem = None if ported.to_do else problem_of(ported)
     to_do = dict.fromkeys([*ported.to_do, *([problem] if problem else [])])
@@ -78,7 +58,7 @@ def render(ported: Ported, source: Path) -> str:
     lines += [
         "#",
         "# Start it with: uv run accelerate launch --config_file "
-        f"accelerate_configs/{ported.launch_config}.yaml train_ddp.py --config THIS_FILE",
+        f"accelerate_configs/{ported.launch_config}.yaml train_ddp.py --config {output or 'THIS_FILE'}",
     ]
     ordered = {name: ported.options[name] for name in OPTIONS if name in ported.options}
     return "\n".join(lines) + "\n" + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)
@@ -86,23 +66,25 @@ def render(ported: Ported, source: Path) -> str:
 
 def port_file(argv: list[str]) -> None:
     """Read the file, port it, and print or write the result."""
-    given = make_parser().parse_args(argv)
-    content = read_file(given.file)
+    arguments = make_parser().parse_args(argv)
+    content = read_mapping(arguments.file, str(arguments.file))
+    if content and set(content) <= set(OPTIONS):
+        raise UserError(f"{arguments.file} is a file of this kit already; give it as --config.")
     try:
-        tool = PORTED_TOOLS[given.tool] if given.tool else detect_tool(content)
-        ported = port(content, tool, given.file.parent)
+        tool = PORTED_TOOLS[arguments.tool] if arguments.tool else detect_tool(content)
+        ported = port(content, tool, arguments.file.parent)
     except UserError as refused:
-        raise UserError(f"{given.file}: {refused}") from None
-    text = render(ported, given.file)
-    if given.output is None:
+        raise UserError(f"{arguments.file}: {refused}") from None
+    text = render(ported, arguments.file, arguments.output)
+    if arguments.output is None:
         print(text, end="")
         return
-    if given.output.exists():
-        raise UserError(f"--output {given.output} already exists; give another name.")
+    if arguments.output.exists():
+        raise UserError(f"--output {arguments.output} already exists; give another name.")
     try:
-        given.output.write_text(text, encoding="utf-8")
+        arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {given.output} cannot be written: {os_reason(error)}.") from None
+        raise UserError(f"--output {arguments.output} cannot be written: {os_reason(error)}.") from None
     print("\n".join(line for line in text.splitlines() if line.startswith("#")))
 
 

@@ -55,22 +55,24 @@ def detect_tool(content: Mapping[str, Any]) -> str:
     if not counts:
         raise UserError(
             "its keys are those of none of axolotl, LLaMA-Factory and TRL; name the tool with --tool, or see "
-            "docs/from-elsewhere.md."
+            "docs/keys.md."
         )
     return TOOLS[counts.most_common(1)[0][0]]
 
 
-def task_of_trl(given: Mapping[str, Any]) -> str:
-    """Return dpo or kto for a file of TRL that has keys of DPOTrainer or KTOTrainer, or a loss of theirs; otherwise sft.
+def task_of_trl(content: Mapping[str, Any]) -> str:
+    """Return dpo or kto for a file of TRL with keys or a loss of DPOTrainer or KTOTrainer, and sft for others.
 
     Raises:
-        UserError: the file is for a trainer that has no counterpart, with the keys and the trainers' configs that have the most
-            of them; or it has a loss that is not offered.
+        UserError: the file is for a trainer that has no counterpart (named with its keys), or has a loss that is not
+            offered.
     """
-    own = {name: [key for key in given if key in fields] for name, fields in other_trl_configs().items()}
-    most = max(map(len, own.values()), default=0)
-    configs = [name for name, found in own.items() if found and len(found) == most]
-    losses = losses_of(given)
+    keys_by_config = {name: [key for key in content if key in fields] for name, fields in other_trl_configs().items()}
+    most_keys = max(map(len, keys_by_config.values()), default=0)
+    configs = [
+        name for name, keys_of_config in keys_by_config.items() if keys_of_config and len(keys_of_config) == most_keys
+    ]
+    losses = losses_of(content)
     if losses == ["kto"] or configs == ["KTOConfig"]:
         if other := [loss for loss in losses if loss != "kto"]:
             raise UserError(f"loss_type {other[0][:100]} is not offered; the loss of labelled answers is kto.")
@@ -81,24 +83,25 @@ def task_of_trl(given: Mapping[str, Any]) -> str:
                 f"loss_type {other[0][:100]} is not offered; the losses of pairs are {', '.join(PAIR_LOSSES)}."
             )
         return "dpo"
-    if most:
-        keys = next(keys for keys in own.values() if len(keys) == most)
+    if most_keys:
+        keys = next(keys for keys in keys_by_config.values() if len(keys) == most_keys)
         raise UserError(
-            f"{', '.join(keys)} {'is' if most == 1 else 'are'} for TRL's {', '.join(configs)}, and port reads files for SFTConfig, "
-            "DPOConfig and KTOConfig; a loss_type of DPO or KTO says which."
+            f"{', '.join(keys)} {'is' if most_keys == 1 else 'are'} for TRL's {', '.join(configs)}, and port reads "
+            "files for SFTConfig, DPOConfig and KTOConfig; a loss_type of DPO or KTO says which."
         )
     if losses and all(loss in (*PAIR_LOSSES, "sft") for loss in losses):
         return "dpo"
     if other := [loss for loss in losses if loss not in SFT_LOSSES]:
         raise UserError(
-            f"loss_type {other[0][:100]} is for another trainer of TRL, and port reads files for SFTConfig, DPOConfig and KTOConfig."
+            f"loss_type {other[0][:100]} is for another trainer of TRL, and port reads files for SFTConfig, DPOConfig "
+            "and KTOConfig."
         )
     return "sft"
 
 
-def losses_of(given: Mapping[str, Any]) -> list[str]:
+def losses_of(content: Mapping[str, Any]) -> list[str]:
     """Return the losses that loss_type names."""
-    named = given.get("loss_type", [])
+    named = content.get("loss_type", [])
     return [str(loss) for loss in (named if isinstance(named, list) else [named])]
 
 
@@ -108,17 +111,19 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
     Raises:
         UserError: the file asks for something that the kit does not do.
     """
-    ported = Ported(tool, folder)
-    given = {key: value for key, value in content.items() if value not in (None, "", [], {})}
+    content = {key: value for key, value in content.items() if value not in (None, "", [], {})}
+    ported = Ported(tool, folder, content)
     if tool == TRL:
-        task = task_of_trl(given)
+        task = task_of_trl(content)
         ported.add({"task": task}, "the trainer")
         ported.left_out["the trainer"] = f"TRL's files do not name it; this is the run of trl {task}"
     # The task first, since how rows and other keys are read depends on it.
-    for key, value in sorted(given.items(), key=lambda item: item[0] not in TASK_KEYS):
+    for key, value in sorted(content.items(), key=lambda item: item[0] not in TASK_KEYS):
         rule = RULES.get(key)
         if rule:
-            rule(ported, key, value, given)
+            rule(ported, key, value)
+        elif key in WITH_ANOTHER:
+            continue
         elif key in ALIASES:
             _port_alias(ported, key, value)
         elif key in OPTIONS:
@@ -126,11 +131,12 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         elif key in OWNED_ARGS:
             if value is not False:
                 ported.left_out[key] = OWNED_ARGS[key]
-        elif key in sft_config_fields():
+        # TRL refuses tf32 where the GPU has none, even if it is off.
+        elif key in sft_config_fields() and (key, value) != ("tf32", False):
             ported.options.setdefault("trainer_args", {})[key] = value
         elif value is not False:
             ported.left_out[key] = "the kit has no such option"
-    _complete(ported, given)
+    _complete(ported)
     _leave_out_refused(ported)
     return ported
 
@@ -159,34 +165,32 @@ def _port_alias(ported: Ported, key: str, value: Any) -> None:
         ported.left_out[key] = ALIASES[key].note
 
 
-Rule = Callable[[Ported, str, Any, Mapping[str, Any]], None]
+# Keys that say something only together with another one, whose rule reads them.
+WITH_ANOTHER = (
+    "dataset_dir", "max_samples", "interleave_probs", "mix_strategy", "loss_weights", "disable_dropout",
+)  # fmt: skip
+Rule = Callable[[Ported, str, Any], None]
 
 
-def _run_folder(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _run_folder(ported: Ported, key: str, value: Any) -> None:
     """Other tools write a run to output_dir itself, the kit to <output_dir>/<run_name>."""
     folder = Path(plain_path(str(value)))
-    if given.get("run_name") or not folder.name:
+    if ported.content.get("run_name") or not folder.name:
         ported.add({"output_dir": str(folder)}, key)
     else:
         ported.add({"output_dir": str(folder.parent), "run_name": folder.name}, key)
 
 
-def _recompute(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _recompute(ported: Ported, key: str, value: Any) -> None:
     if str(value).lower() in ("offload", "unsloth"):
         ported.add({"gradient_checkpointing": "unsloth"}, key)
     elif value is not False:
         ported.left_out[key] = "the kit recomputes activations where they do not fit (gradient_checkpointing auto)"
 
 
-def _tf32(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    """TRL refuses tf32 where the GPU has none, so only what was asked for is handed on."""
-    if value is True:
-        ported.options.setdefault("trainer_args", {})[key] = value
-
-
-def _sharding(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", str(value).lower()) if key == "deepspeed" else None
-    stage = found[1] if found else ""
+def _sharding(ported: Ported, key: str, value: Any) -> None:
+    named_stage = re.search(r"(?:zero|z|stage)[_-]?([0-3])", str(value).lower()) if key == "deepspeed" else None
+    stage = named_stage[1] if named_stage else ""
     if key == "deepspeed":
         ported.launch_config = {"0": "ddp", "3": "zero3"}.get(stage, "zero2")
     elif value:
@@ -197,97 +201,91 @@ def _sharding(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) ->
         ported.left_out[key] += f"; {ported.launch_config}_offload.yaml uses host memory too"
 
 
-def _wandb(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _wandb(ported: Ported, key: str, value: Any) -> None:
     ported.add({"report_to": ["wandb"]}, key)
     ported.left_out[key] = f"set {key.upper()} in the environment"
 
 
-def _template(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _template(ported: Ported, key: str, value: Any) -> None:
     if value == "chatml":
         ported.add({"chat_template": "chatml"}, key)
     elif value != "tokenizer_default":
         ported.left_out[key] = ALIASES["template"].note
 
 
-def _split_names(option: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _split_names(option: str, ported: Ported, key: str, value: Any) -> None:
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     ported.add({option: ["all-linear"] if names in (["all"], ["all-linear"]) else names}, key)
 
 
-def _a_number_per_epoch(strategy: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _a_number_per_epoch(strategy: str, ported: Ported, key: str, value: Any) -> None:
     ported.add({strategy: "epoch" if value else "no"}, key)
     if value not in (0, 1):
         ported.left_out[key] = f"once an epoch instead of {value} times; give {strategy.split('_')[0]}_steps for more"
 
 
-def _dataset_names(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _dataset_names(ported: Ported, key: str, value: Any) -> None:
     if ported.tool == LLAMA_FACTORY:
-        port_names(ported, key, value, given)
+        port_names(ported, key, value)
     else:
         ported.add({key: [plain_path(str(item)) for item in (value if isinstance(value, list) else [value])]}, key)
 
 
-def _dataset_name(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _dataset_name(ported: Ported, key: str, value: Any) -> None:
     """TRL evaluates on the test split of the training data, where it evaluates at all."""
     ported.add({"dataset": [plain_path(str(value))]}, key)
-    if given.get("eval_strategy", "no") not in ("no", False):
+    if ported.content.get("eval_strategy", "no") not in ("no", False):
         ported.add({"eval_dataset": [plain_path(str(value))]}, key)
 
 
-def _model(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _model(ported: Ported, key: str, value: Any) -> None:
     ported.add({"model": plain_path(str(value))}, key)
 
 
-def _upstream_name(option: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _upstream_name(option: str, ported: Ported, key: str, value: Any) -> None:
     name = OTHER_VALUES[option].get(str(value).lower(), value)
-    if (known := known_names(option)) and name not in known:
+    if (names := known_names(option)) and name not in names:
         ported.left_out[key] = f"{str(value)[:100]} is not a name that Transformers knows; the default is used"
     else:
         ported.add({option: name}, key)
 
 
-def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _warmup(ported: Ported, key: str, value: Any) -> None:
     """warmup_steps wins over warmup_ratio, as in Transformers."""
-    if not given.get("warmup_steps"):
+    if not ported.content.get("warmup_steps"):
         ported.add({"warmup_steps": value}, key)
 
 
-def _pair_loss(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _pair_loss(ported: Ported, key: str, value: Any) -> None:
     """TRL's loss of a pair or of a labelled answer, with sft beside it for the cross entropy of the chosen answers."""
     if ported.options.get("task") == "kto":
         return
-    losses, weights = losses_of(given), given.get("loss_weights") or [1.0] * len(losses_of(given))
-    found = dict(zip(losses, weights if isinstance(weights, list) else [weights], strict=False))
+    losses, weights = (
+        losses_of(ported.content),
+        ported.content.get("loss_weights") or [1.0] * len(losses_of(ported.content)),
+    )
+    weight_of = dict(zip(losses, weights if isinstance(weights, list) else [weights], strict=False))
     if ported.options.get("task") != "dpo":
         ported.options.setdefault("trainer_args", {})[key] = value
         return
     of_pairs = [loss for loss in losses if loss != "sft"]
-    if len(of_pairs) != 1 or found.get(of_pairs[0], 1.0) != 1.0:
+    if len(of_pairs) != 1 or weight_of.get(of_pairs[0], 1.0) != 1.0:
         raise UserError(
             f"loss_type {losses} with loss_weights {weights}: one loss of weight 1 is offered, and sft beside it."
         )
     ported.add({"preference_loss": of_pairs[0]}, key)
-    if "sft" in found:
-        ported.add({"sft_weight": found["sft"]}, key)
+    if "sft" in weight_of:
+        ported.add({"sft_weight": weight_of["sft"]}, key)
 
 
-def _leave_out(why: str, ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _leave_out(why: str, ported: Ported, key: str, value: Any) -> None:
     ported.left_out[key] = why
 
 
-def _read_elsewhere(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    """Do nothing: the key says something only together with another one, whose rule reads it."""
-
-
 RULES: dict[str, Rule] = {
-    "dataset_dir": _read_elsewhere,
-    "max_samples": _read_elsewhere,
-    "interleave_probs": _read_elsewhere,
-    "mix_strategy": _read_elsewhere,
     "output_dir": _run_folder,
     "gradient_checkpointing": _recompute,
     "gradient_checkpointing_kwargs": _recompute,
-    "tf32": _tf32,
     "attn_implementation": partial(_leave_out, ALIASES["flash_attention"].note),
     "deepspeed": _sharding,
     "fsdp": _sharding,
@@ -315,13 +313,11 @@ RULES: dict[str, Rule] = {
     "lr_scheduler_type": partial(_upstream_name, "lr_scheduler_type"),
     "warmup_ratio": _warmup,
     "loss_type": _pair_loss,
-    "loss_weights": _read_elsewhere,
-    "disable_dropout": _read_elsewhere,
     "env": partial(_leave_out, "set these variables in the environment"),
 }
 
 
-def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
+def _complete(ported: Ported) -> None:
     """Add the tool's own defaults, and take out what contradicts the rest."""
     options = ported.options
     if renamed := [f"{old}={new}" for old, (new, _) in ported.columns.items() if old != new]:
@@ -338,15 +334,15 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     if ported.tool == LLAMA_FACTORY:
         options.setdefault("lora_alpha", 2 * options["lora_r"])
         options.setdefault("method", "lora")
-        if options["method"] == "qlora" and given.get("finetuning_type") == "full":
+        if options["method"] == "qlora" and ported.content.get("finetuning_type") == "full":
             raise UserError("finetuning_type full with quantization_bit contradict each other; remove one of them.")
     if options["method"] == "full":
         for option in ADAPTER:
             options.pop(option, None)
     if ported.tool == TRL and "loss_on" not in options and options["task"] == "sft":
         ported.left_out["loss_on"] = (
-            "TRL trains on every token of chats unless assistant_only_loss is set, the kit on the assistant's; give loss_on "
-            "all for TRL's way"
+            "TRL trains on every token of chats unless assistant_only_loss is set, the kit on the assistant's; give "
+            "loss_on all for TRL's way"
         )
     evaluated = options.get("eval_dataset") or options.get("eval_fraction")
     strategy = options.get("eval_strategy")

@@ -17,6 +17,7 @@ class Ported:
     Attributes:
         tool: The tool that the file is for, as in aliases.TOOLS.
         folder: The folder of its file.
+        content: The keys of the file that are not empty.
         options: The kit's options, in the order in which they were found.
         left_out: What was left out or changed, by name, and why.
         to_do: What has to be done before the result runs.
@@ -27,6 +28,7 @@ class Ported:
 
     tool: str
     folder: Path
+    content: Mapping[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     to_do: list[str] = field(default_factory=list)
@@ -53,8 +55,8 @@ class Ported:
                 converted = convert_value(option, value, self.tool)
                 OPTIONS[option].check(option, converted)
             except UserError as refused:
-                said = str(refused).removeprefix(f"{self.tool}: ").rstrip(".")
-                self.left_out[name] = said.removeprefix(f"{name} is ")
+                sentence = str(refused).removeprefix(f"{self.tool}: ").rstrip(".")
+                self.left_out[name] = sentence.removeprefix(f"{name} is ")
                 continue
             # load_in_4bit or quantization_bit beside an adapter of kind lora, in either order.
             if option == "method" and {converted, self.options.get("method")} == {"lora", "qlora"}:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def plain_path(value: str) -> str:
     return os.path.normpath(value) if value.startswith("./") else value
 
 
-def port_mappings(option: str, ported: Ported, name: str, entries: Any, given: Mapping[str, Any]) -> None:
+def port_mappings(option: str, ported: Ported, name: str, entries: Any) -> None:
     """Port a list of datasets, each a mapping with path, type, split and name, for an option."""
     entries = entries if isinstance(entries, list) else [entries]
     if not all(isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries):
@@ -105,10 +104,10 @@ def _paths(ported: Ported, name: str, entry: dict[str, Any]) -> list[str]:
 
 def _port_columns(ported: Ported, title: str, entry: dict[str, Any]) -> None:
     """Port the type of a dataset's rows and the names of their columns, and say what is not read."""
-    kind = entry.get("type") or "chat_template"
+    row_type = entry.get("type") or "chat_template"
     # A type may be a mapping of its own, with the names of columns and a prompt that is not used.
-    inner = kind if isinstance(kind, dict) else {}
-    base = "alpaca" if inner else str(kind).split(".")[0].split(":")[0]
+    inner = row_type if isinstance(row_type, dict) else {}
+    base = "alpaca" if inner else str(row_type).split(".")[0].split(":")[0]
     task = ported.options.get("task", "sft")
     if task != "sft" and base not in KNOWN_PREFERENCES and not inner:
         columns = "prompt, completion and label" if task == "kto" else "prompt, chosen and rejected"
@@ -116,8 +115,7 @@ def _port_columns(ported: Ported, title: str, entry: dict[str, Any]) -> None:
     elif task == "sft" and base not in KNOWN_KINDS:
         ported.to_do.append(
             f"{title} is of type {base}, which the kit does not know; give its rows the columns messages, or "
-            f"instruction and "
-            "output, or prompt and completion, or text."
+            "instruction and output, or prompt and completion, or text."
         )
     if base == "alpaca":
         ported.left_out[title] = (
@@ -152,10 +150,10 @@ def _port_messages(ported: Ported, title: str, entry: dict[str, Any], base: str)
     return {column: column if column in CHAT_COLUMNS[names] else CHAT_COLUMNS[names][0]}
 
 
-def port_names(ported: Ported, option: str, value: Any, given: Mapping[str, Any]) -> None:
+def port_names(ported: Ported, option: str, value: Any) -> None:
     """Port datasets that LLaMA-Factory names in its dataset_info.json, with max_samples and interleave_probs."""
     names = [str(part) for part in value] if isinstance(value, list) else [p.strip() for p in str(value).split(",")]
-    folder, info = _dataset_info(ported.folder, given.get("dataset_dir") or "data")
+    folder, info = _dataset_info(ported.folder, ported.content.get("dataset_dir") or "data")
     sources = []
     for name in names:
         entry = info.get(name)
@@ -164,14 +162,14 @@ def port_names(ported: Ported, option: str, value: Any, given: Mapping[str, Any]
             ported.to_do.append(
                 f"{option} {name} is a name in LLaMA-Factory's dataset_info.json; give its file or Hub id."
             )
-        sources.append(_registered(ported, name, entry, folder, given.get("max_samples")))
+        sources.append(_registered(ported, name, entry, folder))
     if option == "dataset":
-        sources = _with_weights(ported, sources, given)
+        sources = _with_weights(ported, sources)
     ported.add({option: [str(source) for source in sources]}, option)
 
 
-def _with_weights(ported: Ported, sources: list[Source], given: Mapping[str, Any]) -> list[Source]:
-    probabilities, strategy = given.get("interleave_probs"), given.get("mix_strategy", "concat")
+def _with_weights(ported: Ported, sources: list[Source]) -> list[Source]:
+    probabilities, strategy = ported.content.get("interleave_probs"), ported.content.get("mix_strategy", "concat")
     if strategy == "concat" or len(sources) == 1:
         return sources
     words = str(probabilities).split(",") if probabilities and not isinstance(probabilities, list) else probabilities
@@ -187,8 +185,7 @@ def _with_weights(ported: Ported, sources: list[Source], given: Mapping[str, Any
     if strategy != "interleave_under":
         ported.to_do.append(
             f"mix_strategy {strategy} repeats the rows of datasets that end early, and here none is repeated; name "
-            f"those several times "
-            "instead of weighting them."
+            "those several times instead of weighting them."
         )
     return [source._replace(weight=weight) for source, weight in zip(sources, weights, strict=True)]
 
@@ -206,8 +203,8 @@ def _dataset_info(folder: Path, named: str) -> tuple[Path, dict[str, Any]]:
     return folder, {}
 
 
-def _registered(ported: Ported, name: str, entry: dict[str, Any], folder: Path, most: Any) -> Source:
-    """Return a dataset of dataset_info.json, or one that is named itself (`plain`), with at most `most` rows."""
+def _registered(ported: Ported, name: str, entry: dict[str, Any], folder: Path) -> Source:
+    """Return a dataset of dataset_info.json, or one that is named itself (`plain`), with at most max_samples rows."""
     if entry.get("ranking") and ported.options.get("task", "sft") in ("sft", "kto"):
         raise UserError(f"dataset {name} holds pairs of answers, and the file trains on single ones; give stage: dpo.")
     title = f"dataset {name}"
@@ -228,15 +225,16 @@ def _registered(ported: Ported, name: str, entry: dict[str, Any], folder: Path, 
             f"{title} has {', '.join(others)} in dataset_info.json, which port does not read; name the files that are "
             f"meant."
         )
-    split = _first_rows(ported, title, entry, most)
+    split = _first_rows(ported, title, entry)
     if hub := entry.get("hf_hub_url"):
         return Source(str(hub), entry.get("subset"), split)
     return Source(entry.get("plain") or str(folder / str(entry.get("file_name", name))), None, split)
 
 
-def _first_rows(ported: Ported, title: str, entry: dict[str, Any], most: Any) -> str | None:
+def _first_rows(ported: Ported, title: str, entry: dict[str, Any]) -> str | None:
     """Return the split of a dataset, cut to the number of samples that the file or the dataset's entry wants."""
-    split, counts = entry.get("split"), [count for count in (entry.get("num_samples"), most) if isinstance(count, int)]
+    split, samples = entry.get("split"), (entry.get("num_samples"), ported.content.get("max_samples"))
+    counts = [count for count in samples if isinstance(count, int)]
     if not counts:
         return split
     if "[" in (split or ""):

@@ -49,16 +49,16 @@ class Question:
 
     @property
     def shown(self) -> str:
-        """Return the last turn, with the names of the images; those of bytes and downloads have no name with an ending."""
+        """Return the last turn with the names of its images; images from bytes and downloads have none."""
         names = ", ".join(
-            path.name[:24] if (path := Path(one)).suffix else "an image of the row" for one in self.images
+            path.name[:24] if (path := Path(image)).suffix else "an image of the row" for image in self.images
         )
         return f"{self.turns[-1]['content']}{f' ({names})' if names else ''}"
 
 
 def questions(examples: list[Example]) -> list[Question]:
     """Return the chats that end with a user's question or a tool's result and a text of the assistant, as questions."""
-    found = [
+    answerable = [
         Question(
             e.messages[:-1],
             e.messages[-1]["content"],
@@ -70,11 +70,11 @@ def questions(examples: list[Example]) -> list[Question]:
         for e in examples
         if _is_question(e.messages) and None not in e.parts.get(str(len(e.messages) - 1), [])
     ]
-    if left_out := len(examples) - len(found):
+    if left_out := len(examples) - len(answerable):
         print(
             f"Not compared: {left_out} of {counted(len(examples), 'evaluation row')}, without a question and an answer."
         )
-    return found
+    return answerable
 
 
 def _is_question(chat: list[Message]) -> bool:
@@ -84,7 +84,7 @@ def _is_question(chat: list[Message]) -> bool:
 
 
 def answer(
-    model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime, processing: ImageProcessing | None = None
+    model: Any, tokenizer: Any, questions: list[Question], runtime: Runtime, processing: ImageProcessing | None = None
 ) -> list[str] | None:
     """Return the model's answers in the order of the questions; each rank generates its share, every rank gets all.
 
@@ -93,16 +93,16 @@ def answer(
     Args:
         processing: of images, if questions have some.
     """
-    if not asked:
+    if not questions:
         return []
-    mine = asked[runtime.ranks.rank :: runtime.ranks.world_size]
+    mine = questions[runtime.ranks.rank :: runtime.ranks.world_size]
     was_training = model.training
     if runtime.backend == "unsloth":
         from unsloth import FastLanguageModel
 
         FastLanguageModel.for_inference(model=model)
     model.eval()
-    length, answers = min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS), []
+    length, answers = min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, questions)), MOST_NEW_TOKENS), []
     failed = None
     try:
         for batch in batches(tokenizer, mine, length, processing):
@@ -114,19 +114,19 @@ def answer(
         FastLanguageModel.for_training(model=model)
     model.train(mode=was_training)
     shares, failures = runtime.gather(answers), runtime.gather(failed)
-    if reason := next(filter(None, failures), None):
-        print(f"The answers are not compared, because the model failed to generate ({reason}).", flush=True)
+    if failure := next(filter(None, failures), None):
+        print(f"The answers are not compared, because the model failed to generate ({failure}).", flush=True)
         return None
-    return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
+    return [shares[i % len(shares)][i // len(shares)] for i in range(len(questions))]
 
 
 def batches(
-    tokenizer: Any, asked: list[Question], length: int, processing: ImageProcessing | None = None
+    tokenizer: Any, questions: list[Question], length: int, processing: ImageProcessing | None = None
 ) -> Iterator[list[Question]]:
     """Yield the questions in order, as many at once as BATCH and BATCH_TOKENS allow, and at least one."""
     batch: list[Question] = []
     longest = 0
-    for question in asked:
+    for question in questions:
         prompt = len(inputs_of(tokenizer, [question.with_answer(None)], processing)[0]["input_ids"])
         tokens = (len(batch) + 1) * (max(longest, prompt) + length)
         if batch and (len(batch) == BATCH or tokens > BATCH_TOKENS):
@@ -138,49 +138,51 @@ def batches(
         yield batch
 
 
-def say_too_long(tokenizer: Any, asked: list[Question]) -> None:
+def say_too_long(tokenizer: Any, questions: list[Question]) -> None:
     """Print how many questions expect a longer answer than is generated."""
-    if longer := sum(length > MOST_NEW_TOKENS for length in _lengths(tokenizer, asked)):
+    if longer := sum(length > MOST_NEW_TOKENS for length in _lengths(tokenizer, questions)):
         print(
-            f"The expected answers of {longer} of {counted(len(asked), 'held-out question')} may be longer than the "
-            f"{MOST_NEW_TOKENS} tokens that are generated, so they count as not answered exactly."
+            f"The expected answers of {longer} of {counted(len(questions), 'held-out question')} may be longer than "
+            f"the {MOST_NEW_TOKENS} tokens that are generated, so they count as not answered exactly."
         )
 
 
-def _lengths(tokenizer: Any, asked: list[Question]) -> list[int]:
-    return [len(tokenizer(text=question.answer, add_special_tokens=False)["input_ids"]) + AROUND for question in asked]
+def _lengths(tokenizer: Any, questions: list[Question]) -> list[int]:
+    return [
+        len(tokenizer(text=question.answer, add_special_tokens=False)["input_ids"]) + AROUND for question in questions
+    ]
 
 
 def _generate_in_halves(
-    model: Any, tokenizer: Any, asked: list[Question], length: int, processing: ImageProcessing | None = None
+    model: Any, tokenizer: Any, questions: list[Question], length: int, processing: ImageProcessing | None = None
 ) -> list[str]:
     """Return the answers; where memory runs out, those of each half of the questions by themselves."""
     try:
-        return _generate(model, tokenizer, asked, length, processing)
+        return _generate(model, tokenizer, questions, length, processing)
     except RuntimeError as error:
-        if len(asked) == 1 or not is_out_of_memory(error):
+        if len(questions) == 1 or not is_out_of_memory(error):
             raise
         logger.warning("fewer questions are answered at once: %s", error)
     # Outside the except block, because the exception keeps the cache of keys and values alive.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    middle = len(asked) // 2
-    halves = (asked[:middle], asked[middle:])
+    middle = len(questions) // 2
+    halves = (questions[:middle], questions[middle:])
     return [text for half in halves for text in _generate_in_halves(model, tokenizer, half, length, processing)]
 
 
 def _generate(
-    model: Any, tokenizer: Any, asked: list[Question], length: int, processing: ImageProcessing | None = None
+    model: Any, tokenizer: Any, questions: list[Question], length: int, processing: ImageProcessing | None = None
 ) -> list[str]:
-    prompts = inputs_of(tokenizer, [question.with_answer(None) for question in asked], processing)
+    prompts = inputs_of(tokenizer, [question.with_answer(None) for question in questions], processing)
     inputs = padded_left(prompts, tokenizer.pad_token_id, processing, model)
     with torch.no_grad():
         generated = model.generate(
             **inputs, max_new_tokens=length, do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id
         )
     new = generated[:, inputs["input_ids"].shape[1] :]
-    end = end_of_turn(tokenizer, asked[0])
+    end = end_of_turn(tokenizer, questions[0])
     return [_until(text, end) for text in tokenizer.batch_decode(sequences=new, skip_special_tokens=True)]
 
 
@@ -217,25 +219,20 @@ def _until(text: str, end: str) -> str:
     return (text.partition(end)[0] if end else text).strip()
 
 
-def accuracy(asked: list[Question], answers: list[str]) -> float:
-    """Return the fraction of answers equal to the expected one, apart from reasoning and from spaces around them."""
-    return sum(is_exact(q, a) for q, a in zip(asked, answers, strict=True)) / len(asked)
-
-
 def is_exact(question: Question, answer: str) -> bool:
     """Return whether an answer is the expected one, apart from reasoning and from spaces around it."""
-    return _said(answer) == _said(question.answer)
+    final, expected = (text.rpartition("</think>")[2].strip() for text in (answer, question.answer))
+    return final == expected
 
 
-def _said(answer: str) -> str:
-    return answer.rpartition("</think>")[2].strip()
-
-
-def report(asked: list[Question], before: list[str], after: list[str]) -> dict[str, float]:
+def report(questions: list[Question], old_answers: list[str], new_answers: list[str]) -> dict[str, float]:
     """Print both accuracies and the first few answers; return what the summary keeps."""
-    accuracies = accuracy(asked, before), accuracy(asked, after)
-    print(f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)}).")
-    for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:
+    accuracies = [sum(map(is_exact, questions, answers)) / len(questions) for answers in (old_answers, new_answers)]
+    print(
+        f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after "
+        f"({len(questions)})."
+    )
+    for question, old, new in list(zip(questions, old_answers, new_answers, strict=True))[:SAMPLES]:
         shown = f"  {question.shown}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}"
         print(printable_lines(shown))
     return {"demo_accuracy_before": accuracies[0], "demo_accuracy_after": accuracies[1]}

@@ -44,8 +44,8 @@ class Run:
     # Rows have images, which is known once they are read.
     images: bool = False
 
-    def identify(self, **known: Any) -> None:
-        self.identity |= known
+    def identify(self, **facts: Any) -> None:
+        self.identity |= facts
 
 
 @contextlib.contextmanager

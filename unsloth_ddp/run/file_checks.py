@@ -34,16 +34,16 @@ def check_files(settings: Settings, processes: int) -> FirstRows:
     """
     if os.path.expanduser("~") == "~":
         raise UserError(
-            f"HOME is not set and user id {os.getuid()} has no entry in the list of users, so the caches have no folder; set HOME to "
-            "a folder that this user can write."
+            f"HOME is not set and user id {os.getuid()} has no entry in the list of users, so the caches have no "
+            "folder; set HOME to a folder that this user can write."
         )
     _check_model_name(settings)
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
     if is_folder(settings) and not settings.trust_remote_code:
         check_no_hub_kernel(str(settings.model), read_model_file(str(settings.model), "config.json"))
     check_reference(settings)
-    if known := known_names("report_to"):
-        choose_trackers(settings.report_to, known, installed_trackers())
+    if names := known_names("report_to"):
+        choose_trackers(settings.report_to, names, installed_trackers())
     return check_data(settings, processes)
 
 

@@ -21,7 +21,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run.documents.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.safe import foreign_owner, open_without_following_links
-from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
+from unsloth_ddp.utils.files.yaml import read_mapping
 
 SETTINGS_ASIDE = "settings.partial"
 # Everything that a run leaves if it fails before its first step.
@@ -40,7 +40,7 @@ def default_run_name(settings: Settings) -> str:
 
 
 def check_run_folder(settings: Settings) -> None:
-    """Refuse what --resume and the run's folder show to be wrong before torch is imported, and Hub revisions are pinned."""
+    """Refuse a wrong --resume or run folder before torch is imported and Hub revisions are pinned."""
     folder = _folder_of(settings, settings.run_name or default_run_name(settings))
     named_folder(settings.resume)
     if os.path.lexists(folder / SUMMARY_FILE):
@@ -103,40 +103,30 @@ def offer_unfinished(settings: Settings, folder: Path) -> None:
         return
     if newest is not None:
         print(
-            f"{newest} holds an unfinished run with the same settings, at step {max(step_folders(newest)):,}; this is a new "
-            f"run. Give --run_name {newest.name} to resume that one.",
+            f"{newest} holds an unfinished run with the same settings, at step {max(step_folders(newest)):,}; this is "
+            f"a new run. Give --run_name {newest.name} to resume that one.",
             flush=True,
         )
 
 
 def _try_to_write(folder: Path) -> None:
-    """Refuse a folder that cannot be written; it is tried, because permissions do not tell (root, /proc, a full disk)."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if there == folder and (owner := foreign_owner(folder)) is not None:
+    """Refuse a folder that cannot be written; try it, since permissions do not tell (root, /proc, a full disk)."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if existing == folder and (owner := foreign_owner(folder)) is not None:
         raise UserError(
             f"{folder} belongs to another user (user id {owner}), who could replace what this run writes; give another "
             "--run_name or --output_dir, or copy the folder."
         )
     try:
-        if there == folder:
+        if existing == folder:
             # The one file in it that is no sign of another run.
             os.close(open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT))
-        elif not _made_nameless_file(there):
-            tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=there).cleanup()
+        else:
+            tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=existing).cleanup()
     except OSError as error:
         raise UserError(
-            f"output folder {folder} cannot be written ({there}: {os_reason(error)}); give another --output_dir."
+            f"output folder {folder} cannot be written ({existing}: {os_reason(error)}); give another --output_dir."
         ) from None
-
-
-def _made_nameless_file(folder: Path) -> bool:
-    """Return whether a file without a name could be made in a folder, of which a killed rank leaves nothing."""
-    try:
-        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
-        return True
-    except (OSError, AttributeError):
-        # Not every file system, and only Linux, has such files.
-        return False
 
 
 def _wait_for_another_job(folder: Path) -> None:
@@ -173,14 +163,15 @@ def continues(settings: Settings, folder: Path) -> bool:
 
 def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     """Return the settings that differ from those of the folder's run; None if those are not known."""
+    # A pipe would be waited for.
+    if not (folder / SETTINGS_FILE).is_file():
+        return None
     try:
-        before = read_yaml(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else None
-    except (OSError, Unreadable):
+        earlier = with_full_paths(read_mapping(folder / SETTINGS_FILE, SETTINGS_FILE))
+    except UserError:
         return None
-    if not isinstance(before, dict):
-        return None
-    before, now = with_full_paths(before), with_full_paths(dataclasses.asdict(settings))
-    return [name for name in options_with(new_run=True) if before.get(name) != now[name]]
+    now = with_full_paths(dataclasses.asdict(settings))
+    return [name for name in options_with(new_run=True) if earlier.get(name) != now[name]]
 
 
 def _refuse_another_run(settings: Settings, folder: Path) -> None:
@@ -191,17 +182,17 @@ def _refuse_another_run(settings: Settings, folder: Path) -> None:
     if not settings.overwrite:
         finished, changed = (folder / SUMMARY_FILE).exists(), _changed_settings(settings, folder)
         others = f", started with another {', '.join(changed[:3])}" if changed and not finished else ""
-        held = "a finished run" if finished else f"another run{others}"
+        content = "a finished run" if finished else f"another run{others}"
         if settings.resume == "no":
             raise UserError(
-                f"{folder} holds {held}, which --resume no leaves alone; add --overwrite to replace it, or give another "
-                "--run_name."
+                f"{folder} holds {content}, which --resume no leaves alone; add --overwrite to replace it, or give "
+                "another --run_name."
             )
         if not step_folders(folder):
-            raise UserError(f"{folder} holds {held}; give another --run_name, or --overwrite to replace it.")
+            raise UserError(f"{folder} holds {content}; give another --run_name, or --overwrite to replace it.")
         raise UserError(
-            f"{folder} holds {held}; give another --run_name, --overwrite to replace it, or --resume with one of its "
-            "checkpoints to go on from there."
+            f"{folder} holds {content}; give another --run_name, --overwrite to replace it, or --resume with one of "
+            "its checkpoints to go on from there."
         )
     if not (folder / SETTINGS_FILE).is_file():
         raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")
@@ -211,12 +202,12 @@ def _holds_only_a_start(folder: Path) -> bool:
     """Return whether the folder is missing, or holds only settings and logs of a run that failed before step 1."""
     if not folder.exists():
         return True
-    held = {path.name for path in folder.iterdir()}
-    if not held - {LOCK_FILE, SETTINGS_ASIDE}:
+    names = {path.name for path in folder.iterdir()}
+    if not names - {LOCK_FILE, SETTINGS_ASIDE}:
         return True
     logs = folder / LOGS
     only_logs = not logs.exists() or all(path.is_file() and path.suffix == ".log" for path in logs.iterdir())
-    return SETTINGS_FILE in held and held <= START_FILES and only_logs
+    return SETTINGS_FILE in names and names <= START_FILES and only_logs
 
 
 def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
@@ -270,7 +261,7 @@ def _wait_for_lock(descriptor: int, folder: Path) -> bool:
     Raises:
         UserError: another job keeps it, for LOCK_PATIENCE.
     """
-    deadline, told = time.monotonic() + LOCK_PATIENCE, False
+    deadline, is_announced = time.monotonic() + LOCK_PATIENCE, False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,9 +273,9 @@ def _wait_for_lock(descriptor: int, folder: Path) -> bool:
         written = f"{folder} is being written by another job ({holder})"
         if time.monotonic() > deadline:
             raise UserError(f"{written}; wait for its end, or give another --run_name.")
-        if not told:
+        if not is_announced:
             print(f"{written}; waiting for its end, {LOCK_PATIENCE:.0f} s at most.", flush=True)
-            told = True
+            is_announced = True
         time.sleep(0.2)
 
 

@@ -46,14 +46,14 @@ class GenerationOptions:
             sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         elif self.temperature is not None:
             sampling = {"do_sample": True, "temperature": self.temperature}
-        most = self.max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+        length = self.max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if positions and prompt_tokens >= positions:
             raise UserError(
-                f"The conversation has {prompt_tokens:,} tokens, and the model reads at most {positions:,}; shorten the "
-                "question, or start a new conversation with /reset."
+                f"The conversation has {prompt_tokens:,} tokens, and the model reads at most {positions:,}; shorten "
+                "the question, or start a new conversation with /reset."
             )
-        return {**sampling, "max_new_tokens": min(most, positions - prompt_tokens) if positions else most}
+        return {**sampling, "max_new_tokens": min(length, positions - prompt_tokens) if positions else length}
 
 
 class PieceStreamer(TextStreamer):
@@ -61,7 +61,7 @@ class PieceStreamer(TextStreamer):
 
     Args:
         write: is given the pieces.
-        end: what the chat template writes after an answer. Base models may know it as plain text only, not as one token.
+        end: what the chat template writes after an answer. To base models it may be plain text, not one token.
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None], end: str) -> None:
@@ -69,20 +69,20 @@ class PieceStreamer(TextStreamer):
         self.write = write
         self.end_of_turn = end
         self.text = ""
-        self._held = ""
+        self._unwritten = ""
         self._ended = False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Write the text but for what may turn out to be the end of the turn, or white space around the answer."""
         if self._ended:
             return
-        known = self._held + text
-        if self.end_of_turn and self.end_of_turn in known:
-            known, self._ended = known.partition(self.end_of_turn)[0], True
+        text_so_far = self._unwritten + text
+        if self.end_of_turn and self.end_of_turn in text_so_far:
+            text_so_far, self._ended = text_so_far.partition(self.end_of_turn)[0], True
         self._ended = self._ended or stream_end
-        kept = 0 if self._ended else _beginning_of(self.end_of_turn, known)
-        piece = known[: len(known) - kept].rstrip()
-        self._held = known[len(piece) :]
+        held_back = 0 if self._ended else _beginning_of(self.end_of_turn, text_so_far)
+        piece = text_so_far[: len(text_so_far) - held_back].rstrip()
+        self._unwritten = text_so_far[len(piece) :]
         if not self.text:
             piece = piece.lstrip()
         if piece:
@@ -110,14 +110,15 @@ def render_prompt(
         return str(messages[-1]["content"]), ""
     if tokenizer.chat_template is None:
         raise UserError(
-            "The run's tokenizer has no chat template, so it trained on plain text; add --plain, which continues a text."
+            "The run's tokenizer has no chat template, so it trained on plain text; add --plain, which continues a "
+            "text."
         )
     try:
         with limited_rendering():
             token = processing.image_token if processing else None
             prompt = rendered(tokenizer, example_of(messages, options.template_values), token, prompt=True)
-            asked = Question([messages[-1]], "Hi.", template_values=options.template_values)
-            return check_length(prompt), end_of_turn(tokenizer, asked)
+            question = Question([messages[-1]], "Hi.", template_values=options.template_values)
+            return check_length(prompt), end_of_turn(tokenizer, question)
     except TemplateOverrun as error:
         raise UserError(overrun_sentence(error)) from None
     except Exception as error:  # templates raise exceptions of their own
@@ -143,8 +144,8 @@ def generate(
     prompt, end = render_prompt(tokenizer, messages, options, processing)
     images = example_of(messages).images
     if processing and images:
-        asked = {"input_ids": processing.expand(prompt, images).ids, "rendered": prompt, "images": images}
-        inputs: Any = padded_left([asked], tokenizer.pad_token_id, processing, model)
+        row = {"input_ids": processing.expand(prompt, images).ids, "rendered": prompt, "images": images}
+        inputs: Any = padded_left([row], tokenizer.pad_token_id, processing, model)
     else:
         inputs = tokenizer(text=prompt, add_special_tokens=options.plain, return_tensors="pt").to(model.device)
     arguments = options.arguments(model, inputs["input_ids"].shape[1])

@@ -13,8 +13,8 @@ from unsloth_ddp.utils.files.safe import open_without_following_links
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.streams import print_to_stderr, stream_handlers
 
-# Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
-# logger a handler that writes to the terminal of every rank.
+# Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the
+# root logger a handler that writes to the terminal of every rank.
 LOGGERS = (None, "transformers", "unsloth_ddp")
 
 

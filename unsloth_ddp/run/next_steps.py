@@ -24,12 +24,12 @@ def next_steps(run: RunRecord) -> list[NextStep]:
     """Return the commands that make sense for a run in its state, to be run in the kit's folder."""
     if run.state != "finished":
         return [_resume(run)]
-    folder, here = shown_path(run.folder), shlex.quote(shown_path(run.folder))
+    folder, quoted = shown_path(run.folder), shlex.quote(shown_path(run.folder))
     trust = " --trust_remote_code" if run.settings.get("trust_remote_code") else ""
-    export = f"uv run python -m unsloth_ddp.export {here}{trust} --to"
+    export = f"uv run python -m unsloth_ddp.export {quoted}{trust} --to"
     again = shlex.join(["--config", os.path.join(folder, SETTINGS_FILE), "--run_name", f"{run.name}-2"])
     return [
-        NextStep("Chat with it", f"uv run python -m unsloth_ddp.chat {here}{trust}"),
+        NextStep("Chat with it", f"uv run python -m unsloth_ddp.chat {quoted}{trust}"),
         NextStep("Export it for llama.cpp", f"{export} gguf", "This needs a clone of llama.cpp (--llama_cpp)."),
         NextStep("Serve it with vLLM", f"{export} vllm", "It prints the command that serves the result."),
         NextStep("Repeat it under another name", f"train_ddp.py {again}", LAUNCH),
@@ -38,9 +38,9 @@ def next_steps(run: RunRecord) -> list[NextStep]:
 
 def chat_command(folder: Path, *, trust: bool) -> str:
     """Return the command that talks to a result, as it works in the working directory."""
-    here = Path.cwd().resolve() == REPO
-    where = "" if here else f"--directory {shlex.quote(str(REPO))} "
-    path = shlex.quote(shown_path(folder) if here else str(folder.resolve()))
+    in_kit = Path.cwd().resolve() == REPO
+    where = "" if in_kit else f"--directory {shlex.quote(str(REPO))} "
+    path = shlex.quote(shown_path(folder) if in_kit else str(folder.resolve()))
     return f"uv run {where}python -m unsloth_ddp.chat {path}{' --trust_remote_code' * trust}"
 
 

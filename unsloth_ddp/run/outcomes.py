@@ -38,9 +38,9 @@ def stopped(cause: str, checkpoint: Path, *, named: bool = True) -> RunEnd:
 
 def not_saved(folder: Path, problem: str, last: Path | None) -> RunEnd:
     """Return the end of a run whose result could not be written."""
-    kept = f"{last} is the last complete checkpoint" if last else "there is no checkpoint"
+    checkpoint = f"{last} is the last complete checkpoint" if last else "there is no checkpoint"
     return RunEnd(
-        f"Training ended, but its result could not be written to {folder}: {problem}; {kept}. "
+        f"Training ended, but its result could not be written to {folder}: {problem}; {checkpoint}. "
         f"Make room, and run the same command again: it {'resumes from there' if last else 'trains again'}."
     )
 
@@ -66,13 +66,13 @@ def without_memory(error: OutOfMemory, step: int, last: Path | None, *, location
     if not error.lowest:
         resumes = f"resumes from {last} and" if last else "begins anew and"
         return RunEnd(
-            f"{ran_out}. The other ranks wait for this pass, so it cannot be repeated; run the same command again: it {resumes} uses "
-            "less memory.",
+            f"{ran_out}. The other ranks wait for this pass, so it cannot be repeated; run the same command again: it "
+            f"{resumes} uses less memory.",
             alone=alone,
         )
-    held = f"{last} is the newest checkpoint" if last else "there is no checkpoint yet"
+    checkpoint = f"{last} is the newest checkpoint" if last else "there is no checkpoint yet"
     return RunEnd(
-        f"{ran_out}, which is the way that needs least; {held}. Use a smaller --max_length, --method qlora, or "
+        f"{ran_out}, which is the way that needs least; {checkpoint}. Use a smaller --max_length, --method qlora, or "
         "accelerate_configs/fsdp2.yaml, which shards the model.",
         alone=alone,
     )

@@ -13,9 +13,10 @@ from unsloth_ddp.config.parse import read_config
 from unsloth_ddp.distributed.runtime import Backend
 from unsloth_ddp.model.files.check import ADAPTER_WEIGHTS
 from unsloth_ddp.model.files.identity import weights_identity
-from unsloth_ddp.run.documents.record import read_run
+from unsloth_ddp.run.documents.record import is_run, read_run
 from unsloth_ddp.run.folder import SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.files.missing import similar_path
 
 WHOLE = "model.safetensors"
 
@@ -50,18 +51,18 @@ class RunResult:
 
     def sentences(self, *, plain: bool) -> list[str]:
         """Return what to tell before the result is used."""
-        found = [self.sentence] if self.sentence else []
+        sentences = [self.sentence] if self.sentence else []
         if self.other_base:
-            found.append(
-                f"The weights of the base model {self.settings.model} changed since {self.run} was trained on it, so answers and "
-                "merged models may be wrong; put the earlier files back, or train again."
+            sentences.append(
+                f"The weights of the base model {self.settings.model} changed since {self.run} was trained on it, so "
+                "answers and merged models may be wrong; put the earlier files back, or train again."
             )
         if self.plain_text and not plain:
-            found.append(
-                f"{self.run} trained on plain text, without a chat template; add --plain, which continues a text as the rows "
-                "were written."
+            sentences.append(
+                f"{self.run} trained on plain text, without a chat template; add --plain, which continues a text as "
+                "the rows were written."
             )
-        return found
+        return sentences
 
 
 def find_result(named: str, *, in_shards: bool = False) -> RunResult:
@@ -76,8 +77,8 @@ def find_result(named: str, *, in_shards: bool = False) -> RunResult:
     result = _find(named)
     if result.in_shards and not in_shards:
         raise UserError(
-            f"{result.folder} holds the weights in shards, as every process of a sharded run wrote its own; make a model of "
-            f"them with `python -m unsloth_ddp.export {result.folder} --to merged`, or let the run finish."
+            f"{result.folder} holds the weights in shards, as every process of a sharded run wrote its own; make a "
+            f"model of them with `python -m unsloth_ddp.export {result.folder} --to merged`, or let the run finish."
         )
     record: dict[str, Any] = {}
     # The result can be used without its record.
@@ -100,8 +101,8 @@ def _check_base_is_there(result: RunResult) -> None:
         return
     places = [base] if base.is_absolute() else [Path.cwd() / base, result.run / base]
     raise UserError(
-        f"The base model of {result.run} is not there: looked for {' and '.join(map(str, places))}. If it was moved, change "
-        "model in the run's settings.yaml."
+        f"The base model of {result.run} is not there: looked for {' and '.join(map(str, places))}. If it was moved, "
+        "change model in the run's settings.yaml."
     )
 
 
@@ -119,7 +120,8 @@ def _find(named: str) -> RunResult:
         folder = folder.resolve()
         if not folder.is_dir():
             problem = " is a file" if folder.exists() else ": there is no such folder"
-            raise UserError(f"{named}{problem}; give the folder of a run, such as outputs/RUN.")
+            example = similar_path(folder, is_run) or _run_near(folder.parent) or "outputs/RUN"
+            raise UserError(f"{named}{problem}; give the folder of a run, such as {example}.")
         if (folder / manifest.FILE_NAME).is_file() and (folder.parent / SETTINGS_FILE).is_file():
             return _named_checkpoint(folder)
         if not (folder / SETTINGS_FILE).is_file():
@@ -177,8 +179,8 @@ def _last_checkpoint(run: Path) -> RunResult:
         return _with_weights(RunResult(run, folder, settings, described.step, sentence))
     if skipped:
         raise UserError(
-            f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); start it "
-            "again with the same --run_name."
+            f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); "
+            "start it again with the same --run_name."
         )
     raise UserError(f"{run} is not finished and has no checkpoint yet; let it write one, or give another run.")
 
@@ -186,8 +188,8 @@ def _last_checkpoint(run: Path) -> RunResult:
 def _with_weights(result: RunResult) -> RunResult:
     """Return a result with how its weights lie, or refuse a folder without weights."""
     folder, full = result.folder, not result.is_adapter
-    wanted = [WHOLE, f"{WHOLE}.index.json"] if full else [ADAPTER_WEIGHTS]
-    if any((folder / name).is_file() for name in wanted):
+    weight_files = [WHOLE, f"{WHOLE}.index.json"] if full else [ADAPTER_WEIGHTS]
+    if any((folder / name).is_file() for name in weight_files):
         return result
     if full and manifest.holds_shards(path.relative_to(folder).as_posix() for path in manifest.list_files(folder)):
         return dataclasses.replace(result, in_shards=True)
@@ -196,4 +198,4 @@ def _with_weights(result: RunResult) -> RunResult:
         if (folder / SETTINGS_FILE).is_file()
         else "checkpoints of ZeRO runs hold DeepSpeed's shards only, which become a model when the run finishes."
     )
-    raise UserError(f"{folder} holds no {wanted[0]}, so there is nothing to load; {why}")
+    raise UserError(f"{folder} holds no {weight_files[0]}, so there is nothing to load; {why}")

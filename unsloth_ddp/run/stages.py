@@ -164,8 +164,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     if added and settings.method != "full":
         names = ", ".join(f"{tokenizer.convert_ids_to_tokens(ids=token)} ({token})" for token in added)
         print(
-            f"The answers end with {names}, at which the base model does not stop. The merged model stops there; with the "
-            "adapter alone, add it to eos_token_id when you generate."
+            f"The answers end with {names}, at which the base model does not stop. The merged model stops there; with "
+            "the adapter alone, add it to eos_token_id when you generate."
         )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     if train.processing is not None:
@@ -191,8 +191,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
         resume_point.check_resume(resume, run.identity, settings, runtime)
         if settings.resume == "auto":
             print(
-                f"Resuming from {resume.folder}, step {resume.manifest.step}; use --overwrite or another --run_name to start "
-                "again."
+                f"Resuming from {resume.folder}, step {resume.manifest.step}; use --overwrite or another --run_name to "
+                "start again."
             )
     return TrainingData(train, evaluation, plan, packing)
 
@@ -203,8 +203,8 @@ def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: Traini
         from unsloth_ddp.sizing.trial import trained_bytes
         from unsloth_ddp.training.trainer import DDPTrainer
 
-        limit, least = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
-        checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, least)
+        limit, min_bytes = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
+        checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, min_bytes)
         return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
 
 
@@ -236,8 +236,8 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> Answered:
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     answers.say_too_long(trainer.processing_class, questions)
     with run.runtime.progress.timing("answers"):
-        before = _answer(run, trainer, questions)
-    return (questions, before) if before is not None else ([], [])
+        old_answers = _answer(run, trainer, questions)
+    return (questions, old_answers) if old_answers is not None else ([], [])
 
 
 def _answer(run: Run, trainer: DDPTrainer, questions: list[answers.Question]) -> list[str] | None:
@@ -276,38 +276,38 @@ def finish(run: Run, trainer: DDPTrainer, answered: Answered, summary: dict[str,
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
-    questions, before = answered
+    questions, old_answers = answered
     removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
     if problem := checkpoints.save_final(trainer.write_final):
         raise not_saved(run.folder, problem, checkpoints.last)
-    if (after := _answer(run, trainer, questions)) is None:
-        questions, before, after = [], [], []
+    if (new_answers := _answer(run, trainer, questions)) is None:
+        questions, old_answers, new_answers = [], [], []
     if settings.merge and (problem := checkpoints.save_folder("merged", lambda aside: _merge(run, trainer, aside))):
         raise not_finished(run.folder, "the merged model", problem, checkpoints.last)
     if questions:
-        summary |= answers.report(questions, before, after)
+        summary |= answers.report(questions, old_answers, new_answers)
     summary["wall_time_seconds"] = time.perf_counter() - run.began
-    kept = documents.answer_facts(questions, before, after)
-    documents.finished(run.runtime, trainer, run.folder, summary, kept)
+    facts = documents.answer_facts(questions, old_answers, new_answers)
+    documents.finished(run.runtime, trainer, run.folder, summary, facts)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise not_finished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)
     if problem := run.runtime.broadcast_from_main(lambda: _removed_meanwhile(run)):
         raise not_saved(run.folder, problem, None)
     if removed:
         raise RunEnd(
-            f"The result is in {run.folder}, but that folder was removed while the run trained, and with it the logs and "
-            "checkpoints that it held then; look for what removes it (a clean-up of scratch disks, say)."
+            f"The result is in {run.folder}, but that folder was removed while the run trained, and with it the logs "
+            "and checkpoints that it held then; look for what removes it (a clean-up of scratch disks, say)."
         )
     if checkpoints.failed is not None and not checkpoints.written:
         raise RunEnd(
-            f"The result is written and complete, but no checkpoint was: {checkpoints.failed}. Nothing is left to do for "
-            "this run; look after the disk before the next one."
+            f"The result is written and complete, but no checkpoint was: {checkpoints.failed}. Nothing is left to do "
+            "for this run; look after the disk before the next one."
         )
     note_finished()
 
 
 def _restore_settings(run: Run) -> bool:
-    """Return whether somebody removed the run's folder; its settings are written again then, so that the next start knows it."""
+    """Return whether somebody removed the run's folder; if so, write its settings again for the next start."""
     if (run.folder / SETTINGS_FILE).is_file():
         return False
     with contextlib.suppress(OSError):  # the save of the result tells it

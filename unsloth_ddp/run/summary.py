@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_ddp.checkpoints.identity import batch_identity
-from unsloth_ddp.config.options import Settings, options_with
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
@@ -98,13 +99,13 @@ def questionable(settings: Settings, data: TrainingData, decision: StepDecision)
 def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool) -> dict[str, str]:
     """Return the table's lines on rows, supervised tokens and packing."""
     rows, counts = data.train, data.train.counts
-    held = f"{counted(counts.tokens, 'token')}, longest {counts.longest:,}"
-    training = f"{counts.rows:,} ({held})"
+    amount = f"{counted(counts.tokens, 'token')}, longest {counts.longest:,}"
+    training = f"{counts.rows:,} ({amount})"
     supervised = f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)"
     if rows.streamed:
         buffer = settings.shuffle_buffer
         order = f"shuffled among {counted(buffer, 'row')} at a time" if buffer else "in their order"
-        training = f"streamed, {order}; the first {counts.rows:,} have {held}"
+        training = f"streamed, {order}; the first {counts.rows:,} have {amount}"
         supervised = f"{counts.supervised / counts.tokens:.1%} of the first rows' tokens"
     if head_chooses:
         supervised += "; the output head computes only these"
@@ -116,7 +117,8 @@ def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool)
     packing = f"off{why}; rows of similar length are padded together"
     if rows.packing is not None:
         number = "packs" if rows.streamed else counted(len(rows.packing), "pack")
-        packing = f"on: {data.packing.reason}; {number} of up to {rows.packing.longest:,} tokens, {rows.packing.fill:.0%} full"
+        packing = f"on: {data.packing.reason}; {number} of up to {rows.packing.longest:,} tokens, "
+        packing += f"{rows.packing.fill:.0%} full"
         packing += "; prompts of pairs are computed once" if data.packing.prompts_once else ""
     return {
         "training rows": training,
@@ -171,7 +173,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "train_loss": trainer.meter.train_loss,
         "peak_memory_bytes": peak,
         "peak_memory_bytes_loading": loading,
-        "settings": {name: getattr(settings, name) for name in options_with(summary=True)},
+        "settings": dataclasses.asdict(settings),
         "versions": versions(),
         "compiled_after_warm_up": trainer.compilations.after_warm_up,
         "seconds": {name: round(value, 1) for name, value in runtime.progress.seconds.items()},

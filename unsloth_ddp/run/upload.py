@@ -40,8 +40,7 @@ def check_upload(settings: Settings, asked_by: str = "push_to_hub") -> None:
     if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"{asked_by} needs the Hub, which is switched off (HF_HUB_OFFLINE) or cannot be reached; unset the "
-            f"variable where there "
-            f"is a network{later}."
+            f"variable where there is a network{later}."
         )
     if not huggingface_hub.get_token():
         raise UserError(
@@ -52,15 +51,15 @@ def check_upload(settings: Settings, asked_by: str = "push_to_hub") -> None:
         # The account is not known yet; its name counts too, so a run's name may be refused at the end for its length.
         validate_repo_id(settings.hub_model_id or f"account/{settings.run_name}")
     except HFValidationError:
-        given = f"hub_model_id {settings.hub_model_id}" if settings.hub_model_id else f"run_name {settings.run_name}"
+        name = f"hub_model_id {settings.hub_model_id}" if settings.hub_model_id else f"run_name {settings.run_name}"
         raise UserError(
-            f"{given} cannot name a repository on the Hub, which takes account/name of letters, digits, '-', '_' and '.', 96 "
-            "characters at most; give --hub_model_id."
+            f"{name} cannot name a repository on the Hub, which takes account/name of letters, digits, '-', '_' and "
+            "'.', 96 characters at most; give --hub_model_id."
         ) from None
 
 
 def shared_adapter_config(folder: Path) -> bytes | None:
-    """Return the adapter's config for others, in which a local base model is named without its folders; None if there is none."""
+    """Return the adapter's config with a local base model named without its folders; None if there is no adapter."""
     try:
         config = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -90,10 +89,9 @@ def upload(settings: Settings, folder: Path) -> str:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")
     except Exception as error:
         # The errors of the Hub's libraries (its own, httpx's, hf_xet's) have no class in common.
-        reason = one_line(error) or type(error).__name__
+        problem = one_line(error) or type(error).__name__
         raise UserError(
-            f"The run is complete in {folder}, but was not uploaded: {reason.rstrip('.')}; try again with uv run "
-            f"python -m "
-            f"unsloth_ddp.export {shlex.quote(str(folder))} --to hub."
+            f"The run is complete in {folder}, but was not uploaded: {problem.rstrip('.')}; try again with uv run "
+            f"python -m unsloth_ddp.export {shlex.quote(str(folder))} --to hub."
         ) from None
     return repo.url

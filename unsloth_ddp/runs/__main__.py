@@ -38,12 +38,12 @@ def make_parser() -> Parser:
 
 def show_runs(argv: list[str]) -> None:
     """Read the command line and print what it asks for."""
-    given = make_parser().parse_args(argv)
-    outputs = given.outputs or Path("outputs")
-    if given.report is not None:
-        if given.json:
+    options = make_parser().parse_args(argv)
+    outputs = options.outputs or Path("outputs")
+    if options.report is not None:
+        if options.json:
             raise UserError("--json writes the table, and --report has none; leave it out.")
-        _report(find_run(outputs, given.report))
+        _report(find_run(outputs, options.report))
     else:
         runs, problems = find_runs(outputs)
         described = []
@@ -57,8 +57,8 @@ def show_runs(argv: list[str]) -> None:
             print(render_runs(described), flush=True)
         for problem in problems:
             print(problem, flush=True)
-        if given.json:
-            write_as_asked("--json", given.json, {"runs": described, "problems": problems})
+        if options.json:
+            write_as_asked("--json", options.json, {"runs": described, "problems": problems})
 
 
 def find_run(outputs: Path, named: Path) -> Path:
@@ -68,12 +68,12 @@ def find_run(outputs: Path, named: Path) -> Path:
         UserError: there is neither.
     """
     inside = outputs / named
-    found = next((path for path in (named, inside) if is_run(path)), None)
-    if found is None and not named.exists() and not inside.exists():
+    folder = next((path for path in (named, inside) if is_run(path)), None)
+    if folder is None and not named.exists() and not inside.exists():
         near = similar_path(inside, is_run) or similar_path(named, is_run)
         hint = f"did you mean {near}?" if near else f"python -m unsloth_ddp.runs {outputs} lists those there are."
         raise UserError(f"there is no run {named}, here or in {outputs}; {hint}")
-    return found or (inside if inside.exists() else named)
+    return folder or (inside if inside.exists() else named)
 
 
 def _report(folder: Path) -> None:

@@ -17,8 +17,7 @@ STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "unfinish
 def describe_run(run: RunRecord) -> dict[str, Any]:
     """Return a run in plain values; what is not known is None.
 
-    Loss and evaluation are the last ones logged, "nan" for one that is not a finite number; seconds are those of all parts
-    of the run.
+    Loss and evaluation are the last ones logged ("nan" if not finite), seconds those of all parts of the run.
     """
     return {
         "name": run.name,
@@ -39,22 +38,23 @@ def describe_run(run: RunRecord) -> dict[str, Any]:
 
 def render_runs(described: list[dict[str, Any]]) -> str:
     columns: list[Column | str] = [
-        "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"), Column("eval", "right"),
-        Column("tokens/s", "right", optional=True), Column("on", optional=True), Column("time", "right"),
+        "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"),
+        Column("eval", "right"), Column("tokens/s", "right", optional=True), Column("on", optional=True),
+        Column("time", "right"),
     ]  # fmt: skip
-    devices = [printable(str(one["device"])).removeprefix("NVIDIA ").removeprefix("GeForce ") for one in described]
+    devices = [printable(str(run["device"])).removeprefix("NVIDIA ").removeprefix("GeForce ") for run in described]
     rows = [
         [
-            hide(printable(one["name"])),
-            one["state"],
-            f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else ""),
-            _number(one["loss"], ".4f"),
-            _number(one["eval_loss"], ".4f"),
-            _number(one["tokens_per_second"], ",.0f"),
-            f"{one['processes']} x {device}" if one["processes"] else "",
-            shown_seconds(one["seconds"]) if is_number(one["seconds"]) else "",
+            hide(printable(run["name"])),
+            run["state"],
+            f"{run['step']:,}" + (f"/{run['max_steps']:,}" if run["max_steps"] else ""),
+            _number(run["loss"], ".4f"),
+            _number(run["eval_loss"], ".4f"),
+            _number(run["tokens_per_second"], ",.0f"),
+            f"{run['processes']} x {device}" if run["processes"] else "",
+            shown_seconds(run["seconds"]) if is_number(run["seconds"]) else "",
         ]
-        for one, device in zip(described, devices, strict=True)
+        for run, device in zip(described, devices, strict=True)
     ]
     return render_table(columns, rows)
 

@@ -73,12 +73,6 @@ class ModelShape:
         trained = n if method == "full" else n - self._multiplied("full")
         return 4 * n + 2 * trained
 
-    def backward_share(self, method: str, recomputed: bool) -> float:
-        """Return the share of a micro-batch's work in its backward pass."""
-        forward = 2 * self._multiplied(method)
-        backward = self.flops_a_token(method) - forward + (forward if recomputed else 0)
-        return backward / (forward + backward)
-
     def _multiplied(self, method: str) -> float:
         """Return the number of weights that a token is multiplied with."""
         base = self.linear - self.tower_linear + self.active_experts + self.head

@@ -16,7 +16,8 @@ KNOWN_ERRORS = (
     # ---- memory ----
     KnownError(
         "GPU out of memory",
-        r"CUDA out of memory|OutOfMemoryError(?!: out of resource)|CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+        r"CUDA out of memory|OutOfMemoryError(?!: out of resource)|CUDA (driver )?error: out of "
+        r"memory|CUBLAS_STATUS_ALLOC_FAILED|"
         r"CUDNN_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED|"
         r"HIP out of memory|Triton Error \[CUDA\]: out of memory|No or negligible GPU memory",
         "A step needs more memory than the GPU has left.",
@@ -28,14 +29,16 @@ KNOWN_ERRORS = (
         "host out of memory",
         r"DefaultCPUAllocator: (can't|not enough) |Cannot allocate memory|\bMemoryError\b",
         "The machine's main memory is used up.",
-        "start fewer processes, or use nodes with more memory; lower --dataset_num_proc; every process loads the whole model.",
+        "start fewer processes, or use nodes with more memory; lower --dataset_num_proc; every process loads the "
+        "whole model.",
     ),
     KnownError(
         "shared memory",
         r"shared memory segment|/dev/shm|insufficient shared memory|unable to open shared memory object|"
         r"posix_fallocate failed|Bus error",
         "Shared memory (/dev/shm) is too small: containers have 64 MB by default.",
-        "start the container with --shm-size=16g or --ipc=host; NCCL_SHM_DISABLE=1 avoids shared memory, but is slower.",
+        "start the container with --shm-size=16g or --ipc=host; NCCL_SHM_DISABLE=1 avoids shared memory, but is "
+        "slower.",
     ),
     # ---- devices ----
     KnownError(
@@ -43,8 +46,7 @@ KNOWN_ERRORS = (
         r"device-side assert|indexSelect.*Assertion|index out of range in self",
         "An index was out of range on the device, nearly always a token id beyond the model's embedding.",
         "use the tokenizer that belongs to the model, or a copy with added tokens (docs/rows.md, New tokens); "
-        "CUDA_LAUNCH_BLOCKING=1 "
-        "shows the real line, and --use_cpu with a few rows gives a readable error.",
+        "CUDA_LAUNCH_BLOCKING=1 shows the real line, and --use_cpu with a few rows gives a readable error.",
     ),
     KnownError(
         "no kernel for this GPU",
@@ -59,15 +61,17 @@ KNOWN_ERRORS = (
         r"driver on your system is too old|CUDA driver version is insufficient|Error 803|"
         r"forward compatibility was attempted",
         "The NVIDIA driver is older than the CUDA version that PyTorch was built for.",
-        "update the driver on every node, or install PyTorch for this driver: uv venv --clear, uv pip install --torch-backend=auto -e ., "
-        "and begin commands with uv run --no-sync.",
+        "update the driver on every node, or install PyTorch for this driver: uv venv --clear, uv pip install "
+        "--torch-backend=auto -e ., and begin commands with uv run --no-sync.",
     ),
     KnownError(
         "no GPU found",
         r"Cuda is not available",
         "PyTorch finds no GPU: the machine has none, a container hides it, or the driver is too old for this PyTorch.",
-        'run uv run python -c "import torch; torch.cuda.init()", which prints the reason; for an old driver uv venv --clear, '
-        "uv pip install --torch-backend=auto -e ., and begin commands with uv run --no-sync; without a GPU take accelerate_configs/cpu.yaml.",
+        'run uv run python -c "import torch; torch.cuda.init()", which prints the reason; for an old driver uv venv '
+        "--clear, "
+        "uv pip install --torch-backend=auto -e ., and begin commands with uv run --no-sync; without a GPU take "
+        "accelerate_configs/cpu.yaml.",
     ),
     KnownError(
         "GPU failed",
@@ -87,7 +91,8 @@ KNOWN_ERRORS = (
     KnownError(
         "unused parameters",
         r"Expected to have finished reduction in the prior iteration|parameters that were not used in producing loss",
-        "Some trainable weights were not used for the loss on a rank (mixture of experts, vision towers, trained heads).",
+        "Some trainable weights were not used for the loss on a rank (mixture of experts, vision towers, trained "
+        "heads).",
         "give --ddp_find_unused_parameters, or leave those weights out of --lora_target_modules.",
     ),
     KnownError(
@@ -95,7 +100,8 @@ KNOWN_ERRORS = (
         r"appears not to match (sizes|strides) of the same param|DDP expects same model across all ranks|"
         r"inconsistent (number of params|tensor shapes)|Detected mismatch between collectives",
         "The ranks do not run the same model, settings or code.",
-        "check that every node has the same model files, settings, packages and kit version (the preflight compares them).",
+        "check that every node has the same model files, settings, packages and kit version (the preflight compares "
+        "them).",
     ),
     # ---- NCCL, gloo, rendezvous ----
     KnownError(
@@ -107,11 +113,12 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "wrong GPU",
-        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|CUDA-capable device\(s\) is/are busy|"
+        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|CUDA-capable device\(s\) is/are "
+        r"busy|"
         r"Duplicate GPU detected",
         "A process uses a GPU that is not visible to it, that another one uses, or that is in exclusive mode.",
-        "start one process per GPU through accelerate or torchrun; check CUDA_VISIBLE_DEVICES and nvidia-smi (containers "
-        "need --gpus all).",
+        "start one process per GPU through accelerate or torchrun; check CUDA_VISIBLE_DEVICES and nvidia-smi "
+        "(containers need --gpus all).",
     ),
     KnownError(
         "NCCL GPU error",
@@ -124,8 +131,10 @@ KNOWN_ERRORS = (
         "connection between ranks",
         r"no socket interface found|Call to bind failed|Bootstrap : no|No route to host|Network is unreachable|"
         r"unhandled system error|nccl(System|Remote|Internal)Error|remote process exited or there was a network error|"
-        r"[Gg]loo.{0,200}(Connection (closed|reset|refused)|connectFullMesh|Broken pipe)|Connection (closed|reset) by peer",
-        "A connection between ranks failed: the network interface does not reach the other nodes, or another rank has ended.",
+        r"[Gg]loo.{0,200}(Connection (closed|reset|refused)|connectFullMesh|Broken pipe)|Connection (closed|reset) by "
+        r"peer",
+        "A connection between ranks failed: the network interface does not reach the other nodes, or another rank has "
+        "ended.",
         "find the rank that ended first; if none did, set NCCL_SOCKET_IFNAME (GPU) or GLOO_SOCKET_IFNAME (CPU) to the "
         "interface that reaches the other nodes, open the ports between the nodes, and try NCCL_IB_DISABLE=1 where "
         "InfiniBand is not set up; NCCL_DEBUG=INFO prints which address fails.",
@@ -148,7 +157,8 @@ KNOWN_ERRORS = (
         "port in use",
         r"EADDRINUSE|[Aa]ddress already in use|failed to listen on any local network address",
         "Another job on this machine uses the rendezvous port.",
-        "choose another port (--main_process_port, --master_port or MASTER_PORT), or stop processes left over from an earlier run.",
+        "choose another port (--main_process_port, --master_port or MASTER_PORT), or stop processes left over from an "
+        "earlier run.",
     ),
     KnownError(
         "name not resolved",
@@ -178,7 +188,8 @@ KNOWN_ERRORS = (
         "CUDA toolkit missing",
         r"CUDA_HOME does not exist|CUDA_HOME environment variable is not set|MissingCUDAException|nvcc.{0,20}not found",
         "A package compiles for CUDA (DeepSpeed at import) and finds no CUDA toolkit.",
-        "install the CUDA toolkit and set CUDA_HOME to its folder; DS_BUILD_OPS=0 stops DeepSpeed from building at install time.",
+        "install the CUDA toolkit and set CUDA_HOME to its folder; DS_BUILD_OPS=0 stops DeepSpeed from building at "
+        "install time.",
     ),
     # ---- packages and compilers ----
     KnownError(
@@ -191,8 +202,8 @@ KNOWN_ERRORS = (
         "libcuda.so not found",
         r"libcuda\.so cannot found|cannot find -lcuda",
         "Triton finds no libcuda.so: the driver's library is missing, or only exists as libcuda.so.1.",
-        "check ldconfig -p for libcuda, and start containers with --gpus all; set TRITON_LIBCUDA_PATH to a folder with a "
-        "link libcuda.so to libcuda.so.1.",
+        "check ldconfig -p for libcuda, and start containers with --gpus all; set TRITON_LIBCUDA_PATH to a folder with "
+        "a link libcuda.so to libcuda.so.1.",
     ),
     KnownError(
         "recompiled too often",
@@ -205,7 +216,8 @@ KNOWN_ERRORS = (
         r"Python\.h: No such file|Failed to find C compiler|CalledProcessError.{0,80}(gcc|clang|/cc)|"
         r"InvalidCxxCompiler|No working C\+\+ compiler",
         "Triton compiles small C files when training starts, and finds no C compiler or no Python headers.",
-        "install gcc and the headers of this Python (python3-dev), on every node; the Pythons that uv installs include their headers.",
+        "install gcc and the headers of this Python (python3-dev), on every node; the Pythons that uv installs "
+        "include their headers.",
     ),
     KnownError(
         "compile cache",
@@ -219,7 +231,8 @@ KNOWN_ERRORS = (
         "Triton kernel too large",
         r"OutOfResources|out of resource: ",
         "A compiled kernel needs more on-chip memory than this GPU has.",
-        "set TORCH_COMPILE_DISABLE=1 or UNSLOTH_COMPILE_DISABLE=1 to run without compilation, or update Triton and Unsloth.",
+        "set TORCH_COMPILE_DISABLE=1 or UNSLOTH_COMPILE_DISABLE=1 to run without compilation, or update Triton and "
+        "Unsloth.",
     ),
     KnownError(
         "flash-attn",
@@ -232,9 +245,10 @@ KNOWN_ERRORS = (
         "bitsandbytes",
         r"bitsandbytes.{0,200}(not installed|No module|not found|compiled without|PackageNotFound)|"
         r"No module named .bitsandbytes|CUDA Setup failed|libbitsandbytes|requires the latest version of bitsandbytes",
-        "bitsandbytes (4-bit weights, 8-bit optimizers) is missing, or finds no CUDA library of the version it was built for.",
-        "run uv sync; python -m bitsandbytes prints what is missing; BNB_CUDA_VERSION selects another build; --method lora "
-        "with --optim adamw_torch_fused does not need it.",
+        "bitsandbytes (4-bit weights, 8-bit optimizers) is missing, or finds no CUDA library of the version it was "
+        "built for.",
+        "run uv sync; python -m bitsandbytes prints what is missing; BNB_CUDA_VERSION selects another build; --method "
+        "lora with --optim adamw_torch_fused does not need it.",
     ),
     KnownError(
         "packages do not fit together",
@@ -258,8 +272,7 @@ KNOWN_ERRORS = (
         r"couldn't connect to .{0,20}huggingface\.co|huggingface\.co.{0,200}(Max retries|timed out|unreachable)",
         "The Hub cannot be reached, and the file is not in the cache.",
         "download it once where there is a network (uv run hf download NAME) and copy ~/.cache/huggingface, or give a "
-        "folder as "
-        "--model; HF_HUB_OFFLINE=0 tries the network again.",
+        "folder as --model; HF_HUB_OFFLINE=0 tries the network again.",
     ),
     KnownError(
         "too many requests",
@@ -286,14 +299,15 @@ KNOWN_ERRORS = (
         r"chat_template is not set|does not have a chat template|jinja2?\.exceptions|"
         r"Conversation roles must alternate|TemplateError",
         "The tokenizer has no chat template, or its template refuses these rows.",
-        "give --chat_template chatml, or a Jinja file that suits the model; the template of an instruct model often refuses "
-        "a system message, or two turns of the same role in a row.",
+        "give --chat_template chatml, or a Jinja file that suits the model; the template of an instruct model often "
+        "refuses a system message, or two turns of the same role in a row.",
     ),
     KnownError(
         "disk full",
         r"No space left on device|ENOSPC|Disk quota exceeded|not enough disk space|Not enough free disk space",
         "A disk or a quota is full.",
-        "free space or choose another --output_dir, lower --save_total_limit, and point HF_HOME and TMPDIR at a larger disk.",
+        "free space or choose another --output_dir, lower --save_total_limit, and point HF_HOME and TMPDIR at a "
+        "larger disk.",
     ),
     KnownError(
         "too many open files",
@@ -305,7 +319,8 @@ KNOWN_ERRORS = (
         "data loader worker",
         r"DataLoader worker .{0,60}(exited unexpectedly|killed by signal)",
         "A process that loads data was killed, usually because memory or shared memory ran out.",
-        "use fewer workers (trainer_args dataloader_num_workers; --dataset_num_proc with --streaming), more memory, --shm-size for containers.",
+        "use fewer workers (trainer_args dataloader_num_workers; --dataset_num_proc with --streaming), more memory, "
+        "--shm-size for containers.",
     ),
     KnownError(
         "remote code",
@@ -317,6 +332,7 @@ KNOWN_ERRORS = (
         "unknown architecture",
         r"does not recognize this architecture|KeyError: .{0,3}(qwen|llama|gemma|mistral|phi)",
         "This release of Transformers does not know the model.",
-        "run without Unsloth and with a newer Transformers: uv run --with 'transformers>5.17' python -m accelerate.commands.launch ... train_ddp.py ... --backend transformers.",
+        "run without Unsloth and with a newer Transformers: uv run --with 'transformers>5.17' python -m "
+        "accelerate.commands.launch ... train_ddp.py ... --backend transformers.",
     ),
 )

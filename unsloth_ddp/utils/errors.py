@@ -1,4 +1,4 @@
-"""Define the errors whose one sentence is printed without a stack trace, and turn errors of libraries into sentences and exceptions."""
+"""Define the errors that are printed as one sentence without a traceback, and put errors of libraries into words."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RunError(UserError):
     exit_code = 1
 
 
-def one_line(error: object, most: int = 300) -> str:
+def one_line(error: object, limit: int = 300) -> str:
     """Return an error's message without line breaks, cut to `most` characters, to stand inside a sentence."""
-    return " ".join(str(error).split())[:most]
+    return " ".join(str(error).split())[:limit]
 
 
 def os_reason(error: OSError) -> str:
@@ -42,7 +42,7 @@ class Panic(ValueError):
 
 @contextlib.contextmanager
 def panics_raised() -> Iterator[None]:
-    """Raise Panic for a panic within the block; PyO3 derives its exception from BaseException, which few callers catch."""
+    """Raise Panic for a panic within the block; PyO3 derives its exception from BaseException, which few catch."""
     try:
         yield
     except BaseException as error:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-# Limit, use, and the fields of memory.stat that count the file pages of that use, which the kernel frees on demand. Those
-# of a model's files are active once they are read twice.
+# Limit, use, and the fields of memory.stat that count file pages, which the kernel frees on demand. Those of a model's
+# files are active once they are read twice.
 GROUPS = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", ("inactive_file", "active_file")),
     (
@@ -16,13 +16,13 @@ GROUPS = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that processes can still allocate on this machine, swap included; None where the system does not tell."""
+    """Return the bytes that processes can still allocate on this machine, swap included; None if that is unknown."""
     machine = _fields(root / "proc/meminfo")
-    found = [room for group in GROUPS if (room := _of_group(root, *group)) is not None]
+    amounts = [room for group in GROUPS if (room := _of_group(root, *group)) is not None]
     if "MemAvailable:" in machine:
-        found.append(machine["MemAvailable:"] * 1024)
+        amounts.append(machine["MemAvailable:"] * 1024)
     # A container may be allowed less of the swap, whose limit is not read.
-    return min(found) + machine.get("SwapFree:", 0) * 1024 if found else None
+    return min(amounts) + machine.get("SwapFree:", 0) * 1024 if amounts else None
 
 
 def _of_group(root: Path, limit: str, use: str, freed: Sequence[str]) -> int | None:

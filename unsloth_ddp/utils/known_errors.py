@@ -17,18 +17,18 @@ _COMPILED = [(re.compile(error.pattern), error) for error in KNOWN_ERRORS]
 
 def find_known_error(text: str) -> KnownError | None:
     """Return the first known error that matches `text`, a message or a whole traceback."""
-    said = messages(text)
-    return next((known for pattern, known in _COMPILED if pattern.search(said)), None)
+    message_text = messages(text)
+    return next((error for pattern, error in _COMPILED if pattern.search(message_text)), None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a GPU ran out of memory, whichever library raised the error."""
-    known = find_known_error(f"{type(error).__name__}: {error}")
-    return known is not None and known.name == "GPU out of memory"
+    known_error = find_known_error(f"{type(error).__name__}: {error}")
+    return known_error is not None and known_error.name == "GPU out of memory"
 
 
 def without_address(error: object) -> str:
-    """Return an error's message on one line without the address on the Hub that Transformers makes of any name, a folder's too."""
+    """Return an error's message on one line, without the Hub address that Transformers makes of any name."""
     return re.sub(r" You can inspect the repository content at \S+?( \.|\.(?= |$)|$)", "", one_line(error, 1000))
 
 
@@ -42,8 +42,8 @@ def messages(text: str) -> str:
 
 def explain(text: str) -> str:
     """Return two lines with cause and fix to print under an error; an empty string if the error is not known."""
-    known = find_known_error(text)
-    return "" if known is None else f"  cause: {known.cause}\n  what helps: {known.fix}\n"
+    row = find_known_error(text)
+    return "" if row is None else f"  cause: {row.cause}\n  what helps: {row.fix}\n"
 
 
 def report(error: Exception, *, explained: bool = True) -> None:

@@ -25,16 +25,16 @@ def explain_missing_packages() -> None:
         SystemExit: this Python is too old for the kit.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 (a clone is started by whatever `python` is)
-        raise SystemExit(_said(f"is {sys.version.partition(' ')[0]}, and the kit needs 3.11 or later"))
+        raise SystemExit(_sentence(f"is {sys.version.partition(' ')[0]}, and the kit needs 3.11 or later"))
     others = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def show(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         missing = missing_packages(PROJECT) if isinstance(error, ModuleNotFoundError) else []
         if not missing:
-            others(kind, error, trace)
+            others(error_type, error, trace)
             return
         more = f" and {len(missing) - 3} more packages" if len(missing) > 3 else ""
-        print(_said(f"lacks {', '.join(missing[:3])}{more}"), file=sys.stderr, flush=True)
+        print(_sentence(f"lacks {', '.join(missing[:3])}{more}"), file=sys.stderr, flush=True)
         raise SystemExit(UserError.exit_code)
 
     sys.excepthook = show
@@ -58,8 +58,8 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def _said(lack: str) -> str:
+def _sentence(lack: str) -> str:
     return (
-        f"error: this Python ({sys.executable}) {lack}; begin the command with `uv run`, in the folder {REPO}, or install the "
-        f"kit's packages into an environment of yours with `pip install -e {REPO}`."
+        f"error: this Python ({sys.executable}) {lack}; begin the command with `uv run`, in the folder {REPO}, or "
+        f"install the kit's packages into an environment of yours with `pip install -e {REPO}`."
     )

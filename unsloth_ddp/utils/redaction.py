@@ -61,10 +61,10 @@ def printable_lines(text: str) -> str:
 
 def find_secret(name: str, value: Any, environ: Mapping[str, str] | None = None) -> str | None:
     """Return where an option's value holds a secret, as name.field; None if it holds none."""
-    known = _secret_values(os.environ if environ is None else environ)
+    secrets = _secret_values(os.environ if environ is None else environ)
     for place, field, text in _texts(name, field="", value=value):
         named = SECRET_FIELD.fullmatch(field)
-        if named or SHAPES.search(text) or NAMED.search(text) or any(secret in text for secret in known):
+        if named or SHAPES.search(text) or NAMED.search(text) or any(secret in text for secret in secrets):
             return place
     return None
 
@@ -72,8 +72,8 @@ def find_secret(name: str, value: Any, environ: Mapping[str, str] | None = None)
 def _secret_values(environ: Mapping[str, str]) -> list[str]:
     """Return the values of the secret variables, the longest first, because one may hold another."""
     # Values only of names that are secret: os.environ decodes each value that is read.
-    found = {spelling for name in environ if is_secret_name(name) for spelling in _spellings(environ.get(name, ""))}
-    return sorted(found, key=len, reverse=True)
+    spellings = {spelling for name in environ if is_secret_name(name) for spelling in _spellings(environ.get(name, ""))}
+    return sorted(spellings, key=len, reverse=True)
 
 
 @functools.lru_cache(maxsize=1024)

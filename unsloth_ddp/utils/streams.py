@@ -5,11 +5,8 @@ What nobody can read any more (`| head`, a `tee` that was killed, a closed termi
 
 import collections
 import contextlib
-import errno
 import logging
 import os
-import select
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -18,172 +15,114 @@ from typing import Any, TextIO, cast
 from unsloth_ddp.utils.redaction import hide
 
 LOGGER = "unsloth_ddp"
-# Lines kept for the log file while there is none.
+# Lines that wait while there is no log file.
 LINES_KEPT = 1000
-# Seconds that a reader may take to make room in a full pipe, and characters of which each write fits into a pipe with room.
-PATIENCE = 60.0
-AT_ONCE = 1000
-# Characters kept of what was written but not flushed, since a lost reader shows only when Python flushes.
-UNFLUSHED_KEPT = 20_000
+# What takes the text of the protected standard streams instead of them; see `diverted`.
+_diverted_to: Callable[[str], None] | None = None
+_drawing_is_over = threading.Event()
 
 
 class ProtectedStream:
     """A text stream that hides secrets and does not raise an error when it cannot be written any more."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream = stream
-        self._name = name
-        self._unflushed = ""
+        self._stream, self._name = stream, name
         self.is_lost = False
-        self._pipe = _pipe_of(stream)
-        self._line = ""
-        self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+        self._unflushed = self._unfinished_line = ""
+        self._unlogged: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Write `text` without secrets; to the log file of this rank if the stream is lost."""
         hidden = hide(text)
         if _diverted_to is not None:
             _diverted_to(hidden)
-            return len(text)
-        if self.is_lost:
+        elif self.is_lost:
             self.log(hidden)
-            return len(text)
-        kept = self._unflushed + hidden
-        self._unflushed = kept if self._pipe is not None else kept[-UNFLUSHED_KEPT:]
-        try:
-            if self._pipe is not None:
-                # By lines, so that a line is not cut in two when the reader is lost.
-                if "\n" in hidden or len(self._unflushed) >= UNFLUSHED_KEPT:
-                    self._write_to_pipe()
-            else:
-                self._stream.write(hidden)
-                if getattr(self._stream, "line_buffering", False) and "\n" in hidden:
-                    self._unflushed = ""
-        except OSError as error:
-            self.lose(error)
+        else:
+            self._unflushed += hidden
+            self._attempt(lambda: self._stream.write(hidden))
+            # A lost reader shows only here, and every line is to reach the log.
+            if "\n" in hidden:
+                self.flush()
         return len(text)
-
-    def _write_to_pipe(self) -> None:
-        """Write what waits, in parts that do not block: a reader that stopped reading would hold up the training.
-
-        Raises:
-            OSError: there was no reader, or no room for PATIENCE.
-        """
-        assert self._pipe is not None
-        while part := self._unflushed[:AT_ONCE]:
-            room = select.poll()
-            room.register(self._pipe, select.POLLOUT)
-            if not room.poll(PATIENCE * 1000):
-                raise OSError(errno.ETIMEDOUT, f"nobody reads the pipe for {PATIENCE:.0f} s")
-            self._stream.write(part)
-            self._stream.flush()
-            self._unflushed = self._unflushed[len(part) :]
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
-    def draw(self, text: str) -> None:
-        """Write at once and past a diversion; nothing that is drawn goes to the log file.
-
-        Nothing is drawn after end_drawing.
-        """
-        hidden = hide(text)
-        # Asked last, because another thread may end the drawing at any moment and write below it.
-        if self.is_lost or _drawing_is_over.is_set():
-            return
-        try:
-            self._stream.write(hidden)
-            self._stream.flush()
-        except OSError as error:
-            self.lose(error)
-
     def flush(self) -> None:
         """Flush the stream if it is not lost."""
-        if self.is_lost:
-            return
-        try:
-            if self._pipe is not None:
-                self._write_to_pipe()
-            self._stream.flush()
+        if not self.is_lost and self._attempt(self._stream.flush):
             self._unflushed = ""
-        except OSError as error:
-            self.lose(error)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def lose(self, error: OSError) -> None:
-        """Write to the log file of this rank from now on, and nothing more to the stream."""
-        reason = error.strerror or str(error)
-        self._collect(
-            f"{self._name} cannot be written any more ({reason}); the run continues and writes to this log.\n"
-        )
-        self._collect(self._unflushed)
-        # Only now: another thread that finds the stream lost logs its lines after these.
-        self.is_lost = True
-        with contextlib.suppress(OSError, ValueError):
-            # Python flushes the descriptor at exit, and native code writes to it.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-        self.log("")
-
-    def _collect(self, text: str) -> None:
-        """Keep the whole lines of `text` until they are logged."""
-        *lines, self._line = (self._line + text).split("\n")
-        # A progress bar rewrites its line after each carriage return; only its last state is of use.
-        self._line = self._line.rpartition("\r")[2]
-        self._lines.extend(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+    def draw(self, text: str) -> None:
+        """Write at once and past a diversion, until end_drawing; nothing that is drawn goes to the log file."""
+        hidden = hide(text)
+        # Asked last, because another thread may end the drawing at any moment and write below it.
+        if not (self.is_lost or _drawing_is_over.is_set()) and self._attempt(lambda: self._stream.write(hidden)):
+            self._attempt(self._stream.flush)
 
     def log(self, text: str) -> None:
         """Write the whole lines of `text` to the log file of this rank."""
-        self._collect(text)
+        *lines, self._unfinished_line = (self._unfinished_line + text).split("\n")
+        # A progress bar rewrites its line after each carriage return; its last state is enough.
+        self._unlogged.extend(line.rstrip("\r").rpartition("\r")[2] for line in lines)
         # Straight to the file: another handler may print to a lost stream, and so come back here.
         files = [h for h in logging.getLogger(LOGGER).handlers if isinstance(h, logging.FileHandler)]
-        while files and self._lines:
-            record = logging.LogRecord(self._name, logging.INFO, "", 0, self._lines.popleft(), None, None)
+        while files and self._unlogged:
+            record = logging.LogRecord(self._name, logging.INFO, "", 0, self._unlogged.popleft(), None, None)
             for handler in files:
                 handler.handle(record)
 
-
-def open_closed_streams() -> list[str]:
-    """Open /dev/null where standard input, output or error was closed (`>&-`); return the names of those streams.
-
-    Otherwise the next file that is opened would get its number, and be written to by whatever prints.
-    """
-    for number in range(3):
+    def _attempt(self, use: Callable[[], Any]) -> bool:
+        """Use the stream; if it cannot be written, log what it did not print and return False."""
         try:
-            os.fstat(number)
-        except OSError:
-            # The lowest free number.
-            os.open(os.devnull, os.O_RDWR)
-    names = ("stdin", "stdout", "stderr")
-    closed = [name for name in names if getattr(sys, name) is None]
-    for name in closed:
-        setattr(sys, name, open(names.index(name), "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
-    return closed
+            use()
+        except OSError as error:
+            problem = error.strerror or str(error)
+            self.log(
+                f"{self._name} cannot be written any more ({problem}); the run continues and writes to this log.\n"
+            )
+            self.log(self._unflushed)
+            # Only now: another thread that finds the stream lost logs its lines after these.
+            self.is_lost = True
+            # Python flushes the descriptor at exit, and native code writes to it.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            return False
+        return True
 
 
 def protect_streams() -> None:
     """Replace sys.stdout and sys.stderr by protected streams, in the log handlers that exist as well."""
-    closed = open_closed_streams()
+    _open_closed_streams()
     for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, name)
         if isinstance(stream, ProtectedStream):
             continue
-        protected = cast(TextIO, own := ProtectedStream(stream, title))
+        protected = cast(TextIO, ProtectedStream(stream, title))
         setattr(sys, name, protected)
-        if name in closed:
-            own.lose(OSError(errno.EBADF, "it is closed"))
         for handler in stream_handlers():
             if handler.stream is stream or _descriptor(handler.stream) == _descriptor(stream) is not None:
                 handler.setStream(protected)
 
 
-# What takes the text of the protected standard streams instead of them.
-_diverted_to: Callable[[str], None] | None = None
-_drawing_is_over = threading.Event()
+def _open_closed_streams() -> None:
+    """Open /dev/null where standard input, output or error was closed (`>&-`).
+
+    Otherwise the next file that is opened would get its number, and be written to by whatever prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number; standard output refuses to be written, so its lines go to the log.
+            os.open(os.devnull, os.O_RDONLY)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 @contextlib.contextmanager
@@ -228,16 +167,6 @@ def print_to_stderr(text: str) -> None:
         os.write(2, hide(text).encode(errors="backslashreplace"))
 
 
-def _pipe_of(stream: TextIO) -> int | None:
-    """Return the descriptor of a stream that is a pipe or socket; None of any other."""
-    descriptor = _descriptor(stream)
-    try:
-        mode = 0 if descriptor is None else os.fstat(descriptor).st_mode
-    except OSError:
-        return None
-    return descriptor if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
-
-
 def _descriptor(stream: Any) -> int | None:
     """Return the file descriptor that a stream writes to, None if it has none."""
     try:
@@ -248,8 +177,7 @@ def _descriptor(stream: Any) -> int | None:
 
 def stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
     """Yield the handlers of all loggers that write to a stream and not to a file."""
-    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    for logger in loggers:
+    for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 yield handler

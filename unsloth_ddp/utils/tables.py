@@ -16,7 +16,7 @@ from rich.text import Text
 
 # Files and pipes have no width of their own.
 FILE_WIDTH = 100
-LEAST_WIDTH = 80
+MIN_WIDTH = 80
 GAP = 2
 # A column is not narrower than its longest word, unless that word (a path, a list of flags) is longer than this.
 LONGEST_WORD = 28
@@ -41,7 +41,7 @@ def output_width() -> int:
     """Return the terminal's width in columns, at least 80; 100 where standard output is not a terminal."""
     if not sys.stdout.isatty():
         return FILE_WIDTH
-    return max(LEAST_WIDTH, shutil.get_terminal_size((FILE_WIDTH, 24)).columns)
+    return max(MIN_WIDTH, shutil.get_terminal_size((FILE_WIDTH, 24)).columns)
 
 
 def render_table(
@@ -63,30 +63,38 @@ def render_table(
         colour: write the escape sequences that colour text.
         rules: draw a rule between rows where one of them has several lines.
     """
-    made = [column if isinstance(column, Column) else Column(column) for column in columns]
+    table_columns = [column if isinstance(column, Column) else Column(column) for column in columns]
     width = width or output_width()
-    texts = [[column.name for column in made], *rows]
-    least = [max(map(_least_width, cells)) for cells in zip(*texts, strict=True)]
-    kept = list(range(len(made)))
-    while sum(least[i] for i in kept) + GAP * (len(kept) - 1) > width and any(made[i].optional for i in kept):
-        kept.remove(max(i for i in kept if made[i].optional))
+    texts = [[column.name for column in table_columns], *rows]
+    min_widths = [max(map(_min_width, cells)) for cells in zip(*texts, strict=True)]
+    shown = list(range(len(table_columns)))
+    while sum(min_widths[i] for i in shown) + GAP * (len(shown) - 1) > width and any(
+        table_columns[i].optional for i in shown
+    ):
+        shown.remove(max(i for i in shown if table_columns[i].optional))
     table = Table(
         box=box.HORIZONTALS if rules else box.SIMPLE_HEAD,
-        show_header=any(made[i].name for i in kept),
+        show_header=any(table_columns[i].name for i in shown),
         show_edge=False,
         # With the column that the box itself draws, GAP columns stand between two cells.
         padding=(0, GAP - 1, 0, 0),
         pad_edge=False,
     )
-    for i in kept:
-        table.add_column(Text(made[i].name), justify=made[i].align, min_width=least[i], vertical="top", overflow="fold")
+    for i in shown:
+        table.add_column(
+            Text(table_columns[i].name),
+            justify=table_columns[i].align,
+            min_width=min_widths[i],
+            vertical="top",
+            overflow="fold",
+        )
     was_tall = False
     for row in rows:
-        is_tall = any("\n" in row[i] for i in kept) or sum(cell_len(row[i]) + GAP for i in kept) > width + GAP
+        is_tall = any("\n" in row[i] for i in shown) or sum(cell_len(row[i]) + GAP for i in shown) > width + GAP
         if rules and (is_tall or was_tall):
             table.add_section()
         was_tall = is_tall
-        table.add_row(*(Text(row[i], style=(made[i].styles or {}).get(row[i], "")) for i in kept))
+        table.add_row(*(Text(row[i], style=(table_columns[i].styles or {}).get(row[i], "")) for i in shown))
     file = StringIO()
     console = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False)
     if title:
@@ -95,7 +103,7 @@ def render_table(
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
 
 
-def _least_width(text: str) -> int:
+def _min_width(text: str) -> int:
     return max((min(cell_len(word), LONGEST_WORD) for word in text.split()), default=0)
 
 

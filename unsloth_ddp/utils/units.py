@@ -1,4 +1,4 @@
-"""Parse amounts as people write them (25Gbps, 450GB/s, 80GB, 139GiB), and print bytes and seconds."""
+"""Parse memory as people write it (80GB, 139GiB), and print bytes and seconds."""
 
 import re
 
@@ -6,20 +6,7 @@ from unsloth_ddp.utils.errors import UserError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-BANDWIDTH = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kKmMgGtT]i?)?(bps|bit/s|bits/s|B/s|Bps)")
 MEMORY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?B", re.IGNORECASE)
-
-
-def parse_bandwidth(option: str, text: str) -> float:
-    """Return the bytes per second that an option gives; a lower-case b is a bit, an upper-case B a byte.
-
-    Raises:
-        UserError: `text` is not a bandwidth above 0.
-    """
-    found = BANDWIDTH.fullmatch(text.strip())
-    if not found or not (value := _amount(found)):
-        raise UserError(f"{option} {text!r} is not a bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
-    return value / (8 if found[3].startswith("b") else 1)
 
 
 def parse_memory(option: str, text: str) -> float:
@@ -28,14 +15,11 @@ def parse_memory(option: str, text: str) -> float:
     Raises:
         UserError: `text` is not an amount above 0.
     """
-    found = MEMORY.fullmatch(text.strip())
-    if not found or not (value := _amount(found)):
+    amount = MEMORY.fullmatch(text.strip())
+    size = float(amount[1]) * PREFIXES[(amount[2] or "").lower()] if amount else 0
+    if not size:
         raise UserError(f"{option} {text!r} is not an amount above 0; write 80GB or 139GiB.")
-    return value
-
-
-def _amount(found: re.Match[str]) -> float:
-    return float(found[1]) * PREFIXES[(found[2] or "").lower()]
+    return size
 
 
 def counted(number: int, thing: str) -> str:

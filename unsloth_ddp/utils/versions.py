@@ -24,8 +24,8 @@ def kit_checksum() -> str:
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed, without importing them."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed

@@ -7,10 +7,12 @@ import ssl
 import urllib.error
 import urllib.request
 from concurrent.futures import TimeoutError as TooLate
+from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.missing import similar_path
 from unsloth_ddp.utils.files.sources import read_source
 from unsloth_ddp.utils.threads import in_thread
 
@@ -89,10 +91,11 @@ def check_model_in_cache(settings: Settings) -> None:
     folders = os.listdir(HF_HUB_CACHE) if os.path.isdir(HF_HUB_CACHE) else []
     if any(wanted in re.sub(r"[^a-z0-9]", "", folder.lower()) for folder in folders if folder.startswith("models--")):
         return
+    if near := similar_path(Path(name), lambda path: (path / "config.json").is_file()):
+        raise UserError(f"model {name}: there is no such folder, and the Hub cannot be reached; did you mean {near}?")
     raise UserError(
         f"model {name} is no folder here and not in the Hub's cache ({HF_HUB_CACHE}), and the Hub cannot be reached, "
-        f"or HF_HUB_OFFLINE "
-        f"switches it off; download it where there is a network (uv run hf download {name}) with HF_HOME on a disk "
-        f"that this machine reads too, or give a folder as --model; "
-        "HF_HUB_OFFLINE=0 tries the network in any case."
+        f"or HF_HUB_OFFLINE switches it off; download it where there is a network (uv run hf download {name}) with "
+        "HF_HOME on a disk that this machine reads too, or give a folder as --model; HF_HUB_OFFLINE=0 tries the "
+        "network in any case."
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.data.sources.revisions import dataset_revisions, find_cached_commit
 from unsloth_ddp.data.sources.rows import is_file
 from unsloth_ddp.distributed.runtime import quiet_imports
@@ -115,6 +116,11 @@ def describe_models(settings: Settings) -> dict[str, dict[str, Any]]:
             entries[part] = {"missing": name}
         elif not folder.is_dir():
             entries[part] = {"hub": find_cached_commit(name, "model", source.model_revision)}
+            try:
+                # A run would refuse it, too.
+                use_cache_if_hub_is_unreachable(source)
+            except UserError as error:
+                entries[part] = {"refused": str(error)}
         else:
             is_adapter = (folder / ADAPTER_FILE).is_file()
             try:

@@ -87,9 +87,9 @@ def axis(low: float, high: float, *, whole: bool = False, ticks: int = 5) -> lis
     return [round(number * step, 12) for number in range(first, last + 1)]
 
 
-def averaged(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+def averaged(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
     """Return at most `most` points: those given, or the means of stretches of as many of them each."""
-    length = math.ceil(len(points) / most)
+    length = math.ceil(len(points) / limit)
     stretches = [points[start : start + length] for start in range(0, len(points), max(1, length))]
     return [(statistics.fmean(x for x, _ in each), statistics.fmean(y for _, y in each)) for each in stretches]
 
@@ -98,9 +98,9 @@ def short_number(value: float) -> str:
     """Return a number with up to 4 digits: 1,234; 0.125; 12k; 1.2M; 2e-5."""
     size = abs(value)
     if size >= 1e4:
-        for unit, one in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-            if size >= one:
-                return f"{value / one:.4g}{unit}"
+        for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+            if size >= factor:
+                return f"{value / factor:.4g}{unit}"
     if value == 0:
         return "0"
     if size < 1e-3:

@@ -19,7 +19,7 @@ MACHINE = (
 def results(run: RunRecord) -> dict[str, str]:
     """Return the texts of the known results, by name; a loss may be infinite or not a number."""
     number, loss, share = "{:,.0f}".format, "{:.4f}".format, "{:.1%}".format
-    found: dict[str, tuple[Any, Callable[[float], str]]] = {
+    values: dict[str, tuple[Any, Callable[[float], str]]] = {
         "steps": (run.step, number),
         "loss": (run.last("loss"), loss),
         "mean training loss": (run.summary.get("train_loss"), loss),
@@ -33,7 +33,7 @@ def results(run: RunRecord) -> dict[str, str]:
     }
     return {
         name: form(value) if is_number(value) else "not a number"
-        for name, (value, form) in found.items()
+        for name, (value, form) in values.items()
         if is_number(value) or isinstance(value, float)
     }
 
@@ -50,7 +50,7 @@ def describe_data(run: RunRecord) -> list[tuple[str, str]]:
     if not data:
         return []
     train, evaluation = data["train"], data["evaluation"]
-    found = [
+    pairs = [
         ("training rows", f"{'the first rows: ' if data['streamed'] else ''}{train['rows']:,}"),
         ("tokens", f"{train['tokens']:,}, {train['tokens'] / train['rows']:,.0f} a row"),
         ("supervised tokens", f"{train['supervised']:,} ({train['supervised'] / train['tokens']:.1%})"),
@@ -58,23 +58,23 @@ def describe_data(run: RunRecord) -> list[tuple[str, str]]:
     ]
     for name in ("truncated", "dropped"):
         if train[name]:
-            found.append((f"{name} rows", f"{train[name]:,} over {run.settings.get('max_length')} tokens"))
-    found.append(("packing", f"{counted(data['packs'], 'pack')} ({data['packing']})" if data["packs"] else "off"))
-    return [*found, ("evaluation rows", f"{evaluation['rows']:,}" if evaluation else "none")]
+            pairs.append((f"{name} rows", f"{train[name]:,} over {run.settings.get('max_length')} tokens"))
+    pairs.append(("packing", f"{counted(data['packs'], 'pack')} ({data['packing']})" if data["packs"] else "off"))
+    return [*pairs, ("evaluation rows", f"{evaluation['rows']:,}" if evaluation else "none")]
 
 
 def gaps(run: RunRecord) -> list[str]:
     """Return a sentence for each kind of loss that was not always a number."""
-    found = []
+    sentences = []
     for name, key in (("training", "loss"), ("evaluation", "eval_loss")):
         logged = run.series(key, gaps=True)
         missing = [step for step, value in logged if not is_number(value)]
         if missing:
-            found.append(
-                f"The {name} loss was not a number (NaN or infinite) in {len(missing):,} of {len(logged):,} log lines, first "
-                f"at step {missing[0]:,.0f}."
+            sentences.append(
+                f"The {name} loss was not a number (NaN or infinite) in {len(missing):,} of {len(logged):,} log lines, "
+                f"first at step {missing[0]:,.0f}."
             )
-    return found
+    return sentences
 
 
 def show(value: Any) -> str:

@@ -23,8 +23,8 @@ from unsloth_ddp.utils.units import counted
 
 # The settings that say how the weights came to be, apart from model and data, which have places of their own.
 SETTINGS = (
-    "method", *ADAPTER, "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed",
+    "method", *ADAPTER, "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps",
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed",
 )  # fmt: skip
 FULL_ONLY = ("full_weights",)
 
@@ -78,14 +78,14 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
 
 
 def _shown_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of SETTINGS, after the task of a preference run and its options that are not at their defaults."""
+    """Return the settings of SETTINGS, after the task of a preference run and its options with other values."""
     shown = {name: settings[name] for name in SETTINGS if name in settings}
     standard = dataclasses.asdict(TaskSettings())
-    given = TaskSettings(**{name: settings.get(name, value) for name, value in standard.items()})
-    if not given.trains_preferences:
+    task_settings = TaskSettings(**{name: settings.get(name, value) for name, value in standard.items()})
+    if not task_settings.trains_preferences:
         return shown
-    resolved = {"beta": given.resolved_beta, "sft_weight": given.resolved_sft_weight or None}
-    of_task = dataclasses.asdict(given) | resolved
+    resolved = {"beta": task_settings.resolved_beta, "sft_weight": task_settings.resolved_sft_weight or None}
+    of_task = dataclasses.asdict(task_settings) | resolved
     return {name: value for name, value in of_task.items() if value != standard[name]} | shown
 
 
@@ -135,13 +135,13 @@ def _rows(run: RunRecord) -> str:
 
 def _results(run: RunRecord) -> list[tuple[str, str]]:
     # The last logged loss is that of a few steps; the mean says more.
-    found = [(name, text) for name, text in results(run).items() if name != "loss"]
-    before = run.summary.get("demo_accuracy_before")
-    if is_number(before):
-        found.append(("exact answers before training", f"{before:.1%}"))
+    pairs = [(name, text) for name, text in results(run).items() if name != "loss"]
+    accuracy_before = run.summary.get("demo_accuracy_before")
+    if is_number(accuracy_before):
+        pairs.append(("exact answers before training", f"{accuracy_before:.1%}"))
     if run.fact("device"):
-        found.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
-    return found
+        pairs.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
+    return pairs
 
 
 def _sources(run: RunRecord) -> str:

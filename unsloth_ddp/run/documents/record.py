@@ -18,7 +18,7 @@ from unsloth_ddp.run.documents.files import RECORD_FILE, SETTINGS_FILE, STATE_FI
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.files.json import write_json
 from unsloth_ddp.utils.files.safe import read_regular
-from unsloth_ddp.utils.files.yaml import Unreadable, read_yaml
+from unsloth_ddp.utils.files.yaml import read_mapping
 
 FORMAT = 1
 # Above any run's; a file of another kind is not read into memory.
@@ -107,8 +107,8 @@ class RunRecord:
     @property
     def seconds(self) -> float | None:
         """Return the seconds that training took in all parts whose end is known; None if none is."""
-        known = [part["seconds"] for part in self.parts if is_number(part.get("seconds"))]
-        return sum(known) if known else self.summary.get("train_seconds")
+        seconds = [part["seconds"] for part in self.parts if is_number(part.get("seconds"))]
+        return sum(seconds) if seconds else self.summary.get("train_seconds")
 
     def series(self, name: str, *, gaps: bool = False) -> list[tuple[float, float]]:
         """Return step and value of every log entry that has a finite number of this name.
@@ -121,20 +121,20 @@ class RunRecord:
 
     def last(self, name: str) -> float | None:
         """Return the last logged value of a name, which may be NaN; None if there is none."""
-        found = self.series(name, gaps=True)
-        return found[-1][1] if found else None
+        points = self.series(name, gaps=True)
+        return points[-1][1] if points else None
 
     @property
     def eval_loss(self) -> Any:
         """Return the evaluation loss of the result, or the last one logged; None if there is none."""
-        found = self.summary.get("eval_loss")
-        return self.last("eval_loss") if found is None else found
+        loss = self.summary.get("eval_loss")
+        return self.last("eval_loss") if loss is None else loss
 
     @property
     def tokens_per_second(self) -> Any:
         """Return the speed of the whole run, or the last one logged; None if it is not known."""
-        found = self.fact("tokens_per_second")
-        return self.last("tokens_per_second") if found is None else found
+        speed = self.fact("tokens_per_second")
+        return self.last("tokens_per_second") if speed is None else speed
 
     def fact(self, name: str) -> Any:
         """Return a value of the summary, or, of an unfinished run, of its newest part; None if it is not known."""
@@ -164,13 +164,8 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(
             f"{folder} is not a run of this kit: it holds no {SETTINGS_FILE}; name a folder such as outputs/RUN."
         )
-    try:
-        settings = read_yaml(folder / SETTINGS_FILE)
-    except OSError as error:
-        raise UserError(f"{folder / SETTINGS_FILE} cannot be read: {os_reason(error)}.") from None
-    except Unreadable as error:
-        raise UserError(f"{folder / SETTINGS_FILE} is damaged: {error}.") from None
-    if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
+    settings = read_mapping(folder / SETTINGS_FILE, str(folder / SETTINGS_FILE))
+    if not isinstance(settings.get("model"), str):
         raise UserError(f"{folder / SETTINGS_FILE} holds no settings of a run; the file is damaged or of another tool.")
     summary = _read_json(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     record = _read_record(folder) if (folder / RECORD_FILE).is_file() else {}
@@ -180,8 +175,8 @@ def read_run(folder: Path) -> RunRecord:
     source = folder if summary else checkpoint
     state = _read_json(source / STATE_FILE) if source and (source / STATE_FILE).is_file() else {}
     history = [entry for entry in _list_of_dicts(state.get("log_history")) if is_number(entry.get("step"))]
-    step, most = (state.get(name) for name in ("global_step", "max_steps"))
-    planned = record.get("steps") if most is None else most
+    step, max_steps = (state.get(name) for name in ("global_step", "max_steps"))
+    planned = record.get("steps") if max_steps is None else max_steps
     return RunRecord(
         folder,
         settings,

@@ -113,11 +113,11 @@ def _sentence(run: RunRecord) -> str:
 
 
 def _tiles(run: RunRecord) -> list[dict[str, str]]:
-    before = run.summary.get("demo_accuracy_before")
+    accuracy = run.summary.get("demo_accuracy_before")
     notes = {
         "steps": f"of {run.max_steps:,}" if run.max_steps else "",
         "loss": "last log line",
-        "exact answers": f"{before:.1%} before" if is_number(before) else "",
+        "exact answers": f"{accuracy:.1%} before" if is_number(accuracy) else "",
         "peak memory": "of the fullest rank",
         "training time": f"in {len(run.parts)} parts" if len(run.parts) > 1 else "",
     }
@@ -128,12 +128,14 @@ def _answers(run: RunRecord) -> dict[str, Any] | None:
     answers = run.record.get("answers")
     if not answers or not isinstance(answers, list):
         return None
-    before, after = (sum(bool(one[f"exact_{when}"]) for one in answers) for when in ("before", "after"))
+    exact_before, exact_after = (
+        sum(bool(answer[f"exact_{when}"]) for answer in answers) for when in ("before", "after")
+    )
     count = len(answers)
     shown = f" The page shows the first {MOST_ANSWERS}." if count > MOST_ANSWERS else ""
     return {
-        "sentence": f"{before:,} of {count:,} held-out questions were answered exactly before training, {after:,} after."
-        + shown,
+        "sentence": f"{exact_before:,} of {count:,} held-out questions were answered exactly before training, "
+        f"{exact_after:,} after." + shown,
         "open": answers[:OPEN_ANSWERS],
         "folded": answers[OPEN_ANSWERS:MOST_ANSWERS],
     }
@@ -148,14 +150,14 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
 
 def _first_image(run: RunRecord) -> str | None:
     """Return the data URI of the thumbnail, if it is one."""
-    found = (run.record.get("data") or {}).get("first_image")
-    return found if isinstance(found, str) and THUMBNAIL.fullmatch(found) else None
+    uri = (run.record.get("data") or {}).get("first_image")
+    return uri if isinstance(uri, str) and THUMBNAIL.fullmatch(uri) else None
 
 
 def _hardware(run: RunRecord) -> list[tuple[str, str]]:
-    found = {name: run.fact(name) for name in MACHINE}
+    machine = {name: run.fact(name) for name in MACHINE}
     # Of replicas there is one but with hybrid sharding.
-    found = {name: value for name, value in found.items() if (name, value) != ("copies", 1)}
+    machine = {name: value for name, value in machine.items() if (name, value) != ("copies", 1)}
     hardware = dict((run.parts[-1].get("hardware") if run.parts else None) or {})
     if memory := hardware.pop("gpu_memory_bytes", None):
         hardware["gpu_memory"] = shown_bytes(memory)
@@ -163,4 +165,4 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
         total = seconds.pop("to_first_step", 0)
         parts = ", ".join(f"{name.replace('_', ' ')} {value:.0f} s" for name, value in seconds.items() if value >= 0.5)
         hardware["time to the first step"] = f"{total:.0f} s" + (f" ({parts})" if parts else "")
-    return [(name.replace("_", " "), show(value)) for name, value in {**found, **hardware}.items() if value]
+    return [(name.replace("_", " "), show(value)) for name, value in {**machine, **hardware}.items() if value]

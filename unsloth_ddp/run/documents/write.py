@@ -146,7 +146,7 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
 
 
 def first_image(rows: TokenizedRows) -> str | None:
-    """Return a thumbnail of the first image of the rows as a data URI; None without one, or if it cannot be read any more."""
+    """Return a thumbnail of the first image of the rows as a data URI; None if there is none, or it cannot be read."""
     shown = np.flatnonzero(rows.pixels()) if rows.processing is not None else np.array([])
     if not len(shown):
         return None
@@ -175,7 +175,7 @@ def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[s
 
 
 def base_license(model: str, revision: str | None) -> dict[str, str] | None:
-    """Return license, license_name and license_link that the base model's card gives; None if no card is on this machine."""
+    """Return license, license_name and license_link of the base model's card; None if no card is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
     path: Any = Path(model) / "README.md"
@@ -184,24 +184,24 @@ def base_license(model: str, revision: str | None) -> dict[str, str] | None:
     try:
         if not isinstance(path, (str, Path)) or not Path(path).is_file():
             return None
-        found = ModelCard.load(Path(path), ignore_metadata_errors=True).data.to_dict()
+        card = ModelCard.load(Path(path), ignore_metadata_errors=True).data.to_dict()
     except Exception:  # YAML that is broken in any way; a card is not needed
         return None
-    kept = {name: found.get(name) for name in ("license", "license_name", "license_link")}
-    named = {name: value for name, value in kept.items() if isinstance(value, str)}
+    fields = {name: card.get(name) for name in ("license", "license_name", "license_link")}
+    named = {name: value for name, value in fields.items() if isinstance(value, str)}
     return named if "license" in named else None
 
 
-def answer_facts(asked: list[Question], before: list[str], after: list[str]) -> list[dict[str, Any]]:
+def answer_facts(questions: list[Question], old_answers: list[str], new_answers: list[str]) -> list[dict[str, Any]]:
     """Return the compared answers, each with the question's turns; the first MOST_ANSWERS, long texts cut."""
-    together = list(zip(asked, before, after, strict=True))[:MOST_ANSWERS]
+    together = list(zip(questions, old_answers, new_answers, strict=True))[:MOST_ANSWERS]
     return [
         {
-            "turns": [{"role": turn["role"], "text": _kept(str(turn.get("content") or ""))} for turn in q.turns],
-            **({"images": [Path(one).name[:100] for one in q.images]} if q.images else {}),
-            "expected": _kept(q.answer),
-            "before": _kept(old),
-            "after": _kept(new),
+            "turns": [{"role": turn["role"], "text": _shortened(str(turn.get("content") or ""))} for turn in q.turns],
+            **({"images": [Path(image).name[:100] for image in q.images]} if q.images else {}),
+            "expected": _shortened(q.answer),
+            "before": _shortened(old),
+            "after": _shortened(new),
             "exact_before": is_exact(q, old),
             "exact_after": is_exact(q, new),
         }
@@ -209,7 +209,7 @@ def answer_facts(asked: list[Question], before: list[str], after: list[str]) -> 
     ]
 
 
-def _kept(text: str) -> str:
+def _shortened(text: str) -> str:
     return hide(text)[:LONGEST_ANSWER]
 
 

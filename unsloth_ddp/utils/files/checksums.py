@@ -16,7 +16,7 @@ def checksum(path: Path) -> str:
 
 
 def sampled_checksum(path: Path, sample: int = SAMPLE, stride: int = STRIDE) -> str:
-    """Return the xxh3_128 of samples of a file: its begin, where safetensors have their header, and every `stride` bytes."""
+    """Return the xxh3_128 of samples of a file: its start (the header of safetensors), and one every `stride` bytes."""
     digest = xxhash.xxh3_128()
     # The buffer of most file systems has a block, which has megabytes on some.
     with path.open("rb", buffering=4096) as file:

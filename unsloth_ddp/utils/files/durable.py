@@ -16,7 +16,7 @@ RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def is_write_error(error: Exception) -> bool:
-    """Return whether an exception may come from a write, for which disk, memory or threads ran out; libraries raise their own."""
+    """Return whether an exception may come from a write for which disk, memory or threads ran out."""
     import torch
     from safetensors import SafetensorError
 
@@ -27,7 +27,7 @@ def is_write_error(error: Exception) -> bool:
     return in_rust or isinstance(error, (OSError, RuntimeError, MemoryError, SafetensorError))
 
 
-def reason(error: Exception, folder: Path) -> str:
+def write_problem(error: Exception, folder: Path) -> str:
     """Return why a write to `folder` failed, in a few words; torch.save raises its own error when a disk is full."""
     code = getattr(error, "errno", None)
     if code is None and (match := RUST_ERROR.search(str(error))):

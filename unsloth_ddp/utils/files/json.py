@@ -32,12 +32,12 @@ def write_as_asked(option: str, path: Path, content: Any) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:100]!r} is given twice")
-    return found
+    return values
 
 
-# As json.loads: malformed text raises json.JSONDecodeError, other faults ValueError (with the reason) or RecursionError.
+# As json.loads: malformed text raises json.JSONDecodeError, other faults ValueError or RecursionError.
 DECODER = json.JSONDecoder(object_pairs_hook=_unique)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def similar_file(path: Path, suffixes: Collection[str]) -> Path | None:
-    """Return the file with one of `suffixes` (lower case) whose path is `path` but for one misspelt part; None without one."""
+    """Return the file with one of `suffixes` (lower case) whose path is `path` with one part corrected, or None."""
     return similar_path(path, lambda near: near.suffix.lower() in suffixes and near.is_file())
 
 
@@ -17,11 +17,11 @@ def similar_path(path: Path, accept: Callable[[Path], bool]) -> Path | None:
         if missing is None:
             return None
         rest = path.relative_to(missing)
-        found = {other.name: other / rest for other in missing.parent.iterdir() if accept(other / rest)}
+        candidates = {other.name: other / rest for other in missing.parent.iterdir() if accept(other / rest)}
     except (OSError, ValueError):
         return None
-    near = difflib.get_close_matches(missing.name, found, 1, 0.8)
-    return found[near[0]] if near else None
+    near = difflib.get_close_matches(missing.name, candidates, 1, 0.8)
+    return candidates[near[0]] if near else None
 
 
 def looked_in(path: Path) -> str:

@@ -61,6 +61,6 @@ def opened_below(folder: Path) -> set[str]:
 
 
 def opened_commits() -> dict[str, str]:
-    """Return the commit of each repository of which files were recorded in the Hub's cache, of several the last in order."""
+    """Return the commit (of several, the last) of each repository whose files were recorded in the Hub's cache."""
     commits = (match.groups() for path in sorted(_recorder.paths) if (match := SNAPSHOT.search(path)))
     return {repository.replace("--", "/"): commit for repository, commit in commits}

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 
 def stays_inside(name: str) -> bool:
-    """Return whether a relative name, as a file from elsewhere lists it, is that of a file below the folder it is read in."""
+    """Return whether a name that a file from elsewhere lists stays below the folder that it is relative to."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
@@ -27,7 +27,7 @@ def open_without_following_links(path: Path, flags: int) -> int:
         raise
 
 
-def read_regular(path: Path, most: int) -> bytes:
+def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file of at most so many bytes; a pipe or device could keep its reader forever.
 
     Raises:
@@ -39,9 +39,9 @@ def read_regular(path: Path, most: int) -> bytes:
         path.stat()
         raise OSError(errno.EINVAL, "it is not a file", str(path))
     with open(descriptor, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has over {most:,} bytes", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has over {max_bytes:,} bytes", str(path))
     return content
 
 

@@ -64,9 +64,9 @@ def read_source(text: str) -> Source:
         if not split or not name:
             raise UserError(f"dataset {text}: the brackets hold no split; write one, such as {name or 'NAME'}[:10%].")
         split = f"[{split}]" if ":" in split and "[" not in split else split
-    before, at, after = name.rpartition("@")
-    if at and after and HUB_ID.fullmatch(before) and not os.path.exists(os.path.expanduser(name)):
-        name, subset = before, after
+    repository, at, after = name.rpartition("@")
+    if at and after and HUB_ID.fullmatch(repository) and not os.path.exists(os.path.expanduser(name)):
+        name, subset = repository, after
     return Source(name, subset, split, weight)
 
 
@@ -88,8 +88,7 @@ def _weight(text: str, value: Any) -> float:
     if isinstance(value, bool) or not 0 < weight < math.inf:
         raise UserError(
             f"dataset {text[:200]}: the weight is {str(value)[:100] or 'empty'}, but it takes a number above 0; a "
-            f"slice stands in "
-            "brackets, such as [:10%]."
+            "slice stands in brackets, such as [:10%]."
         )
     return weight
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 # Far above any settings: a data or weights file given as --config by mistake is not parsed for minutes.
 LARGEST_BYTES = 1 << 20
@@ -15,6 +15,23 @@ MOST_CHARACTERS = 4 * LARGEST_BYTES
 
 class Unreadable(ValueError):
     """The file is not YAML of plain values; the message gives the reason."""
+
+
+def read_mapping(path: Path, title: str) -> dict[str, Any]:
+    """Return the names and values of a YAML file, which errors call `title`.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        content = read_yaml(path)
+    except OSError as error:
+        raise UserError(f"{title} cannot be read: {os_reason(error)}.") from None
+    except Unreadable as error:
+        raise UserError(f"{title} is not YAML: {str(error).rstrip('.')}.") from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise UserError(f"{title} holds no options, which stand as one `name: value` a line.")
+    return content
 
 
 def read_yaml(path: Path) -> Any:
@@ -71,11 +88,11 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key given twice, of which PyYAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.test_tokenize import CHATML, IM, PLAIN, THINK, TOOL, TURNS, core, from_trl, make_tokenizer, supervised
+from unsloth_ddp.data.chat.labels import stop_tokens
 from unsloth_ddp.data.chat.template import prints_date
-from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, stop_tokens
+from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder
 from unsloth_ddp.data.chat.turn_spans import shared
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
@@ -331,4 +332,4 @@ def test_how_far_two_texts_agree(one: str, other: str, expected: str) -> None:
 def test_the_tokens_at_which_generation_stops(labels: str, expected: list[int]) -> None:
     """`.` is not supervised, digits are special tokens."""
     ids = [-100 if one == "." else int(one) if one.isdigit() else ord(one) for one in labels]
-    assert stop_tokens(ids, [one in " ." for one in labels], {1, 2}) == expected
+    assert stop_tokens(ids, lambda place: labels[place] in " .", {1, 2}) == expected

@@ -52,6 +52,27 @@ def qwen3(core: Tokenizer) -> Any:
     return make_tokenizer(core, from_trl("qwen3"), "<|im_end|>", IM)
 
 
+# ---- a generation prompt behind every chat ----
+
+
+@pytest.mark.parametrize(
+    ("begin", "ends"),
+    [("<|turn|>{}\n", "<|end|>"), ("<|turn|><|{}|>", "<|end|>\n"), ("### {}: ", "<|end|>\n\n"), ("{}: ", "</s>")],
+)
+def test_a_prompt_that_no_one_asked_for_is_not_trained(core: Tokenizer, begin: str, ends: str) -> None:
+    named = begin.replace("{}", "' + m['role'] + '").replace("\n", "\\n")
+    source = f"{{% for m in messages %}}{{{{ '{named}' + m['content'] + '{ends}' }}}}{{% endfor %}}".replace(
+        "\n", "\\n"
+    )
+    source += f"{{{{ '{begin.format('assistant')}' }}}}".replace("\n", "\\n")
+    tokenizer = make_tokenizer(core, source, "</s>", "<|turn|> <|user|> <|assistant|> <|end|>")
+    runs = trained(tokenizer, {"messages": TURNS})
+    assert [run.strip() for run in runs] == [f"{TURNS[n]['content']}{ends}".strip() for n in (1, 3)]
+    assert [run.strip() for run in trained(tokenizer, {"messages": TURNS[:2]})] == [runs[0].strip()]
+    whole = encode(tokenizer, {"messages": TURNS}, supervise_all=True)
+    assert tokenizer.decode(whole.labels).rstrip().endswith(ends.strip())
+
+
 # ---- parts that have to arrive ----
 
 

@@ -14,15 +14,13 @@ from typing import NamedTuple
 
 from unsloth_ddp.data.chat.parts import closes
 from unsloth_ddp.data.chat.scaffold import WORD
-from unsloth_ddp.data.chat.template import ChatTemplate, Span
+from unsloth_ddp.data.chat.template import BEGUN_TAG, ChatTemplate, Span
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.utils.errors import UserError
 
 NEXT_QUESTION: Message = {"role": "user", "content": "And then?"}
 TAG = re.compile(r"[<\[][^<>\[\]]+[>\]]")
-# Matches a tag that is cut off at the end of a text.
-BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 # (the characters of a part of a row in its text, the index of the message that it belongs to, -1 for none).
 Written = tuple[Span, int]
 # (a character of the text, None if it is not found; a note if the turn does not follow the generation prompt, or "").

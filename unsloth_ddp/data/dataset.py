@@ -268,13 +268,14 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         kept = np.flatnonzero(~left_out)
         if not len(kept):
             raise UserError(
-                f"Every {purpose} row of the {len(tokenized):,} that were read is longer than max_length {settings.max_length}, so "
-                f"none is left; raise max_length{' or lower image_max_pixels' if cuts_image.any() else ''}."
+                f"Every {purpose} row of the {len(tokenized):,} that were read is longer than max_length "
+                f"{settings.max_length}, so none is left; raise "
+                f"max_length{' or lower image_max_pixels' if cuts_image.any() else ''}."
             )
         if settings.overlong == "truncate":
             print(
-                f"{counted(int(cuts_image.sum()), f'{purpose} row')} left out: max_length {settings.max_length} ends before the last "
-                "image does; raise max_length or lower image_max_pixels."
+                f"{counted(int(cuts_image.sum()), f'{purpose} row')} left out: max_length {settings.max_length} ends "
+                "before the last image does; raise max_length or lower image_max_pixels."
             )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
@@ -343,8 +344,8 @@ def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> l
     if 1 <= ratio <= 4 / 3:
         return []
     return [
-        f"{found}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give --desirable_weight or "
-        "--undesirable_weight."
+        f"{found}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give "
+        "--desirable_weight or --undesirable_weight."
     ]
 
 

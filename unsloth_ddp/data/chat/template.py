@@ -60,8 +60,8 @@ def read_chat_template(wanted: str) -> str | dict[str, str]:
         path = own.get(wanted) or Path(wanted).expanduser()
         if not path.is_file():
             raise UserError(
-                f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, or {TRAINING} "
-                "(TRL's variant of the tokenizer's template)."
+                f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, "
+                f"or {TRAINING} (TRL's variant of the tokenizer's template)."
             )
         return _template_in(path.read_text(encoding="utf-8"), wanted)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:

@@ -148,13 +148,11 @@ class SpanFinder:
             if not answered.startswith(alone.rstrip()) and answered.rfind(text.strip()) >= len(alone) - len(text):
                 return (
                     f"the chat template writes the text of message {index + 1}, which calls tools, behind the answer "
-                    "of the tool; write the "
-                    "text into the reasoning of the message (reasoning_content), or remove it."
+                    "of the tool; write the text into the reasoning of the message (reasoning_content), or remove it."
                 )
         return (
-            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them "
-            "with {% generation %} in "
-            "a --chat_template file, or use --loss_on all."
+            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them with "
+            "{% generation %} in a --chat_template file, or use --loss_on all."
         )
 
     def _marked(

@@ -106,14 +106,16 @@ def image_value(value: Any) -> str:
         return value
     if ADDRESS.match(value):
         raise UserError(
-            f"the image {without_query(value)} is an address of another kind than http(s); download it and give its path."
+            f"the image {without_query(value)} is an address of another kind than http(s); download it and give its "
+            "path."
         )
     if value[: len(DATA)].lower() == DATA:
         return _from_base64(value.partition(",")[2])
     # A slash is a digit of base64 too.
     if len(value) > LONGEST_PATH or max(map(len, value.split("/"))) > LONGEST_NAME:
         raise UserError(
-            f"the image {value[:40]}... of {len(value):,} characters is no path; put {DATA}image/png;base64, before base64."
+            f"the image {value[:40]}... of {len(value):,} characters is no path; put {DATA}image/png;base64, before "
+            "base64."
         )
     return value.removeprefix("file://")
 

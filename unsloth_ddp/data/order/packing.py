@@ -280,8 +280,9 @@ def plan_step(
         if fixed and packed.global_batch != by_count.global_batch:
             name = "global_batch_size" if request.global_batch is not None else "gradient_accumulation_steps"
             raise UserError(
-                f"global_batch_tokens {request.global_tokens} is {counted(packed.global_batch, 'pack')} a step and {name} "
-                f"({counted(plan.global_batch, 'pack' if in_packs else 'row')}) is {by_count.global_batch}; give only one of the two."
+                f"global_batch_tokens {request.global_tokens} is {counted(packed.global_batch, 'pack')} a step and "
+                f"{name} ({counted(plan.global_batch, 'pack' if in_packs else 'row')}) is {by_count.global_batch}; "
+                "give only one of the two."
             )
         return packed, packing, choice
     if in_packs:

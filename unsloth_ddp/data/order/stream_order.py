@@ -93,6 +93,6 @@ def stream_rows(
 def _check_skipped(start: StreamPosition, skipped: int, seen: int | None) -> None:
     if skipped and start.seen is not None and seen != start.seen:
         raise UserError(
-            f"the stream no longer begins with the {counted(skipped, 'row')} trained before the checkpoint; restore the old "
-            "sources, start a new run with another --run_name, or give --resume_anyway."
+            f"the stream no longer begins with the {counted(skipped, 'row')} trained before the checkpoint; restore "
+            "the old sources, start a new run with another --run_name, or give --resume_anyway."
         )

@@ -91,8 +91,7 @@ def check_model_in_cache(settings: Settings) -> None:
         return
     raise UserError(
         f"model {name} is no folder here and not in the Hub's cache ({HF_HUB_CACHE}), and the Hub cannot be reached, "
-        f"or HF_HUB_OFFLINE "
-        f"switches it off; download it where there is a network (uv run hf download {name}) with HF_HOME on a disk "
-        f"that this machine reads too, or give a folder as --model; "
-        "HF_HUB_OFFLINE=0 tries the network in any case."
+        f"or HF_HUB_OFFLINE switches it off; download it where there is a network (uv run hf download {name}) with "
+        "HF_HOME on a disk that this machine reads too, or give a folder as --model; HF_HUB_OFFLINE=0 tries the "
+        "network in any case."
     )

@@ -47,8 +47,8 @@ class ListColumn:
 class ArrowRows:
     """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
-    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run with images
-    have `images`, `rendered` and `pixels` (see chat.tokenize.EncodedRow).
+    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run
+    with images have `images`, `rendered` and `pixels` (see chat.tokenize.EncodedRow).
 
     Args:
         added: further values of each row by name, each (rows, ...).
@@ -99,8 +99,9 @@ class PackedRows:
 def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Concatenate examples into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,), further values (examples, ...).
 
-    What says which images the rows have is a list with a value for each row. An example is one row, or `parts` says how many tokens each of its two rows has. The label of each row's first token is
-    ignored, as in an unpacked row, because no token of the row predicts it.
+    What says which images the rows have is a list with a value for each row. An example is one row, or `parts` says how
+    many tokens each of its two rows has. The label of each row's first token is ignored, as in an unpacked row, because
+    no token of the row predicts it.
     """
     lengths = np.concatenate([one.get("parts", [len(one["input_ids"])]) for one in examples]).astype(np.int64)
     labels = np.concatenate([one["labels"] for one in examples])

@@ -95,9 +95,10 @@ class TokenizedRows:
 
     `packing` maps rows to packs, or is None if rows are not packed. If the set is `streamed`, it holds only the first
     rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
-    frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if it
-    prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...). `processing`
-    turns images into tensors, if a row of the run has some. `vocabulary` has the tokens that rows may hold.
+    frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if
+    it prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...).
+    `processing` turns images into tensors, if a row of the run has some. `vocabulary` has the tokens that rows may
+    hold.
     """
 
     dataset: datasets.Dataset

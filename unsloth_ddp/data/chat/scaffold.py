@@ -40,8 +40,8 @@ class Scaffold:
     """The text between the parts of a rendered row.
 
     Args:
-        gaps: the text before each slot and behind the last one, without white space at its ends, since templates differ in
-            whether they keep the white space around a text.
+        gaps: the text before each slot and behind the last one, without white space at its ends, since templates differ
+            in whether they keep the white space around a text.
         slots: the parts, in the order of the text.
         missing: the required parts that the text lacks.
         repeated: the texts that it holds more than once.

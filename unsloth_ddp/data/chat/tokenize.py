@@ -39,7 +39,8 @@ class EncodedRow:
         written_tokens: special tokens that the row's own texts hold.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
         desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
-        images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
+        images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they
+            stand, before the expansion of image tokens.
         pixels: numbers of its images, as the model takes them.
         cuts_image: whether the row was cut before the end of its last image.
         prompt: the rendered text before what is supervised, of a row that is not plain text.

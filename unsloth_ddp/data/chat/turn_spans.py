@@ -1,8 +1,9 @@
 """Find the spans of a rendered chat that the assistant wrote: what generation has to produce after the prompt.
 
-The end of a span comes from the first of three sources: a template that marks what the assistant writes with
-{% generation %}; TRL's training variant of the template, if it renders the same text; the difference between the chat
-rendered up to a turn and through it. A span begins where the generation prompt ends, even if the marks include a part of it.
+The end of a span comes from the first of three sources: a template that marks what the assistant writes with {%
+generation %}; TRL's training variant of the template, if it renders the same text; the difference between the chat
+rendered up to a turn and through it. A span begins where the generation prompt ends, even if the marks include a part
+of it.
 """
 
 import re
@@ -43,8 +44,8 @@ class Gap(NamedTuple):
 class PlacesInGaps:
     """Locate something in the gaps of turns. Chats have few kinds of gaps, and to locate something takes rendering a chat up to its turn.
 
-    So it is located in the first and the last gap of each kind in a row, and not at all once several rows had it at one place. Where
-    it has been at two places in gaps of one kind, it is located in each of them.
+    So it is located in the first and the last gap of each kind in a row, and not at all once several rows had it at one
+    place. Where it has been at two places in gaps of one kind, it is located in each of them.
     """
 
     def __init__(self) -> None:
@@ -104,8 +105,8 @@ class SpanFinder:
     ) -> tuple[str, list[Span], list[str]]:
         """Return the text of a rendered chat, the spans in it, and notes on them.
 
-        TRL's variant may add the end of the last turn to the text, which the tokenizer's own template renders with the next
-        turn (GLM).
+        TRL's variant may add the end of the last turn to the text, which the tokenizer's own template renders with the
+        next turn (GLM).
 
         Args:
             left_out: the messages that are not supervised.

@@ -1,8 +1,8 @@
 """Turn rendered chats and their images into tokens and tensors with the model's own processor, and collate them.
 
-What a model takes beside tokens is found from what its processor returns: tensors as long as the row belong to its tokens
-(token_type_ids), all others to its images (pixel_values, image_grid_thw, image_sizes). Pixels are never stored; they
-are read again for each micro-batch.
+What a model takes beside tokens is found from what its processor returns: tensors as long as the row belong to its
+tokens (token_type_ids), all others to its images (pixel_values, image_grid_thw, image_sizes). Pixels are never stored;
+they are read again for each micro-batch.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ImageProcessing:
     Args:
         processor: of Transformers.
         most_pixels: larger images are scaled down before.
-        always: add a row with one small image and no label to micro-batches without an image, so that the towers run, and
-            get gradients, in every micro-batch.
+        always: add a row with one small image and no label to micro-batches without an image, so that the towers run,
+            and get gradients, in every micro-batch.
         tokens_a_pixel: work of the towers for each number of an image, in tokens (model/towers.py).
         of_tokens: names and dtypes of the processor's tensors with a value for each token.
         small_row: with one small image and no label.

@@ -86,8 +86,8 @@ def image_of_part(part: dict[str, Any]) -> str | int | None:
 def image_value(value: Any) -> str:
     """Return an image as a path, an http(s) address or a data URI.
 
-    Accepted are a path, an address, bytes, a data URI, a PIL image, and objects that hold one of these: Datasets' {"bytes", "path"}, OpenAI's
-    {"url"}, Anthropic's {"type": "base64", "data"}.
+    Accepted are a path, an address, bytes, a data URI, a PIL image, and objects that hold one of these: Datasets'
+    {"bytes", "path"}, OpenAI's {"url"}, Anthropic's {"type": "base64", "data"}.
 
     Raises:
         UserError: it is none of these.

@@ -133,8 +133,8 @@ def rows_at_once(rows: int, most: int, processes: int) -> int:
 class RowOrder:
     """Row indices of one epoch, padded with a filler index to a multiple of `multiple`.
 
-    The filler index is `rows`; the data has a row without supervised tokens there. So every process gets the same number
-    of rows, and no row is seen twice.
+    The filler index is `rows`; the data has a row without supervised tokens there. So every process gets the same
+    number of rows, and no row is seen twice.
     """
 
     def __init__(self, rows: int, multiple: int, seed: int | None) -> None:

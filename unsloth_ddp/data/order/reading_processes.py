@@ -20,7 +20,8 @@ class StayWithParent:
 
     def __init__(self) -> None:
         self._closing = multiprocessing.get_context("fork").RawValue(ctypes.c_bool, False)
-        # Both run before the exit handlers of torch (registered earlier) and multiprocessing, which wait for the workers.
+        # Both run before the exit handlers of torch (registered earlier) and multiprocessing, which wait for the
+        # workers.
         atexit.register(self.close)
         util.Finalize(None, self.close, exitpriority=100)
 

@@ -46,8 +46,8 @@ def checked_rows(
         decode_images: see ImageFiles.
 
     Raises:
-        UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
-            unless `may_be_empty`.
+        UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no
+            rows, unless `may_be_empty`.
     """
     location, convert = "", converter(task, column_names)
     files = ImageFiles.of(images or ImageSettings(), [source] if is_file(source) else [], decode=decode_images)

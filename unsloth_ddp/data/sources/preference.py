@@ -14,8 +14,8 @@ The two answers may be named chosen_response and rejected_response. A labelled a
     conversations or messages                 a whole conversation, whose last assistant turn is labelled (LLaMA-Factory)
     instruction or question, [input,] output  Alpaca (LLaMA-Factory, axolotl), with `history` if there is one
 
-Each answer becomes a row of formats.py, so that roles, tool calls, system prompts and texts are read and refused in the same way
-as in any other row.
+Each answer becomes a row of formats.py, so that roles, tool calls, system prompts and texts are read and refused in the
+same way as in any other row.
 """
 
 from __future__ import annotations

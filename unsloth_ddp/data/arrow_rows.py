@@ -76,7 +76,7 @@ class ArrowRows:
 
 @dataclass
 class PackedRows:
-    """Join rows to packs, as a map-style dataset; each item holds the concatenated ids and labels of its rows, and the rows' lengths.
+    """Join rows to packs: a map-style dataset of the concatenated ids and labels of rows, and the lengths of the rows.
 
     The two rows of a pair, or of a labelled answer, follow each other.
     """
@@ -97,7 +97,7 @@ class PackedRows:
 
 
 def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Concatenate examples into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,), further values (examples, ...).
+    """Concatenate examples into a pack: `input_ids`, `labels` (tokens,), `lengths` (rows,), others (examples, ...).
 
     What says which images the rows have is a list with a value for each row. An example is one row, or `parts` says how
     many tokens each of its two rows has. The label of each row's first token is ignored, as in an unpacked row, because
@@ -113,7 +113,7 @@ def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def split_rows(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Return the rows of an example or a pack: `input_ids`, `labels`, and what each has of images; an example of one row as it is."""
+    """Return the rows of an example or a pack, with what each has of images; an example of one row as it is."""
     lengths = example.get("lengths", example.get("parts"))
     if lengths is None:
         return [example]

@@ -91,7 +91,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """A tokenized set. `dataset` holds one more row than `counts.rows`: the filler at its end (see batch_plan.RowOrder).
+    """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (batch_plan.RowOrder).
 
     `packing` maps rows to packs, or is None if rows are not packed. If the set is `streamed`, it holds only the first
     rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
@@ -120,7 +120,7 @@ class TokenizedRows:
         return np.asarray(column_of(self.dataset, "pixels").to_numpy())
 
     def work_of_images(self) -> np.ndarray | None:
-        """Return the work of each unit's images in the towers, in tokens, and of the filler's; None for a run without images."""
+        """Return the work of each unit's images in the towers, in tokens, and of the filler's; None without images."""
         if self.processing is None:
             return None
         work = self.processing.work(self.pixels())
@@ -146,7 +146,7 @@ class TokenizedRows:
         return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.units))])
 
     def lengths(self) -> np.ndarray:
-        """Return the trained tokens of each unit and of the filler, int64 (units + 1,); of a padded pair, twice its longer row."""
+        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a padded pair twice the longer row."""
         if self.packing is not None:
             trained = self.trained_lengths()
             return np.append(self.packing.sums(trained), trained[-1])
@@ -209,7 +209,7 @@ def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
 
 
 def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
-    """Return the tokens of the rows, with a report on each; a row that cannot be rendered is in the column `problem`."""
+    """Return the tokens of the rows, with a report on each; `problem` says why a row cannot be rendered."""
     images = IMAGES if encoder.processing is not None else {}
     own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else images
     features = datasets.Features({**TOKEN_FEATURES, **own, **REPORT_FEATURES})
@@ -327,7 +327,7 @@ def _longest(tokenized: datasets.Dataset) -> int:
 
 
 def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> list[str]:
-    """Return sentences on labels that kto learns little from; the bounds are equation 8 of https://arxiv.org/abs/2402.01306."""
+    """Return sentences on labels that kto learns little from, by equation 8 of https://arxiv.org/abs/2402.01306."""
     if len(tokenized) < 2:
         raise UserError(
             f"The {purpose} set has one row, and --task kto compares each with the answer of another; add rows."

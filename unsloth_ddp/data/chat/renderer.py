@@ -149,7 +149,7 @@ class RowReader:
         )
 
     def prints_bare(self) -> bool:
-        """Return whether the template prints a text in a call's arguments as it prints a number, without quotation marks."""
+        """Return whether the template prints a text in a call's arguments without quotation marks, as a number."""
         if self._bare is None:
             try:
                 self._bare = self._with_argument(731) == self._with_argument("731")

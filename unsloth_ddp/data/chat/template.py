@@ -162,7 +162,7 @@ def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
 
 
 def use_template_of_processor(tokenizer: Any, processor: Any, wanted: str | None) -> None:
-    """Set the tokenizer's template to the processor's, which has places for images; --chat_template takes precedence."""
+    """Set the tokenizer's template to the processor's, with places for images, unless --chat_template names one."""
     if wanted in (None, TRAINING) and getattr(processor, "chat_template", None):
         tokenizer.chat_template = processor.chat_template
 

@@ -150,7 +150,7 @@ class Encoder:
         row.written_tokens = tuple(token for token in row.written_tokens if token not in meant)
 
     def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
-        """Return the special tokens among `ids` that stand in the row's own texts, except markup that the template looks for."""
+        """Return the special tokens that the row's texts hold, without markup that the template reads."""
         texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
         renderer = self.renderers.of(example)
         markup = renderer.own.markup.literals if renderer and example.text is None else ()
@@ -245,7 +245,7 @@ class Encoder:
 
     @cached_property
     def _around_images(self) -> tuple[str, str]:
-        """Return what the chat template writes before and behind the image token of an image part, white space aside."""
+        """Return what the template writes before and behind the image token of an image part, white space aside."""
         assert self.processing is not None and self.renderers.plain is not None
         token, words = self.processing.image_token, ("Zq00001qZ", "Zq00002qZ")
         parts = [words[0], None, words[1]]

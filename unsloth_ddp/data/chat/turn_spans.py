@@ -1,7 +1,7 @@
 """Find the spans of a rendered chat that the assistant wrote: what generation has to produce after the prompt.
 
-The end of a span comes from the first of three sources: a template that marks what the assistant writes with {%
-generation %}; TRL's training variant of the template, if it renders the same text; the difference between the chat
+The end of a span comes from the first of three sources: a template that marks what the assistant writes with
+{% generation %}; TRL's training variant of the template, if it renders the same text; the difference between the chat
 rendered up to a turn and through it. A span begins where the generation prompt ends, even if the marks include a part
 of it.
 """
@@ -35,17 +35,17 @@ MOST_KINDS = 2_000
 
 
 class Gap(NamedTuple):
-    """The text between the parts of two messages: its first character, and what gaps of the same kind have in common."""
+    """The text between the parts of two messages: its first character, and what gaps of its kind have in common."""
 
     start: int
     kind: Hashable
 
 
 class PlacesInGaps:
-    """Locate something in the gaps of turns. Chats have few kinds of gaps, and to locate something takes rendering a chat up to its turn.
+    """Locate something in the gaps of turns, for which a chat has to be rendered up to each of them.
 
-    So it is located in the first and the last gap of each kind in a row, and not at all once several rows had it at one
-    place. Where it has been at two places in gaps of one kind, it is located in each of them.
+    Chats have few kinds of gaps. So it is located in the first and the last gap of each kind in a row, and not at all
+    once several rows had it at one place. Where it has been at two places in gaps of one kind, it is located in each.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class SpanFinder:
         return ended, found, notes
 
     def _refusal(self, example: Example) -> str:
-        """Return why spans are not found; Gemma 4's template writes the text of a turn behind the answers of its calls."""
+        """Return why spans are not found; Gemma 4's template writes a turn's text behind its tools' results."""
         for index, message in enumerate(example.messages[:-1]):
             text = message["content"]
             if not (message.get("tool_calls") and isinstance(text, str) and text.strip()):
@@ -159,7 +159,7 @@ class SpanFinder:
     def _marked(
         self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
     ) -> tuple[str, list[Span] | None]:
-        """Return the text and the spans that the template marks, or TRL's variant of it, if that renders the same text."""
+        """Return the text and the spans that the template marks, or TRL's variant if it renders the same text."""
         if self.template.marked:
             marked_text, spans = self.template.render_marked(example.messages, example.tools)
             return marked_text, self._chosen(self.template, example, spans, left_out, written)
@@ -240,7 +240,7 @@ class SpanFinder:
         return end + here, _note_on_prompt(tails[1][there:].strip())
 
     def _begin_without_question(self, text: str, first: int | None) -> int | None:
-        """Return where the prompt ends of a chat that begins with the assistant, since many templates need a message."""
+        """Return where the prompt ends of a chat that begins with the assistant; templates need a message before."""
         if first is None:
             return None
         try:
@@ -297,7 +297,7 @@ def _owners(spans: Sequence[Span], written: Sequence[Written]) -> list[int] | No
 
 
 def _gaps(example: Example, text: str, written: Sequence[Written]) -> tuple[dict[int, Gap], dict[int, Gap]]:
-    """Return the gap before the first part of each message, and the one behind its last part where a message follows."""
+    """Return the gap before the first part of each message, and the one behind its last part if a message follows."""
     before: dict[int, Gap] = {}
     behind: dict[int, Gap] = {}
     last = len(example.messages) - 1

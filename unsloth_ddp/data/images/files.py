@@ -150,7 +150,7 @@ def open_image(value: str, most_pixels: int | None = None) -> Any:
 
 
 def _in_rgb(image: Any, name: str) -> Any:
-    """Return an image in RGB: on white where it is transparent, and with 16 bits divided by 256, which Pillow would clip."""
+    """Return an image in RGB: on white if it is transparent, and with 16 bits, which Pillow clips, divided by 256."""
     from PIL import Image
 
     if image.has_transparency_data:

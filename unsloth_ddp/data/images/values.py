@@ -121,7 +121,7 @@ def image_value(value: Any) -> str:
 
 
 def _of_key(key: str, value: Any) -> str:
-    """Return the image under a key of a part or an object; bytes are base64 in JSON, with or without the beginning of a data URI."""
+    """Return the image under a key of a part or an object; bytes are base64 in JSON, or a data URI."""
     in_base64 = key in ("bytes", "base64", "data") and isinstance(value, str) and not value.lower().startswith(DATA)
     return _from_base64(value) if in_base64 else image_value(value)
 

@@ -103,7 +103,7 @@ class Flatten:
         return batch | {"position_ids": positions} | self._borders(lengths, lengths)
 
     def _borders(self, lengths: np.ndarray, whole: np.ndarray) -> dict[str, Any]:
-        """Return the keys beside positions for rows of these lengths; `whole` counts the prompts that they leave out too."""
+        """Return the keys beside positions for rows of these lengths; `whole` counts left-out prompts too."""
         batch: dict[str, Any] = {}
         if self.keys == "unsloth":
             batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
@@ -156,7 +156,7 @@ class Collate:
         return batch
 
     def _labelled(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows, padded or packed by themselves."""
+        """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows in a batch of their own."""
         rows = [row for one in examples for row in split_rows(one)]
         further = _further(examples)
         batch: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def _further(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def repeated_prompts(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return how many tokens at the start of each row repeat those of the row before, int (rows,); 0 for first rows of pairs.
+    """Return how many tokens at the start of each row repeat those of the row before, int (rows,); 0 for chosen rows.
 
     Only tokens that neither row is trained on count. The last of them is not left out, as it predicts the answer's
     first token.

@@ -185,7 +185,7 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def fix(row: dict[str, Any]) -> str:
-    """Return how to rename a column with a whole chat, or those of a question and its answer, or "" without such columns."""
+    """Return how to rename a column with a whole chat, or those of a question and its answer; "" without these."""
     for name, value in row.items():
         turns = messages_or_text(value, name) if isinstance(value, str) else value
         if isinstance(turns, list) and all(map(_looks_like_message, turns)) and len({*map(_speaker, turns)}) > 1:

@@ -35,9 +35,9 @@ LEFT_OUT_WORDS = {"mask", "masked", "ignore", "ignored", "exclude", "excluded", 
 MASK_WORDS = LEFT_OUT_WORDS | {"no", "not", "detail", "details"}
 # Of a column, they say which parts of the row are meant.
 SCOPE_WORDS = {
-    "history", "prompt", "prompts", "input", "inputs", "output", "outputs", "turn", "turns", "message", "messages", "role",
-    "roles", "response", "responses", "completion", "completions", "assistant", "user", "system", "last", "first", "only",
-    "all", "tokens",
+    "history", "prompt", "prompts", "input", "inputs", "output", "outputs", "turn", "turns", "message", "messages",
+    "role", "roles", "response", "responses", "completion", "completions", "assistant", "user", "system", "last",
+    "first", "only", "all", "tokens",
 }  # fmt: skip
 PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -77,7 +77,7 @@ def is_loss_flag(key: str) -> bool:
 
 
 def directs_loss(column: str) -> bool:
-    """Return whether a column, by its name, says what of the row takes part in the loss: loss_mask, mask_history, skip."""
+    """Return whether the name of a column says what of the row is learned: loss_mask, skip, mask_history."""
     words = _words(column)
     directs = words & (LOSS_WORDS | LEFT_OUT_WORDS)
     return bool(directs) and words <= LOSS_WORDS | LINK_WORDS | MASK_WORDS | SCOPE_WORDS

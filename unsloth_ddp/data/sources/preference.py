@@ -3,15 +3,15 @@
 A pair is two examples with the same prompt:
 
     prompt, chosen, rejected                  texts, or lists of messages (TRL)
-    chosen, rejected                          whole conversations or texts, which begin with the same prompt (TRL, UltraFeedback)
+    chosen, rejected                          whole conversations or texts with the same prompt (TRL, UltraFeedback)
     conversations or messages, and both       the prompt, and one answer each (LLaMA-Factory's ShareGPT form, axolotl)
-    instruction or question, [input,] both    Alpaca (LLaMA-Factory), Intel's form (axolotl), with `history` if there is one
+    instruction or question, [input,] both    Alpaca (LLaMA-Factory), Intel's form (axolotl), with any `history`
 
 The two answers may be named chosen_response and rejected_response. A labelled answer has a column label or kto_tag:
 
     prompt, completion                        texts, or lists of messages (TRL)
     completion                                a whole conversation (axolotl's argilla_chat)
-    conversations or messages                 a whole conversation, whose last assistant turn is labelled (LLaMA-Factory)
+    conversations or messages                 a whole conversation; the label is of its last answer (LLaMA-Factory)
     instruction or question, [input,] output  Alpaca (LLaMA-Factory, axolotl), with `history` if there is one
 
 Each answer becomes a row of formats.py, so that roles, tool calls, system prompts and texts are read and refused in the
@@ -362,7 +362,7 @@ def _role(turn: Any) -> Any:
 
 
 def _turns(answer: list[Any] | str) -> list[Any]:
-    """Return messages of OpenAI's form; a text is the assistant's, and what is no turn is refused where the row is read."""
+    """Return messages of OpenAI's form; a text is the assistant's. What is no turn is refused where rows are read."""
     if isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
     return [read_sharegpt_turn(turn, []) if isinstance(turn, dict) and "from" in turn else turn for turn in answer]

@@ -64,7 +64,7 @@ def ignored_hub_options(settings: Settings) -> list[str]:
 
 
 def pin_revisions(settings: Settings, runtime: Runtime) -> Settings:
-    """Return the settings with commits as the revisions of models and datasets, the same on every rank; every rank calls this.
+    """Return the settings with commits as the revisions of models and datasets; every rank calls this.
 
     A revision that the Hub does not resolve (no network, no such name, no access) stays as given; reading raises the
     error.

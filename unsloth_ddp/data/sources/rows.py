@@ -232,7 +232,7 @@ def _file_rows(path: Path) -> Iterator[SourceRow]:
 
 
 def _with_image(columns: Any) -> Any:
-    """Return a row of an image folder with its image, as Datasets reads it; other files, such as sounds, are left as they are."""
+    """Return a row of an image folder with its image, as Datasets reads it; other files, such as sounds, stay."""
     named = columns.get("file_name") if isinstance(columns, dict) and not {"image", "images"} & columns.keys() else None
     if not str(mimetypes.guess_type(str(named))[0]).startswith("image/"):
         return columns

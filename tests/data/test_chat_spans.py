@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.test_tokenize import CHATML, IM, PLAIN, THINK, TOOL, TURNS, core, from_trl, make_tokenizer, supervised
+from unsloth_ddp.data.chat.labels import stop_tokens
 from unsloth_ddp.data.chat.template import prints_date
-from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder, stop_tokens
+from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder
 from unsloth_ddp.data.chat.turn_spans import shared
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
@@ -49,6 +50,27 @@ def trained(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[str]:
 
 def qwen3(core: Tokenizer) -> Any:
     return make_tokenizer(core, from_trl("qwen3"), "<|im_end|>", IM)
+
+
+# ---- a generation prompt behind every chat ----
+
+
+@pytest.mark.parametrize(
+    ("begin", "ends"),
+    [("<|turn|>{}\n", "<|end|>"), ("<|turn|><|{}|>", "<|end|>\n"), ("### {}: ", "<|end|>\n\n"), ("{}: ", "</s>")],
+)
+def test_a_prompt_that_no_one_asked_for_is_not_trained(core: Tokenizer, begin: str, ends: str) -> None:
+    named = begin.replace("{}", "' + m['role'] + '").replace("\n", "\\n")
+    source = f"{{% for m in messages %}}{{{{ '{named}' + m['content'] + '{ends}' }}}}{{% endfor %}}".replace(
+        "\n", "\\n"
+    )
+    source += f"{{{{ '{begin.format('assistant')}' }}}}".replace("\n", "\\n")
+    tokenizer = make_tokenizer(core, source, "</s>", "<|turn|> <|user|> <|assistant|> <|end|>")
+    runs = trained(tokenizer, {"messages": TURNS})
+    assert [run.strip() for run in runs] == [f"{TURNS[n]['content']}{ends}".strip() for n in (1, 3)]
+    assert [run.strip() for run in trained(tokenizer, {"messages": TURNS[:2]})] == [runs[0].strip()]
+    whole = encode(tokenizer, {"messages": TURNS}, supervise_all=True)
+    assert tokenizer.decode(whole.labels).rstrip().endswith(ends.strip())
 
 
 # ---- parts that have to arrive ----
@@ -331,4 +353,4 @@ def test_how_far_two_texts_agree(one: str, other: str, expected: str) -> None:
 def test_the_tokens_at_which_generation_stops(labels: str, expected: list[int]) -> None:
     """`.` is not supervised, digits are special tokens."""
     ids = [-100 if one == "." else int(one) if one.isdigit() else ord(one) for one in labels]
-    assert stop_tokens(ids, [one in " ." for one in labels], {1, 2}) == expected
+    assert stop_tokens(ids, lambda place: labels[place] in " .", {1, 2}) == expected

@@ -47,8 +47,8 @@ class ListColumn:
 class ArrowRows:
     """Map-style dataset of `input_ids` and `labels`, each (tokens,), of a tokenized set on disk.
 
-    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run with images
-    have `images`, `rendered` and `pixels` (see chat.tokenize.EncodedRow).
+    Pairs have `parts` too: the tokens of their two rows; labelled answers have these and `desirable`. Rows of a run
+    with images have `images`, `rendered` and `pixels` (see chat.tokenize.EncodedRow).
 
     Args:
         added: further values of each row by name, each (rows, ...).
@@ -76,7 +76,7 @@ class ArrowRows:
 
 @dataclass
 class PackedRows:
-    """Join rows to packs, as a map-style dataset; each item holds the concatenated ids and labels of its rows, and the rows' lengths.
+    """Join rows to packs: a map-style dataset of the concatenated ids and labels of rows, and the lengths of the rows.
 
     The two rows of a pair, or of a labelled answer, follow each other.
     """
@@ -97,10 +97,11 @@ class PackedRows:
 
 
 def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Concatenate examples into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,), further values (examples, ...).
+    """Concatenate examples into a pack: `input_ids`, `labels` (tokens,), `lengths` (rows,), others (examples, ...).
 
-    What says which images the rows have is a list with a value for each row. An example is one row, or `parts` says how many tokens each of its two rows has. The label of each row's first token is
-    ignored, as in an unpacked row, because no token of the row predicts it.
+    What says which images the rows have is a list with a value for each row. An example is one row, or `parts` says how
+    many tokens each of its two rows has. The label of each row's first token is ignored, as in an unpacked row, because
+    no token of the row predicts it.
     """
     lengths = np.concatenate([one.get("parts", [len(one["input_ids"])]) for one in examples]).astype(np.int64)
     labels = np.concatenate([one["labels"] for one in examples])
@@ -112,7 +113,7 @@ def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def split_rows(example: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Return the rows of an example or a pack: `input_ids`, `labels`, and what each has of images; an example of one row as it is."""
+    """Return the rows of an example or a pack, with what each has of images; an example of one row as it is."""
     lengths = example.get("lengths", example.get("parts"))
     if lengths is None:
         return [example]

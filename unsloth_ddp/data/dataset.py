@@ -91,13 +91,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """A tokenized set. `dataset` holds one more row than `counts.rows`: the filler at its end (see batch_plan.RowOrder).
+    """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (batch_plan.RowOrder).
 
     `packing` maps rows to packs, or is None if rows are not packed. If the set is `streamed`, it holds only the first
     rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
-    frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if it
-    prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...). `processing`
-    turns images into tensors, if a row of the run has some. `vocabulary` has the tokens that rows may hold.
+    frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if
+    it prints none. `added` holds further values of each row that the task computes, by name, each (rows + 1, ...).
+    `processing` turns images into tensors, if a row of the run has some. `vocabulary` has the tokens that rows may
+    hold.
     """
 
     dataset: datasets.Dataset
@@ -119,7 +120,7 @@ class TokenizedRows:
         return np.asarray(column_of(self.dataset, "pixels").to_numpy())
 
     def work_of_images(self) -> np.ndarray | None:
-        """Return the work of each unit's images in the towers, in tokens, and of the filler's; None for a run without images."""
+        """Return the work of each unit's images in the towers, in tokens, and of the filler's; None without images."""
         if self.processing is None:
             return None
         work = self.processing.work(self.pixels())
@@ -145,7 +146,7 @@ class TokenizedRows:
         return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.units))])
 
     def lengths(self) -> np.ndarray:
-        """Return the trained tokens of each unit and of the filler, int64 (units + 1,); of a padded pair, twice its longer row."""
+        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a padded pair twice the longer row."""
         if self.packing is not None:
             trained = self.trained_lengths()
             return np.append(self.packing.sums(trained), trained[-1])
@@ -208,7 +209,7 @@ def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
 
 
 def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
-    """Return the tokens of the rows, with a report on each; a row that cannot be rendered is in the column `problem`."""
+    """Return the tokens of the rows, with a report on each; `problem` says why a row cannot be rendered."""
     images = IMAGES if encoder.processing is not None else {}
     own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else images
     features = datasets.Features({**TOKEN_FEATURES, **own, **REPORT_FEATURES})
@@ -268,13 +269,14 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         kept = np.flatnonzero(~left_out)
         if not len(kept):
             raise UserError(
-                f"Every {purpose} row of the {len(tokenized):,} that were read is longer than max_length {settings.max_length}, so "
-                f"none is left; raise max_length{' or lower image_max_pixels' if cuts_image.any() else ''}."
+                f"Every {purpose} row of the {len(tokenized):,} that were read is longer than max_length "
+                f"{settings.max_length}, so none is left; raise "
+                f"max_length{' or lower image_max_pixels' if cuts_image.any() else ''}."
             )
         if settings.overlong == "truncate":
             print(
-                f"{counted(int(cuts_image.sum()), f'{purpose} row')} left out: max_length {settings.max_length} ends before the last "
-                "image does; raise max_length or lower image_max_pixels."
+                f"{counted(int(cuts_image.sum()), f'{purpose} row')} left out: max_length {settings.max_length} ends "
+                "before the last image does; raise max_length or lower image_max_pixels."
             )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
@@ -325,7 +327,7 @@ def _longest(tokenized: datasets.Dataset) -> int:
 
 
 def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> list[str]:
-    """Return sentences on labels that kto learns little from; the bounds are equation 8 of https://arxiv.org/abs/2402.01306."""
+    """Return sentences on labels that kto learns little from, by equation 8 of https://arxiv.org/abs/2402.01306."""
     if len(tokenized) < 2:
         raise UserError(
             f"The {purpose} set has one row, and --task kto compares each with the answer of another; add rows."
@@ -343,8 +345,8 @@ def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> l
     if 1 <= ratio <= 4 / 3:
         return []
     return [
-        f"{found}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give --desirable_weight or "
-        "--undesirable_weight."
+        f"{found}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give "
+        "--desirable_weight or --undesirable_weight."
     ]
 
 

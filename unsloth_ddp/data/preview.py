@@ -16,7 +16,7 @@ REPEATED = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\1{3,}")
 
 
 def preview_first_row(rows: TokenizedRows, tokenizer: Any, max_length: int) -> str:
-    """Return the first training row decoded, for the start of a run; of a pair both answers with their prompt. See preview_row."""
+    """Return the first training row decoded, for the start of a run; of a pair, both answers with their prompt."""
     first = rows.dataset.with_format(None)[0]
     cut_at = max_length if first["overlong"] else None
     named = ["The first training row"]

@@ -13,59 +13,46 @@ NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
     "inference (--chat_template training takes TRL's)",
     "training": "TRL's training template is used, because the tokenizer's own leaves out the reasoning of the answer "
-    "or "
-    "rewrites earlier turns",
-    "reasoning": "the chat template leaves out the reasoning of earlier turns, as at inference, so these turns are not "
-    "supervised; to train them, end a row at each of them, or give --chat_template training",
+    "or rewrites earlier turns",
+    "reasoning": "the chat template leaves out the reasoning of earlier turns, as at inference, so these turns are "
+    "not supervised; to train them, end a row at each of them, or give --chat_template training",
     "plain": "prompt and answer are texts, which are joined without the chat template and with nothing between them; "
-    "to use "
-    "the template, give lists of messages, or Alpaca's columns (instruction and output; in pairs, instruction in "
-    "place of prompt)",
+    "to use the template, give lists of messages, or Alpaca's columns (instruction and output; in pairs, "
+    "instruction in place of prompt)",
     "empty": "an answer is empty or only white space, so training teaches the model when to answer nothing; remove "
-    "such "
-    "rows unless that is meant",
+    "such rows unless that is meant",
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
     "text": "the chat template leaves out the text of turns that call tools, so these turns are not supervised; to "
-    "train "
-    "their calls, remove the text, or give a template that renders both",
+    "train their calls, remove the text, or give a template that renders both",
     "text supervised": "the chat template leaves out the text of turns that call tools",
     "unprompted": "the generation prompt opens a block of reasoning, which these answers do not have, so generation "
-    "never "
-    "begins as they do; give the answers their reasoning, or a template that does not open the block with "
+    "never begins as they do; give the answers their reasoning, or a template that does not open the block with "
     "--chat_template",
     "identical": "chosen and rejected are the same tokens, so there is nothing to prefer; remove such rows",
     "repeated": "the answer begins with its prompt, so the model reads it twice and learns to repeat it; take it out "
-    "of one of them "
-    "unless that is meant",
+    "of one of them unless that is meant",
     "cut": "an answer opens a block of reasoning with {} and does not close it, so the model learns to stop inside "
-    "it; close "
-    "the block, or remove such rows",
+    "it; close the block, or remove such rows",
     "unopened": "an answer closes with {} a block of reasoning that it does not open, so the chat template reads the "
-    "text "
-    "before it as reasoning; remove it from answers that only mention it",
+    "text before it as reasoning; remove it from answers that only mention it",
     "second block": "the chat template adds an empty block of reasoning before the block in the answer; remove the "
-    "reasoning "
-    "of such answers, or give a template that reads it with --chat_template",
+    "reasoning of such answers, or give a template that reads it with --chat_template",
     "twice": "{} is rendered twice, because the rows hold it and the chat template adds it; remove it from the rows",
     "taken": "the chat template removes {} from texts, because it reads it as a directive; reword texts that mean it "
     "as text",
     "prompt": "the generation prompt ends with {}, which the trained text lacks before these answers, so generation "
-    "and "
-    "training differ; give rows for the mode of the generation prompt, or a matching template with --chat_template",
+    "and training differ; give rows for the mode of the generation prompt, or a matching template with "
+    "--chat_template",
     "unwritten": "the tokenizer cannot encode {}, so the model is trained on other text in its place; replace it, or "
-    "use a "
-    "model whose tokenizer covers it",
+    "use a model whose tokenizer covers it",
     "unindented": "the chat template takes the spaces off with which answers begin, such as the indentation of code; "
-    "begin the answer "
-    "with the line before it, give prompt and completion as texts, which no template changes, or a template that "
-    "keeps them with "
-    "--chat_template (chatml does)",
+    "begin the answer with the line before it, give prompt and completion as texts, which no template changes, or "
+    "a template that keeps them with --chat_template (chatml does)",
     "untrained": "the embedding or the output head has nothing learned for {}, and an adapter does not train it; to "
-    "train it, give "
-    "--lora_trainable_tokens with these tokens, or --lora_modules_to_save with the embedding and the head",
+    "train it, give --lora_trainable_tokens with these tokens, or --lora_modules_to_save with the embedding and "
+    "the head",
     "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as "
-    "JSON; give "
-    "a template that uses tojson with --chat_template, or write these values as text",
+    "JSON; give a template that uses tojson with --chat_template, or write these values as text",
 }
 # Names in a sentence on rows.
 SHOWN_NAMES = 10

@@ -33,7 +33,7 @@ def read_slice(
     if streaming and (any(percent) or any(end is not None and end < 0 for end in ends)):
         raise UserError(
             f"dataset {name}[{split}]: the number of streamed rows is not known; give a slice by numbers, such as "
-            f"[:1000]."
+            "[:1000]."
         )
     if any(end is not None and share and abs(end) > 100 for end, share in zip(ends, percent, strict=True)):
         raise UserError(f"dataset {name}[{split}]: a slice ends at 100%; write one such as [:10%].")

@@ -23,6 +23,6 @@ class Vocabulary:
         """Return why a row with a token beyond the last one is refused."""
         return (
             f"the row has the token {token} ({number}), and {self.model} has weights for the tokens 0 to "
-            f"{self.rows - 1} only; use the "
-            "tokenizer that belongs to the model, or add the token to a copy of the model (docs/rows.md, New tokens)."
+            f"{self.rows - 1} only; use the tokenizer that belongs to the model, or add the token to a copy of the "
+            "model (docs/rows.md, New tokens)."
         )

@@ -33,8 +33,8 @@ def turns_left_out(
         kind, index = part.kind, part.number
         if kind == "tool":
             raise UserError(
-                f"the chat template does not render tools, so {name_of((example.tools or [])[index])[:100]} is not in the "
-                "rendered row; give one that does with --chat_template, or remove the row's tools."
+                f"the chat template does not render tools, so {name_of((example.tools or [])[index])[:100]} is not in "
+                "the rendered row; give one that does with --chat_template, or remove the row's tools."
             )
         message = example.messages[index]
         if kind in CALL_KINDS:
@@ -106,18 +106,18 @@ def _call_refusal(part: Part, message: Message, values: dict[Part, Any]) -> str:
     name = name_of(calls[part.call])[:100]
     if part.kind == "tool call" and part.call:
         return (
-            f"the chat template leaves out tool call {part.call + 1} of the {len(calls)} in message {part.number + 1}; write "
-            "each call as a message of its own, or give a template that renders all with --chat_template."
+            f"the chat template leaves out tool call {part.call + 1} of the {len(calls)} in message {part.number + 1}; "
+            "write each call as a message of its own, or give a template that renders all with --chat_template."
         )
     if part.kind == "tool call":
         return (
-            f"the chat template does not render tools, so the call of {name} is not in the rendered row; give one that does "
-            "with --chat_template, or remove the row's tools."
+            f"the chat template does not render tools, so the call of {name} is not in the rendered row; give one that "
+            "does with --chat_template, or remove the row's tools."
         )
     what = "the arguments" if part.kind == "arguments" else f"{_shown(values[part])} in the arguments"
     return (
-        f"the chat template leaves out {what} of the call of {name} in message {part.number + 1}; give a template that renders "
-        "all of the call with --chat_template, or change the call."
+        f"the chat template leaves out {what} of the call of {name} in message {part.number + 1}; give a template that "
+        "renders all of the call with --chat_template, or change the call."
     )
 
 
@@ -125,13 +125,13 @@ def _text_refusal(part: Part, message: Message, values: dict[Part, Any]) -> str:
     texts = [one for one in values if one.kind in ("content", "reasoning") and one.number == part.number]
     if len(texts) == 1:
         return (
-            f"the chat template leaves out message {part.number + 1} of the row, of role {message['role']}; give one that "
-            "renders it with --chat_template, or remove the message."
+            f"the chat template leaves out message {part.number + 1} of the row, of role {message['role']}; give one "
+            "that renders it with --chat_template, or remove the message."
         )
     return (
         f"the chat template leaves out {_shown(values[part])} in message {part.number + 1} of the row, of role "
-        f"{message['role']}, since it takes the message apart at its reasoning; move the text behind the reasoning, or give a "
-        "template that renders it with --chat_template."
+        f"{message['role']}, since it takes the message apart at its reasoning; move the text behind the reasoning, or "
+        "give a template that renders it with --chat_template."
     )
 
 

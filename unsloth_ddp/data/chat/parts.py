@@ -1,7 +1,8 @@
 """Take a row apart into what has to arrive in its rendered text, and build a stand-in for the row. Pure functions.
 
-A stand-in has the roles, keys, markup and structure of a row, and a word of its own in place of every text and value. What a
-template does with a row is found from the stand-in, so it cannot depend on other rows, and rows with equal stand-ins share it.
+A stand-in has the roles, keys, markup and structure of a row, and a word of its own in place of every text and value.
+What a template does with a row is found from the stand-in, so it cannot depend on other rows, and rows with equal
+stand-ins share it.
 """
 
 import json
@@ -26,8 +27,8 @@ class Part(NamedTuple):
     """A part of a row.
 
     Args:
-        kind: "content", "reasoning", "tool call" (its name), "arguments" (all of a call), "argument" (a key or a value),
-            "tool", "id", "key" (text under another key of a message), or "stand-in" (a word without a value).
+        kind: "content", "reasoning", "tool call" (its name), "arguments" (all of a call), "argument" (a key or a
+            value), "tool", "id", "key" (text under another key of a message), or "stand-in" (a word without a value).
         number: the index of the message or tool.
         call: the index of the tool call in the message.
         place: where the part stands: (key, piece of the text between markup), or the path of an argument.

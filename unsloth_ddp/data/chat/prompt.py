@@ -19,7 +19,7 @@ def example_of(messages: Sequence[Message], template_values: dict[str, Any] | No
 
 
 def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, prompt: bool = False) -> str:
-    """Return the text of a chat; of the forms that a template may take, the first that shows its last message and its images.
+    """Return the text of a chat in the first form in which the template shows its last message and its images.
 
     Args:
         image_token: what stands for an image in a text, if the model takes images.

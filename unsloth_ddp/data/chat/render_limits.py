@@ -37,9 +37,9 @@ def failure_sentence(error: Exception) -> str:
     reason = " ".join(str(error).split())
     if isinstance(error, SecurityError):
         return (
-            f"the chat template does what Jinja's sandbox refuses, in which Transformers renders it ({reason}), so "
-            "no tool of Transformers "
-            "renders the row; give a template that only reads the messages with --chat_template, or change the row."
+            f"the chat template does what Jinja's sandbox refuses, in which Transformers renders it ({reason}), so no "
+            "tool of Transformers renders the row; give a template that only reads the messages with --chat_template, "
+            "or change the row."
         )
     fix = "change the row, or give another template with --chat_template"
     return f"the chat template cannot render the row ({reason}); {fix}."

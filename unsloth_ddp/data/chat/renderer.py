@@ -144,12 +144,12 @@ class RowReader:
         if self.image_token is None or (found := text.count(self.image_token)) == len(example.images):
             return
         raise UserError(
-            f"the rendered row has {found} image token(s) ({self.image_token}) for {len(example.images)} image(s); take the token out of "
-            "the texts, or give a template that renders every image with --chat_template."
+            f"the rendered row has {found} image token(s) ({self.image_token}) for {len(example.images)} image(s); "
+            "take the token out of the texts, or give a template that renders every image with --chat_template."
         )
 
     def prints_bare(self) -> bool:
-        """Return whether the template prints a text in a call's arguments as it prints a number, without quotation marks."""
+        """Return whether the template prints a text in a call's arguments without quotation marks, as a number."""
         if self._bare is None:
             try:
                 self._bare = self._with_argument(731) == self._with_argument("731")
@@ -275,7 +275,8 @@ class ChatRenderer:
         """
         if use_training and not pair.training and not pair.own.marked:
             raise UserError(
-                "chat_template training: TRL has no training variant of this tokenizer's template; leave the option out."
+                "chat_template training: TRL has no training variant of this tokenizer's template; leave the option "
+                "out."
             )
         self.pair, self.think = pair, think
         own = pair.training if use_training and pair.training else pair.own
@@ -324,8 +325,9 @@ class ChatRenderer:
         if not found:
             raise UserError(
                 "the chat template renders the prompt differently before the two answers, for example without the "
-                "reasoning of earlier turns before one of them; write both answers in the same form (both with reasoning "
-                "or none), remove the reasoning from the prompt, or give another template with --chat_template."
+                "reasoning of earlier turns before one of them; write both answers in the same form (both with "
+                "reasoning or none), remove the reasoning from the prompt, or give another template with "
+                "--chat_template."
             )
         return min(found, key=lambda pair: pair[0].faults + pair[1].faults)
 

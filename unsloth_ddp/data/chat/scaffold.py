@@ -29,7 +29,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a part: `style` is an index of JSON_STYLES for a whole value, PYTHON, or None for text and scalars."""
+    """The place of a part: `style` is an index of JSON_STYLES for whole values, PYTHON, or None for other values."""
 
     part: Part
     style: int | str | None = None
@@ -40,8 +40,8 @@ class Scaffold:
     """The text between the parts of a rendered row.
 
     Args:
-        gaps: the text before each slot and behind the last one, without white space at its ends, since templates differ in
-            whether they keep the white space around a text.
+        gaps: the text before each slot and behind the last one, without white space at its ends, since templates differ
+            in whether they keep the white space around a text.
         slots: the parts, in the order of the text.
         missing: the required parts that the text lacks.
         repeated: the texts that it holds more than once.
@@ -228,7 +228,7 @@ def prints_parts(scaffold: Scaffold) -> bool:
 
 
 def unknown_scaffold(made: StandIn) -> Scaffold:
-    """Return the scaffold of a row whose stand-in cannot be rendered: its texts in order, with nothing known between them."""
+    """Return the scaffold of a row whose stand-in cannot be rendered: its texts in order, with nothing between them."""
     texts = [part for part in made.values if part.kind in ("content", "reasoning", "tool call")]
     return Scaffold(("",) * (len(texts) + 1), tuple(Slot(part) for part in texts), frozenset(), frozenset())
 

@@ -40,6 +40,9 @@ ASSIGNED = re.compile(r"\s*\w*template\w*\s*[:=]", re.IGNORECASE)
 # Markup that a template looks for in texts has at least and at most so many characters; longer constants are prose.
 LEAST_MARKUP, MOST_MARKUP = 3, 60
 
+# Matches a tag that is cut off at the end of a text.
+BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+
 # (first, last + 1) character of a part of the rendered chat.
 Span = tuple[int, int]
 
@@ -57,8 +60,8 @@ def read_chat_template(wanted: str) -> str | dict[str, str]:
         path = own.get(wanted) or Path(wanted).expanduser()
         if not path.is_file():
             raise UserError(
-                f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, or {TRAINING} "
-                "(TRL's variant of the tokenizer's template)."
+                f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, "
+                f"or {TRAINING} (TRL's variant of the tokenizer's template)."
             )
         return _template_in(path.read_text(encoding="utf-8"), wanted)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
@@ -159,7 +162,7 @@ def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
 
 
 def use_template_of_processor(tokenizer: Any, processor: Any, wanted: str | None) -> None:
-    """Set the tokenizer's template to the processor's, which has places for images; --chat_template takes precedence."""
+    """Set the tokenizer's template to the processor's, with places for images, unless --chat_template names one."""
     if wanted in (None, TRAINING) and getattr(processor, "chat_template", None):
         tokenizer.chat_template = processor.chat_template
 
@@ -188,12 +191,36 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Render a chat; with `prompt`, add the generation prompt."""
-        return self._render(messages, tools, prompt)[0]
+        text = self._render(messages, tools, prompt)[0]
+        return text if prompt else text.removesuffix(self.unasked_prompt)
 
     def render_marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
         """Render a chat, and return also the spans that the template marks."""
         # Not apply_chat_template, which returns a token mask that is wrong if a span begins with trimmed white space.
-        return self._render(messages, tools, False, marked=True)
+        text, spans = self._render(messages, tools, False, marked=True)
+        return text.removesuffix(self.unasked_prompt), spans
+
+    @functools.cached_property
+    def unasked_prompt(self) -> str:
+        """The generation prompt that the template writes behind every chat, as that of Command R7B does; "" if none.
+
+        Trained as a part of the answer, it would be what the model writes and stops at.
+        """
+        turns: list[Message] = [{"role": role, "content": "Yes."} for role in ("user", "assistant", "user")]
+        try:
+            asked, answered, followed = (self._render(turns[:count], None, False)[0] for count in (1, 2, 3))
+            prompted = self._render(turns[:1], None, True)[0]
+        except Exception:
+            return ""
+        end = _common(answered, followed)
+        end = begun.start() if (begun := BEGUN_TAG.search(answered, 0, end)) else end
+        if prompted != asked or not answered.startswith(asked) or not asked.endswith(answered[end:]):
+            return ""
+        # What begins a chat begins turns, so it is a part of the prompt where it stands behind the answer.
+        begin = answered.removeprefix(str(self.special_tokens.get("bos_token", ""))).lstrip()
+        behind = answered[answered.rfind("Yes.", 0, end) + len("Yes.") : end]
+        of_turn = next(behind[n:] for n in range(len(behind) + 1) if begin.startswith(behind[n:]))
+        return of_turn + answered[end:] if answered[end:].strip() else ""
 
     def literals(self) -> set[str]:
         """Return the markup that the template looks for in texts, such as </think>."""

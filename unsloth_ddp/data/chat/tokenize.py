@@ -5,14 +5,13 @@ The token that ends a supervised turn is supervised too, so that the model learn
 
 import json
 import shlex
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import Any
 
 from unsloth_ddp.data.characters import Characters
-from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
+from unsloth_ddp.data.chat.labels import IGNORED, Tokens, stop_tokens, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, failure_sentence, overrun_sentence
 from unsloth_ddp.data.chat.renderer import RenderedChat
@@ -40,7 +39,8 @@ class EncodedRow:
         written_tokens: special tokens that the row's own texts hold.
         parts: of a pair, the tokens of its two rows, which the lists above hold one after the other.
         desirable: of a labelled answer, [1] if it is desirable, otherwise [0].
-        images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they stand, before the expansion of image tokens.
+        images: paths or data URIs; the last one ends before token `image_end`, and `rendered` is the chat in which they
+            stand, before the expansion of image tokens.
         pixels: numbers of its images, as the model takes them.
         cuts_image: whether the row was cut before the end of its last image.
         prompt: the rendered text before what is supervised, of a row that is not plain text.
@@ -150,7 +150,7 @@ class Encoder:
         row.written_tokens = tuple(token for token in row.written_tokens if token not in meant)
 
     def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
-        """Return the special tokens among `ids` that stand in the row's own texts, except markup that the template looks for."""
+        """Return the special tokens that the row's texts hold, without markup that the template reads."""
         texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
         renderer = self.renderers.of(example)
         markup = renderer.own.markup.literals if renderer and example.text is None else ()
@@ -165,18 +165,18 @@ class Encoder:
             )
         bos = self.tokenizer.bos_token
         # Text that was rendered with a chat template already begins with BOS.
-        ids, offsets = self._tokenize(text, special=not (bos and text.startswith(bos)))
+        tokens = self._tokenize(text, special=not (bos and text.startswith(bos)))
         # A token across the boundary contains the start of the completion, so it counts as completion.
-        prompt = next((i for i, (_, end) in enumerate(offsets) if end > prompt_chars), len(ids))
-        if not self._ended(ids, offsets, text, {self.tokenizer.eos_token_id}):
-            ids.append(self.tokenizer.eos_token_id)
-        keep = [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
-        encoded = self._encoded(ids, offsets, text, keep)
+        prompt = next((i for i, (_, end) in enumerate(tokens.offsets) if end > prompt_chars), len(tokens.ids))
+        if not tokens.end_in({self.tokenizer.eos_token_id}):
+            tokens.ids.append(self.tokenizer.eos_token_id)
+        prompt = min(prompt, len(tokens.ids) - 1)
+        encoded = self._encoded(tokens, [IGNORED] * prompt + tokens.ids[prompt:])
         if example.prompt_chars and self.renderers.plain is not None:
             encoded.notes += ("plain",)
         return encoded
 
-    def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
+    def _tokenize(self, text: str, *, special: bool) -> Tokens:
         # No warning of the tokenizer about long rows: they are cut, or refused, later.
         try:
             with panics_raised():
@@ -185,9 +185,10 @@ class Encoder:
                 )
         except Panic as panic:
             raise UserError(
-                f"the model's tokenizer cannot tokenize the row: {panic}; its tokenizer.json is damaged, so download the model again."
+                f"the model's tokenizer cannot tokenize the row: {panic}; its tokenizer.json is damaged, so download "
+                "the model again."
             ) from None
-        return list(encoded["input_ids"]), encoded["offset_mapping"]
+        return Tokens(text, list(encoded["input_ids"]), encoded["offset_mapping"])
 
     def _rendered(self, example: Example) -> RenderedChat:
         renderer = self.renderers.of(example)
@@ -205,45 +206,46 @@ class Encoder:
 
     def _encode_chat(self, example: Example, chat: RenderedChat | None) -> EncodedRow:
         chat = chat or self._rendered(example)
-        text, spans, images, pixels = chat.text, chat.spans, [], 0
+        spans, images, pixels = chat.spans, list[Span](), 0
         if self.processing and example.images:
-            expanded = self.processing.expand(text, example.images)
-            text, ids, offsets, images = expanded.text, expanded.ids, expanded.offsets, expanded.images
-            pixels = expanded.pixels
+            expanded = self.processing.expand(chat.text, example.images)
+            tokens = Tokens(expanded.text, expanded.ids, expanded.offsets)
+            images, pixels = [self._with_marks(tokens, after) for _, after in expanded.images], expanded.pixels
             spans = [expanded.moved(span) for span in spans]
         else:
-            ids, offsets = self._tokenize(text, special=False)
-        keep = self._keep(ids, offsets, text, spans)
-        if self.supervise_all:
-            keep = [not kept for kept in keep]
-        of_image = self._of_images(offsets, text, [after for _, after in images])
-        keep = [kept and not shown for kept, shown in zip(keep, of_image, strict=True)]
-        if example.messages[-1]["role"] == "assistant" and not self._ended(ids, offsets, text, self.special_ids):
+            tokens = self._tokenize(chat.text, special=False)
+        labels = self._labels(tokens, spans)
+        for first, last in images:
+            labels[first:last] = [IGNORED] * (last - first)
+        if example.messages[-1]["role"] == "assistant" and not tokens.end_in(self.special_ids):
+            tokens.ids.append(self.tokenizer.eos_token_id)
             last_is_trained = len(example.messages) - 1 not in example.left_out
-            ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, last_is_trained]
-        encoded = self._encoded(ids, offsets, text, keep)
+            labels.append(self.tokenizer.eos_token_id if last_is_trained else IGNORED)
+        encoded = self._encoded(tokens, labels)
         encoded.notes += chat.notes
         encoded.unread_keys, encoded.prompt = chat.unread_keys, chat.prompt
         if images:
             encoded.images, encoded.rendered, encoded.pixels = example.images, chat.text, pixels
-            encoded.image_end = max(position for position, shown in enumerate(of_image) if shown) + 1
+            encoded.image_end = max(last for first, last in images if first < last)
         return encoded
 
-    def _of_images(self, offsets: list[Span], text: str, images: list[Span]) -> list[bool]:
-        """Return which tokens belong to images, with the special tokens that the template writes around each."""
-        found = [False] * len(offsets)
-        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-        before, behind = self._around_images if images else ("", "")
-        for start, end in images:
-            start -= len(before) if text.endswith(before, 0, start) else 0
-            end += len(behind) if text.startswith(behind, end) else 0
-            first, last = bisect_right(ends, start), bisect_left(starts, end)
-            found[first:last] = [True] * (last - first)
-        return found
+    def _labels(self, tokens: Tokens, spans: list[Span]) -> list[int]:
+        """Return the labels of tokens with these spans supervised, or with `supervise_all` all others."""
+        labels = tokens.ids[:] if self.supervise_all else [IGNORED] * len(tokens.ids)
+        for first, last in (tokens.of_turn(span, self.special_ids) for span in spans):
+            labels[first:last] = [IGNORED] * (last - first) if self.supervise_all else tokens.ids[first:last]
+        return labels
+
+    def _with_marks(self, tokens: Tokens, image: Span) -> Span:
+        """Return the tokens of an image, with the special tokens that the template writes around each."""
+        (start, end), (before, behind) = image, self._around_images
+        start -= len(before) if tokens.text.endswith(before, 0, start) else 0
+        end += len(behind) if tokens.text.startswith(behind, end) else 0
+        return tokens.of_span((start, end))
 
     @cached_property
     def _around_images(self) -> tuple[str, str]:
-        """Return what the chat template writes before and behind the image token of an image part, white space aside."""
+        """Return what the template writes before and behind the image token of an image part, white space aside."""
         assert self.processing is not None and self.renderers.plain is not None
         token, words = self.processing.image_token, ("Zq00001qZ", "Zq00002qZ")
         parts = [words[0], None, words[1]]
@@ -263,38 +265,10 @@ class Encoder:
             return f"the tokenizer has only named chat templates ({names}), and none named default; give one as a file."
         return "the tokenizer has no chat template; give one with --chat_template (chatml, or a file)."
 
-    def _encoded(self, ids: list[int], offsets: list[Span], text: str, keep: list[bool]) -> EncodedRow:
-        labels = [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]
-        blank = [not text[slice(*offset)].strip() for offset in offsets] + [False] * (len(ids) - len(offsets))
-        unwritable = sorted(self.characters.unwritable_in(text, ids, offsets))
+    def _encoded(self, tokens: Tokens, labels: list[int]) -> EncodedRow:
+        unwritable = sorted(self.characters.unwritable_in(tokens.text, tokens.ids, tokens.offsets))
         notes = tuple(f"unwritten\t{json.dumps(characters, ensure_ascii=False)}" for characters in unwritable)
-        return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids), notes=notes)
-
-    def _keep(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> list[bool]:
-        """Return which tokens belong to the spans; each span includes the token that ends its turn."""
-        keep = [False] * len(ids)
-        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-        for start, end in spans:
-            first = bisect_right(ends, start)
-            last = max(first, bisect_left(starts, start + len(text[start:end].rstrip())))
-            if last == first or ids[last - 1] not in self.special_ids:
-                behind = last
-                while behind < len(ids) and not text[slice(*offsets[behind])].strip():
-                    behind += 1
-                if behind == len(ids):
-                    last = behind
-                elif ids[behind] in self.special_ids:
-                    last = behind + 1
-            keep[first:last] = [True] * (last - first)
-        return keep
-
-    @staticmethod
-    def _ended(ids: list[int], offsets: list[Span], text: str, stops: set[int]) -> bool:
-        """Return whether the last token that is not white space is one of `stops`."""
-        for token, offset in zip(reversed(ids), reversed(offsets), strict=True):
-            if token in stops or text[slice(*offset)].strip():
-                return token in stops
-        return False
+        return EncodedRow(tokens.ids, labels, stop_tokens(labels, tokens.is_blank, self.special_ids), notes=notes)
 
 
 def has_empty_answer(example: Example) -> bool:
@@ -323,33 +297,6 @@ def repeats_prompt(example: Example) -> bool:
     else:
         return False
     return len(prompt.split()) > 1 and answer.lstrip().startswith(prompt.strip())
-
-
-def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> list[int]:
-    """Return the special token that ends the last supervised run of tokens; empty if the run does not end in one.
-
-    If that run holds only special tokens, for example an EOS after the end of the turn, the run before it counts too.
-
-    Args:
-        labels: (tokens,), IGNORED where a token is not supervised.
-        blank: (tokens,), True where a token is only white space.
-        special_ids: the tokenizer's special tokens.
-    """
-    found: list[int] = []
-    position = len(labels) - 1
-    while position >= 0:
-        while (
-            position >= 0 and labels[position] not in special_ids and (labels[position] == IGNORED or blank[position])
-        ):
-            position -= 1
-        if position < 0 or labels[position] not in special_ids:
-            break
-        found.append(labels[position])
-        while position >= 0 and labels[position] in special_ids:
-            position -= 1
-        if position >= 0 and labels[position] != IGNORED:
-            break
-    return found
 
 
 def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:

@@ -2,7 +2,8 @@
 
 The end of a span comes from the first of three sources: a template that marks what the assistant writes with
 {% generation %}; TRL's training variant of the template, if it renders the same text; the difference between the chat
-rendered up to a turn and through it. A span begins where the generation prompt ends, even if the marks include a part of it.
+rendered up to a turn and through it. A span begins where the generation prompt ends, even if the marks include a part
+of it.
 """
 
 import re
@@ -14,15 +15,13 @@ from typing import NamedTuple
 
 from unsloth_ddp.data.chat.parts import closes
 from unsloth_ddp.data.chat.scaffold import WORD
-from unsloth_ddp.data.chat.template import ChatTemplate, Span
+from unsloth_ddp.data.chat.template import BEGUN_TAG, ChatTemplate, Span
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.utils.errors import UserError
 
 NEXT_QUESTION: Message = {"role": "user", "content": "And then?"}
 TAG = re.compile(r"[<\[][^<>\[\]]+[>\]]")
-# Matches a tag that is cut off at the end of a text.
-BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 # (the characters of a part of a row in its text, the index of the message that it belongs to, -1 for none).
 Written = tuple[Span, int]
 # (a character of the text, None if it is not found; a note if the turn does not follow the generation prompt, or "").
@@ -36,17 +35,17 @@ MOST_KINDS = 2_000
 
 
 class Gap(NamedTuple):
-    """The text between the parts of two messages: its first character, and what gaps of the same kind have in common."""
+    """The text between the parts of two messages: its first character, and what gaps of its kind have in common."""
 
     start: int
     kind: Hashable
 
 
 class PlacesInGaps:
-    """Locate something in the gaps of turns. Chats have few kinds of gaps, and to locate something takes rendering a chat up to its turn.
+    """Locate something in the gaps of turns, for which a chat has to be rendered up to each of them.
 
-    So it is located in the first and the last gap of each kind in a row, and not at all once several rows had it at one place. Where
-    it has been at two places in gaps of one kind, it is located in each of them.
+    Chats have few kinds of gaps. So it is located in the first and the last gap of each kind in a row, and not at all
+    once several rows had it at one place. Where it has been at two places in gaps of one kind, it is located in each.
     """
 
     def __init__(self) -> None:
@@ -106,8 +105,8 @@ class SpanFinder:
     ) -> tuple[str, list[Span], list[str]]:
         """Return the text of a rendered chat, the spans in it, and notes on them.
 
-        TRL's variant may add the end of the last turn to the text, which the tokenizer's own template renders with the next
-        turn (GLM).
+        TRL's variant may add the end of the last turn to the text, which the tokenizer's own template renders with the
+        next turn (GLM).
 
         Args:
             left_out: the messages that are not supervised.
@@ -140,7 +139,7 @@ class SpanFinder:
         return ended, found, notes
 
     def _refusal(self, example: Example) -> str:
-        """Return why spans are not found; Gemma 4's template writes the text of a turn behind the answers of its calls."""
+        """Return why spans are not found; Gemma 4's template writes a turn's text behind its tools' results."""
         for index, message in enumerate(example.messages[:-1]):
             text = message["content"]
             if not (message.get("tool_calls") and isinstance(text, str) and text.strip()):
@@ -150,19 +149,17 @@ class SpanFinder:
             if not answered.startswith(alone.rstrip()) and answered.rfind(text.strip()) >= len(alone) - len(text):
                 return (
                     f"the chat template writes the text of message {index + 1}, which calls tools, behind the answer "
-                    "of the tool; write the "
-                    "text into the reasoning of the message (reasoning_content), or remove it."
+                    "of the tool; write the text into the reasoning of the message (reasoning_content), or remove it."
                 )
         return (
-            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them "
-            "with {% generation %} in "
-            "a --chat_template file, or use --loss_on all."
+            "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; mark them with "
+            "{% generation %} in a --chat_template file, or use --loss_on all."
         )
 
     def _marked(
         self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
     ) -> tuple[str, list[Span] | None]:
-        """Return the text and the spans that the template marks, or TRL's variant of it, if that renders the same text."""
+        """Return the text and the spans that the template marks, or TRL's variant if it renders the same text."""
         if self.template.marked:
             marked_text, spans = self.template.render_marked(example.messages, example.tools)
             return marked_text, self._chosen(self.template, example, spans, left_out, written)
@@ -243,7 +240,7 @@ class SpanFinder:
         return end + here, _note_on_prompt(tails[1][there:].strip())
 
     def _begin_without_question(self, text: str, first: int | None) -> int | None:
-        """Return where the prompt ends of a chat that begins with the assistant, since many templates need a message."""
+        """Return where the prompt ends of a chat that begins with the assistant; templates need a message before."""
         if first is None:
             return None
         try:
@@ -300,7 +297,7 @@ def _owners(spans: Sequence[Span], written: Sequence[Written]) -> list[int] | No
 
 
 def _gaps(example: Example, text: str, written: Sequence[Written]) -> tuple[dict[int, Gap], dict[int, Gap]]:
-    """Return the gap before the first part of each message, and the one behind its last part where a message follows."""
+    """Return the gap before the first part of each message, and the one behind its last part if a message follows."""
     before: dict[int, Gap] = {}
     behind: dict[int, Gap] = {}
     last = len(example.messages) - 1

@@ -1,4 +1,4 @@
-"""Write a row in the forms that templates differ in: reasoning apart from the content, arguments as text. Pure functions."""
+"""Write a row in the forms that templates read: reasoning beside the content, arguments as text. Pure functions."""
 
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -18,7 +18,7 @@ def variants(
     beside: Example | None = None,
     think: tuple[str, str] | None = None,
 ) -> Iterator[Example]:
-    """Yield a row with its content parts, as it is, and then in the forms that may suit a template that cannot render it so.
+    """Yield a row with its content parts, as it is, and then in the forms that may suit other templates better.
 
     Args:
         image_token: what stands for an image in the text that the model's processor takes.
@@ -132,7 +132,7 @@ def _with_reasoning_as(message: Message, name: str) -> Message:
 
 
 def think_tokens(added: Collection[str]) -> tuple[str, str]:
-    """Return the added tokens that begin and end reasoning, such as [THINK] and [/THINK]; otherwise <think> and </think>."""
+    """Return the added tokens that begin and end reasoning, such as [THINK] and [/THINK], or <think> and </think>."""
     for begin in sorted(token for token in added if "think" in token.lower()):
         ends = {begin[:1] + "/" + begin[1:], begin.replace("START", "END"), begin.replace("start", "end")} - {begin}
         if end := next((end for end in sorted(ends) if end in added), None):

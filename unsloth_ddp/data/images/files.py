@@ -82,7 +82,8 @@ class ImageFiles:
         name = without_query(address)
         if not self.download:
             raise UserError(
-                f"the image {name} is an address, and download_images is off; set --download_images, or download it and give its path."
+                f"the image {name} is an address, and download_images is off; set --download_images, or download it "
+                "and give its path."
             )
         if not self.decode:
             return address
@@ -137,7 +138,8 @@ def open_image(value: str, most_pixels: int | None = None) -> Any:
                 )
             if max(width, height) > LONGEST_SIDE * min(width, height):
                 raise UserError(
-                    f"image {name} has {width:,} x {height:,} pixels, so one side is over {LONGEST_SIDE} times the other; crop it."
+                    f"image {name} has {width:,} x {height:,} pixels, so one side is over {LONGEST_SIDE} times the "
+                    "other; crop it."
                 )
             if most_pixels is not None and width * height > most_pixels:
                 opened.draft("RGB", _scaled(width, height, most_pixels))
@@ -148,7 +150,7 @@ def open_image(value: str, most_pixels: int | None = None) -> Any:
 
 
 def _in_rgb(image: Any, name: str) -> Any:
-    """Return an image in RGB: on white where it is transparent, and with 16 bits divided by 256, which Pillow would clip."""
+    """Return an image in RGB: on white if it is transparent, and with 16 bits, which Pillow clips, divided by 256."""
     from PIL import Image
 
     if image.has_transparency_data:

@@ -1,8 +1,8 @@
 """Turn rendered chats and their images into tokens and tensors with the model's own processor, and collate them.
 
-What a model takes beside tokens is found from what its processor returns: tensors as long as the row belong to its tokens
-(token_type_ids), all others to its images (pixel_values, image_grid_thw, image_sizes). Pixels are never stored; they
-are read again for each micro-batch.
+What a model takes beside tokens is found from what its processor returns: tensors as long as the row belong to its
+tokens (token_type_ids), all others to its images (pixel_values, image_grid_thw, image_sizes). Pixels are never stored;
+they are read again for each micro-batch.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ImageProcessing:
     Args:
         processor: of Transformers.
         most_pixels: larger images are scaled down before.
-        always: add a row with one small image and no label to micro-batches without an image, so that the towers run, and
-            get gradients, in every micro-batch.
+        always: add a row with one small image and no label to micro-batches without an image, so that the towers run,
+            and get gradients, in every micro-batch.
         tokens_a_pixel: work of the towers for each number of an image, in tokens (model/towers.py).
         of_tokens: names and dtypes of the processor's tensors with a value for each token.
         small_row: with one small image and no label.
@@ -134,8 +134,8 @@ class ImageProcessing:
             raise _refused(error) from None
         if images and "text_replacement_offsets" not in found:
             raise UserError(
-                f"{type(self.processor).__name__} does not say where images stand in the text, so their tokens cannot be told "
-                "from the text's; use a model whose processor is part of Transformers."
+                f"{type(self.processor).__name__} does not say where images stand in the text, so their tokens cannot "
+                "be told from the text's; use a model whose processor is part of Transformers."
             )
         replaced = found["text_replacement_offsets"][0] if images else []
         expanded, end = "", 0
@@ -168,7 +168,8 @@ class ImageProcessing:
         shared = min(len(ids), found["input_ids"].shape[1])
         if not torch.equal(found["input_ids"][0, :shared], ids[:shared]):
             raise UserError(
-                f"the images of a row ({', '.join(row['images'])[:200]}) have changed since it was read; start the run again."
+                f"the images of a row ({', '.join(row['images'])[:200]}) have changed since it was read; start the run "
+                "again."
             )
         return found
 
@@ -246,13 +247,14 @@ def load_processing(settings: Settings) -> ImageProcessing:
         raise UserError(f"the processor of model {settings.model} needs a package: {one_line(error, 300)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"there are images, and no processor of model {settings.model} can be loaded: {without_address(error)[:300].rstrip('.')}; use "
-            "an image-text model with its processor files, or remove the images."
+            f"there are images, and no processor of model {settings.model} can be loaded: "
+            f"{without_address(error)[:300].rstrip('.')}; use an image-text model with its processor files, or remove "
+            "the images."
         ) from None
     if not hasattr(processor, "image_processor") or getattr(processor, "image_token", None) is None:
         raise UserError(
-            f"there are images, and model {settings.model} takes text only ({type(processor).__name__}); use an image-text model, or "
-            "remove the images."
+            f"there are images, and model {settings.model} takes text only ({type(processor).__name__}); use an "
+            "image-text model, or remove the images."
         )
     return ImageProcessing(_as_published(processor), settings.image_max_pixels)
 

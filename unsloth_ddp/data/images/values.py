@@ -86,8 +86,8 @@ def image_of_part(part: dict[str, Any]) -> str | int | None:
 def image_value(value: Any) -> str:
     """Return an image as a path, an http(s) address or a data URI.
 
-    Accepted are a path, an address, bytes, a data URI, a PIL image, and objects that hold one of these: Datasets' {"bytes", "path"}, OpenAI's
-    {"url"}, Anthropic's {"type": "base64", "data"}.
+    Accepted are a path, an address, bytes, a data URI, a PIL image, and objects that hold one of these: Datasets'
+    {"bytes", "path"}, OpenAI's {"url"}, Anthropic's {"type": "base64", "data"}.
 
     Raises:
         UserError: it is none of these.
@@ -106,20 +106,22 @@ def image_value(value: Any) -> str:
         return value
     if ADDRESS.match(value):
         raise UserError(
-            f"the image {without_query(value)} is an address of another kind than http(s); download it and give its path."
+            f"the image {without_query(value)} is an address of another kind than http(s); download it and give its "
+            "path."
         )
     if value[: len(DATA)].lower() == DATA:
         return _from_base64(value.partition(",")[2])
     # A slash is a digit of base64 too.
     if len(value) > LONGEST_PATH or max(map(len, value.split("/"))) > LONGEST_NAME:
         raise UserError(
-            f"the image {value[:40]}... of {len(value):,} characters is no path; put {DATA}image/png;base64, before base64."
+            f"the image {value[:40]}... of {len(value):,} characters is no path; put {DATA}image/png;base64, before "
+            "base64."
         )
     return value.removeprefix("file://")
 
 
 def _of_key(key: str, value: Any) -> str:
-    """Return the image under a key of a part or an object; bytes are base64 in JSON, with or without the beginning of a data URI."""
+    """Return the image under a key of a part or an object; bytes are base64 in JSON, or a data URI."""
     in_base64 = key in ("bytes", "base64", "data") and isinstance(value, str) and not value.lower().startswith(DATA)
     return _from_base64(value) if in_base64 else image_value(value)
 

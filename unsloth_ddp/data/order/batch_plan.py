@@ -59,15 +59,17 @@ def plan_batch(per_device: int, processes: int, global_batch: int | None, accumu
         wanted = global_batch or nearest_multiple(DEFAULT_GLOBAL_BATCH, slots)
         if wanted % slots:
             raise UserError(
-                f"global_batch_size {wanted} does not divide into {counted(per_device, 'row')} a device x {counted(processes, 'process')} "
-                f"= {counted(slots, 'row')} at a time; the nearest that does is {nearest_multiple(wanted, slots)}."
+                f"global_batch_size {wanted} does not divide into {counted(per_device, 'row')} a device x "
+                f"{counted(processes, 'process')} = {counted(slots, 'row')} at a time; the nearest that does is "
+                f"{nearest_multiple(wanted, slots)}."
             )
         accumulation = wanted // slots
     plan = BatchPlan(per_device, accumulation, processes)
     if global_batch is not None and global_batch != plan.global_batch:
         raise UserError(
             f"global_batch_size {global_batch} and gradient_accumulation_steps {accumulation} disagree: "
-            f"{counted(per_device, 'row')} a device x {accumulation} x {counted(processes, 'process')} = {plan.global_batch}; give only one of the two."
+            f"{counted(per_device, 'row')} a device x {accumulation} x {counted(processes, 'process')} = "
+            f"{plan.global_batch}; give only one of the two."
         )
     return plan
 
@@ -108,8 +110,9 @@ def check_layouts(
     if wrong[-1] < nodes.stop - 1:
         remedies.append(f"--min_nodes {wrong[-1] + 1}")
     raise UserError(
-        f"min_nodes {nodes.start} allows this job to go on with {counted(wrong[0], 'node')}, but {counted(wrong[0] * per_node, 'process')} "
-        f"cannot share the {plan.global_batch} of a step; give {', or '.join(remedies) or 'another number of nodes'}."
+        f"min_nodes {nodes.start} allows this job to go on with {counted(wrong[0], 'node')}, but "
+        f"{counted(wrong[0] * per_node, 'process')} cannot share the {plan.global_batch} of a step; give "
+        f"{', or '.join(remedies) or 'another number of nodes'}."
     )
 
 
@@ -130,8 +133,8 @@ def rows_at_once(rows: int, most: int, processes: int) -> int:
 class RowOrder:
     """Row indices of one epoch, padded with a filler index to a multiple of `multiple`.
 
-    The filler index is `rows`; the data has a row without supervised tokens there. So every process gets the same number
-    of rows, and no row is seen twice.
+    The filler index is `rows`; the data has a row without supervised tokens there. So every process gets the same
+    number of rows, and no row is seen twice.
     """
 
     def __init__(self, rows: int, multiple: int, seed: int | None) -> None:

@@ -54,11 +54,12 @@ class Flatten:
     Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, and
     Transformers finds the rows by them. With `padded`, rows may have images: their values are those of padded rows, and
     `position_ids` is (1 + dimensions, 1, tokens) for a model whose `positions` returns positions of several dimensions
-    (M-RoPE), (dimensions, rows, longest row), for padded rows. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
-    int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
-    which would otherwise compute them in every layer and wait for the device each time. With `row_of_token` add `seq_idx`,
-    (1, tokens), int32, for convolutions. With `prompts_once` the packs hold pairs, of which the second row leaves out the prompt;
-    `cu_seq_lens_k` then has the boundaries of whole rows, and `shared_keys`, int64, the token with the key of each token in them.
+    (M-RoPE), (dimensions, rows, longest row), for padded rows. `keys` selects additional keys for the backend:
+    `packed_seq_lengths` (rows,), int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for
+    flash attention in Transformers, which would otherwise compute them in every layer and wait for the device each
+    time. With `row_of_token` add `seq_idx`, (1, tokens), int32, for convolutions. With `prompts_once` the packs hold
+    pairs, of which the second row leaves out the prompt; `cu_seq_lens_k` then has the boundaries of whole rows, and
+    `shared_keys`, int64, the token with the key of each token in them.
     """
 
     keys: Literal["unsloth", "flash", "positions"]
@@ -102,7 +103,7 @@ class Flatten:
         return batch | {"position_ids": positions} | self._borders(lengths, lengths)
 
     def _borders(self, lengths: np.ndarray, whole: np.ndarray) -> dict[str, Any]:
-        """Return the keys beside positions for rows of these lengths; `whole` counts the prompts that they leave out too."""
+        """Return the keys beside positions for rows of these lengths; `whole` counts left-out prompts too."""
         batch: dict[str, Any] = {}
         if self.keys == "unsloth":
             batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
@@ -120,9 +121,10 @@ class Flatten:
 class Collate:
     """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
 
-    Further values of each example are added, (examples, ...). With `head_chooses`, add the positions of the supervised tokens
-    to the batch (see model/forward/supervised_head.py). With `by_row`, add `row_lengths`, (rows,), to batches of packs. With a
-    `shape`, add `padded_batch`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
+    Further values of each example are added, (examples, ...). With `head_chooses`, add the positions of the supervised
+    tokens to the batch (see model/forward/supervised_head.py). With `by_row`, add `row_lengths`, (rows,), to batches of
+    packs. With a `shape`, add `padded_batch`, the batch padded to that shape, to batches of packs that fit it (see
+    fixed_shape.py).
     """
 
     pad: PadRight
@@ -154,7 +156,7 @@ class Collate:
         return batch
 
     def _labelled(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows, padded or packed by themselves."""
+        """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows in a batch of their own."""
         rows = [row for one in examples for row in split_rows(one)]
         further = _further(examples)
         batch: dict[str, Any] = {}
@@ -173,9 +175,10 @@ def _further(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def repeated_prompts(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return how many tokens at the start of each row repeat those of the row before, int (rows,); 0 for first rows of pairs.
+    """Return how many tokens at the start of each row repeat those of the row before, int (rows,); 0 for chosen rows.
 
-    Only tokens that neither row is trained on count. The last of them is not left out, as it predicts the answer's first token.
+    Only tokens that neither row is trained on count. The last of them is not left out, as it predicts the answer's
+    first token.
 
     Args:
         ids, labels: int (tokens,), of the rows of pairs, one after the other.

@@ -1,8 +1,8 @@
 """Pad a micro-batch of packs to a fixed shape, stored as one integer vector.
 
-Kernels that are compiled for one shape, or captured in a CUDA graph, need the same number of tokens, rows and supervised
-tokens in every micro-batch. Tokens are padded with additional unsupervised rows, rows with empty rows, and supervised
-tokens with positions whose label is ignored.
+Kernels that are compiled for one shape, or captured in a CUDA graph, need the same number of tokens, rows and
+supervised tokens in every micro-batch. Tokens are padded with additional unsupervised rows, rows with empty rows, and
+supervised tokens with positions whose label is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # Matrix products are fastest with whole tiles.
 TILE = 128
-# Fractions of a micro-batch's tokens for which the head is computed: the smallest that covers the supervised tokens is used.
+# Fractions of a micro-batch's tokens for which the head is computed: the smallest that covers the supervised tokens is
+# used.
 HEAD_SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
 # The number of rows is padded to one of this many sizes, because attention launches blocks for empty rows too.
 ROW_SIZES = 8
@@ -93,8 +94,9 @@ class FixedShape:
         tokens: maximum number of tokens of a padded micro-batch.
         rows: maximum number of rows, including padding rows.
         longest: maximum number of tokens of a row.
-        sequences: number of packs if every pack is one row. Each is then a sequence of its own, padded to the same length,
-            so that attention needs no row boundaries. 0 if packs hold several rows; they are joined to one sequence.
+        sequences: number of packs if every pack is one row. Each is then a sequence of its own, padded to the same
+            length, so that attention needs no row boundaries. 0 if packs hold several rows; they are joined to one
+            sequence.
         smaller: further numbers of tokens, ascending; a micro-batch is padded to the smallest number that holds it.
     """
 

@@ -1,8 +1,9 @@
 """Join each labelled row, a prompt x and its answer y, with a mismatched row: x and the answer y' of another row.
 
-KTO estimates the divergence of the model from its reference on mismatched rows (https://arxiv.org/abs/2402.01306, section 4.2).
-TRL takes y' from the same micro-batch, so its estimate depends on the layout. Here y' is fixed for the run: the rows with an
-answer form a cycle in random order, and each takes the answer of the next. So every answer is y' once an epoch.
+KTO estimates the divergence of the model from its reference on mismatched rows (https://arxiv.org/abs/2402.01306,
+section 4.2). TRL takes y' from the same micro-batch, so its estimate depends on the layout. Here y' is fixed for the
+run: the rows with an answer form a cycle in random order, and each takes the answer of the next. So every answer is y'
+once an epoch.
 """
 
 import datasets

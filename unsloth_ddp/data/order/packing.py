@@ -1,7 +1,8 @@
 """Decide whether rows are packed, which rows share a pack, and how many packs a step holds. Pure arithmetic.
 
 A pack is several rows concatenated into one sequence, each with its own positions. Attention does not cross row
-boundaries, so the loss of a row is the same as without packing. Which rows share a pack depends only on the row lengths.
+boundaries, so the loss of a row is the same as without packing. Which rows share a pack depends only on the row
+lengths.
 """
 
 import math
@@ -280,8 +281,9 @@ def plan_step(
         if fixed and packed.global_batch != by_count.global_batch:
             name = "global_batch_size" if request.global_batch is not None else "gradient_accumulation_steps"
             raise UserError(
-                f"global_batch_tokens {request.global_tokens} is {counted(packed.global_batch, 'pack')} a step and {name} "
-                f"({counted(plan.global_batch, 'pack' if in_packs else 'row')}) is {by_count.global_batch}; give only one of the two."
+                f"global_batch_tokens {request.global_tokens} is {counted(packed.global_batch, 'pack')} a step and "
+                f"{name} ({counted(plan.global_batch, 'pack' if in_packs else 'row')}) is {by_count.global_batch}; "
+                "give only one of the two."
             )
         return packed, packing, choice
     if in_packs:
@@ -294,8 +296,8 @@ def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packin
     """Return how many packs hold about `rows` rows, and the packs, given the packs of full length.
 
     With 8 rows or more the number is a multiple of 8, so that a run takes the same steps on 1, 2, 4 and 8 processes. If
-    the number of processes does not divide it, the nearest multiple is used. If packs of full length would hold too many
-    rows, packs are made shorter.
+    the number of processes does not divide it, the nearest multiple is used. If packs of full length would hold too
+    many rows, packs are made shorter.
     """
     eights = 8 * math.floor(rows / full.rows_a_pack / 8)
     numbers = [eights, eights + 8] if rows >= 8 else [*(n for n in (1, 2, 4) if n < rows), rows]

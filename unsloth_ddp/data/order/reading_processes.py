@@ -12,7 +12,7 @@ from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
 
 
 class StayWithParent:
-    """Begin the worker processes of a DataLoader (its worker_init_fn) so that only the process that made this ends them.
+    """Begin the workers of a DataLoader (its worker_init_fn) so that only the process that made this ends them.
 
     Launchers and schedulers signal all processes of a job, but the main process may need more rows before it saves. If
     the main process dies, the worker must be killed, since it holds copies of its connections.
@@ -20,7 +20,8 @@ class StayWithParent:
 
     def __init__(self) -> None:
         self._closing = multiprocessing.get_context("fork").RawValue(ctypes.c_bool, False)
-        # Both run before the exit handlers of torch (registered earlier) and multiprocessing, which wait for the workers.
+        # Both run before the exit handlers of torch (registered earlier) and multiprocessing, which wait for the
+        # workers.
         atexit.register(self.close)
         util.Finalize(None, self.close, exitpriority=100)
 

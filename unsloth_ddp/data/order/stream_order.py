@@ -1,7 +1,7 @@
 """Order the rows of a stream by a seeded shuffle buffer, epoch by epoch.
 
-The order is a function of (sources, shuffle buffer, seed, epoch) alone. A checkpoint stores the position at which its step
-ended (`StreamPosition`); a resumed run reads the rows of that epoch again up to it, without tokenizing them.
+The order is a function of (sources, shuffle buffer, seed, epoch) alone. A checkpoint stores the position at which its
+step ended (`StreamPosition`); a resumed run reads the rows of that epoch again up to it, without tokenizing them.
 """
 
 import itertools
@@ -47,8 +47,8 @@ class StreamRow(NamedTuple):
 def shuffled(rows: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]:
     """Yield the rows in a random order, through a buffer of `size` rows.
 
-    Each new row replaces a row drawn at random from the buffer, which is yielded. At the end of the rows, the rest of the
-    buffer follows in random order. A `size` of 0 keeps the order.
+    Each new row replaces a row drawn at random from the buffer, which is yielded. At the end of the rows, the rest of
+    the buffer follows in random order. A `size` of 0 keeps the order.
     """
     if size == 0:
         yield from rows
@@ -93,6 +93,6 @@ def stream_rows(
 def _check_skipped(start: StreamPosition, skipped: int, seen: int | None) -> None:
     if skipped and start.seen is not None and seen != start.seen:
         raise UserError(
-            f"the stream no longer begins with the {counted(skipped, 'row')} trained before the checkpoint; restore the old "
-            "sources, start a new run with another --run_name, or give --resume_anyway."
+            f"the stream no longer begins with the {counted(skipped, 'row')} trained before the checkpoint; restore "
+            "the old sources, start a new run with another --run_name, or give --resume_anyway."
         )

@@ -136,7 +136,8 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
         start = self.position
         if start.row:
             print(
-                f"Epoch {start.epoch + 1} of the stream goes on after {counted(start.row, 'row')}, which are read again and skipped.",
+                f"Epoch {start.epoch + 1} of the stream goes on after {counted(start.row, 'row')}, which are read "
+                "again and skipped.",
                 flush=True,
             )
         for window in self.windows(start):

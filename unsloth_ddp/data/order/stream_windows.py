@@ -189,8 +189,8 @@ def _changes(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
         return []
     differ = sorted(source for source in before.keys() | now.keys() if before.get(source) != now.get(source))
     return [
-        f"{printable(source)} has {now.get(source, 0):,} bytes and had {before.get(source, 0):,} before, so this epoch holds other "
-        "rows than the one before."
+        f"{printable(source)} has {now.get(source, 0):,} bytes and had {before.get(source, 0):,} before, so this epoch "
+        "holds other rows than the one before."
         for source in differ
     ]
 

@@ -1,4 +1,4 @@
-"""Make the micro-batch of a run that is the worst in every respect that costs memory: tokens, supervised tokens, rows, pixels."""
+"""Make the micro-batch of a run that needs the most memory: in tokens, supervised tokens, rows and pixels."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from unsloth_ddp.data.dataset import TokenizedRows
 
 
 def worst_micro_batch(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, np.ndarray]]:
-    """Return `size` rows (packs) with the most tokens and pixels, and as many supervised tokens as any `size` rows have.
+    """Return `size` rows or packs with the most tokens and pixels, and the most supervised tokens of any `size` rows.
 
     Of streamed rows, which are not known yet, they are as many of `max_length`, supervised as the first rows are.
     """
@@ -22,7 +22,7 @@ def worst_micro_batch(rows: TokenizedRows, size: int, max_length: int) -> list[d
 
 
 def supervise(examples: list[dict[str, np.ndarray]], tokens: int) -> list[dict[str, np.ndarray]]:
-    """Return the examples with at least `tokens` supervised tokens, if they have so many; the last ones of each are added first."""
+    """Return the examples with at least `tokens` supervised tokens, if they have so many, added from each one's end."""
     missing = tokens - sum(int((example["labels"] != IGNORED).sum()) for example in examples)
     changed = []
     for example in examples:

@@ -46,8 +46,8 @@ def checked_rows(
         decode_images: see ImageFiles.
 
     Raises:
-        UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no rows,
-            unless `may_be_empty`.
+        UserError: see read_rows; a row has none of the accepted formats, or an image of it cannot be read; there are no
+            rows, unless `may_be_empty`.
     """
     location, convert = "", converter(task, column_names)
     files = ImageFiles.of(images or ImageSettings(), [source] if is_file(source) else [], decode=decode_images)
@@ -58,8 +58,8 @@ def checked_rows(
             example = None if task != "sft" and named else convert(columns)
             if example is None or (task != "sft" and example.images):
                 raise UserError(
-                    f"the row has images, which task {task} does not take; remove them, or give --task sft and rows with the good answers "
-                    "as messages."
+                    f"the row has images, which task {task} does not take; remove them, or give --task sft and rows "
+                    "with the good answers as messages."
                 )
             example.images = [files.checked(image) for image in example.images]
             (template or TemplateColumns()).take(example, columns)

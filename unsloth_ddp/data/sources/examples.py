@@ -94,7 +94,8 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
     aside = round(len(rows) * fraction)
     if not 0 < aside < len(rows):
         raise UserError(
-            f"eval_fraction {fraction} of {counted(len(rows), 'row')} is {counted(aside, 'row')}; choose one that leaves rows on both sides."
+            f"eval_fraction {fraction} of {counted(len(rows), 'row')} is {counted(aside, 'row')}; choose one that "
+            "leaves rows on both sides."
         )
     parts = rows.train_test_split(test_size=aside, seed=seed)
     return parts["train"], parts["test"]
@@ -117,7 +118,8 @@ def _examples(
         print(f"{_said_of(lists, 'is', 'are')} not read: of a folder, only .jsonl, .parquet and .csv files are read.")
     if streaming and (others := of_other_splits(names)):
         print(
-            f"{_said_of(others, 'is', 'are')} trained too, although the name is that of another split; to leave it out, name the files to train on."
+            f"{_said_of(others, 'is', 'are')} trained too, although the name is that of another split; to leave it "
+            "out, name the files to train on."
         )
 
     unread: Counter[str] = Counter()

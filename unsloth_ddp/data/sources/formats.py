@@ -38,8 +38,7 @@ from unsloth_ddp.utils.errors import UserError
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
 ANY_FIX = (
     "; give --columns OLD=NEW for other names (a question is instruction and its answer output, plain text is text), "
-    "or write a "
-    "chat as messages with role and content"
+    "or write a chat as messages with role and content"
 )
 # Required columns of each format, in the order in which formats are tried -> optional columns.
 FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -165,8 +164,8 @@ def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
         undesired = ("false",) if columns == ("text",) else ("false", "0", "0.0", "undesirable")
         if str(row.get(name)).strip().lower() in undesired:
             raise UserError(
-                f"the row has {name} {str(row[name]).lower()}, which in KTO's format marks an answer not to learn; give --task "
-                "kto, or remove such rows, or the column."
+                f"the row has {name} {str(row[name]).lower()}, which in KTO's format marks an answer not to learn; "
+                "give --task kto, or remove such rows, or the column."
             )
 
 
@@ -175,8 +174,7 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
     if "chosen" in given and "rejected" in given:
         return (
             "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, "
-            "--columns "
-            "chosen=messages (a list) or chosen=completion (text)."
+            "--columns chosen=messages (a list) or chosen=completion (text)."
         )
     if null := next((name for name in _format_of(given) if is_missing(given[name])), None):
         return f"{null} is null; give it a value or remove the row."
@@ -187,7 +185,7 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def fix(row: dict[str, Any]) -> str:
-    """Return how to rename a column with a whole chat, or those of a question and its answer, or "" without such columns."""
+    """Return how to rename a column with a whole chat, or those of a question and its answer; "" without these."""
     for name, value in row.items():
         turns = messages_or_text(value, name) if isinstance(value, str) else value
         if isinstance(turns, list) and all(map(_looks_like_message, turns)) and len({*map(_speaker, turns)}) > 1:
@@ -262,8 +260,8 @@ def messages_or_text(value: Any, what: str) -> Any:
     """
     if isinstance(value, list) and (texts := [item for item in value if isinstance(item, str)]):
         raise UserError(
-            f"{what} is a list of texts ({texts[0][:50]!r}{', ...' if len(value) > 1 else ''}); write it as one text, or as a list of "
-            "messages with role and content."
+            f"{what} is a list of texts ({texts[0][:50]!r}{', ...' if len(value) > 1 else ''}); write it as one text, "
+            "or as a list of messages with role and content."
         )
     if isinstance(value, dict):
         return _messages_of(value, what) or [value]
@@ -318,8 +316,8 @@ def refuse_mixed(row: dict[str, Any], read: dict[str, Any]) -> None:
             if is_text or (is_list and not whole and name != "prompt"):
                 form = "text" if is_text else "a list of messages"
                 raise UserError(
-                    f"{other} is {form} and {name} is a list of messages as JSON text; make both text, or both lists of "
-                    "messages (JSON that is meant as text can stand as the content of a message)."
+                    f"{other} is {form} and {name} is a list of messages as JSON text; make both text, or both lists "
+                    "of messages (JSON that is meant as text can stand as the content of a message)."
                 )
 
 

@@ -83,8 +83,8 @@ def text_pieces(path: Path, most: int) -> Iterator[tuple[int, str]]:
                 text = decoder.decode(part, final=not part)
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {before - held + error.start + 1} of the line); "
-                    "save the file as UTF-8."
+                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {before - held + error.start + 1} of "
+                    "the line); save the file as UTF-8."
                 ) from None
             if text:
                 yield number, text
@@ -100,7 +100,8 @@ def text_lines(path: Path) -> Iterator[str]:
     for number, text in text_pieces(path, LONGEST_ROW):
         if unended:
             raise UserError(
-                f"{path}:{number} is longer than {LONGEST_ROW:,} bytes, which is not a row of text; put each row on a line."
+                f"{path}:{number} is longer than {LONGEST_ROW:,} bytes, which is not a row of text; put each row on a "
+                "line."
             )
         if text.endswith("\n"):
             yield text
@@ -168,7 +169,8 @@ class _Window:
                     raise
             if len(self.text) - self.position > LONGEST_ROW:
                 raise UserError(
-                    f"{location} begins a row that is longer than {LONGEST_ROW:,} characters, or not JSON; fix or remove it."
+                    f"{location} begins a row that is longer than {LONGEST_ROW:,} characters, or not JSON; fix or "
+                    "remove it."
                 )
             self.grow()
         self.move(end)

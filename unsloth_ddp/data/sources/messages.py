@@ -35,9 +35,9 @@ LEFT_OUT_WORDS = {"mask", "masked", "ignore", "ignored", "exclude", "excluded", 
 MASK_WORDS = LEFT_OUT_WORDS | {"no", "not", "detail", "details"}
 # Of a column, they say which parts of the row are meant.
 SCOPE_WORDS = {
-    "history", "prompt", "prompts", "input", "inputs", "output", "outputs", "turn", "turns", "message", "messages", "role",
-    "roles", "response", "responses", "completion", "completions", "assistant", "user", "system", "last", "first", "only",
-    "all", "tokens",
+    "history", "prompt", "prompts", "input", "inputs", "output", "outputs", "turn", "turns", "message", "messages",
+    "role", "roles", "response", "responses", "completion", "completions", "assistant", "user", "system", "last",
+    "first", "only", "all", "tokens",
 }  # fmt: skip
 PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -70,14 +70,14 @@ def is_loss_flag(key: str) -> bool:
         return True
     if words & (LOSS_WORDS | MASK_WORDS) and words <= LOSS_WORDS | LINK_WORDS | MASK_WORDS:
         raise UserError(
-            f"a message has {key[:100]}, which is not read; only whole messages can be left out of the loss, with weight: 0 "
-            "or train: false."
+            f"a message has {key[:100]}, which is not read; only whole messages can be left out of the loss, with "
+            "weight: 0 or train: false."
         )
     return False
 
 
 def directs_loss(column: str) -> bool:
-    """Return whether a column, by its name, says what of the row takes part in the loss: loss_mask, mask_history, skip."""
+    """Return whether the name of a column says what of the row is learned: loss_mask, skip, mask_history."""
     words = _words(column)
     directs = words & (LOSS_WORDS | LEFT_OUT_WORDS)
     return bool(directs) and words <= LOSS_WORDS | LINK_WORDS | MASK_WORDS | SCOPE_WORDS
@@ -116,8 +116,8 @@ def read_message(message: Any, unread: list[str]) -> Message:
             raise UserError(f"a message has {name}, which is not trained; {fix}, or remove the row.")
     if message.get("channel") == "analysis":
         raise UserError(
-            "a message has channel analysis: it is reasoning, and would be trained as an answer; move its text into thinking of "
-            "the assistant message after it, and remove it."
+            "a message has channel analysis: it is reasoning, and would be trained as an answer; move its text into "
+            "thinking of the assistant message after it, and remove it."
         )
     _read_calls(message, unread)
     _read_reasoning(message)
@@ -207,8 +207,8 @@ def _read_others(keys: dict[str, Any], what: str, kind: str, unread: list[str]) 
         _check_flag(name, value, what)
         if not value:
             raise UserError(
-                f"{what} has {name[:100]} 0 or false; only whole messages can be left out of the loss, so write the parts as "
-                "messages of their own, or remove the row."
+                f"{what} has {name[:100]} 0 or false; only whole messages can be left out of the loss, so write the "
+                "parts as messages of their own, or remove the row."
             )
 
 
@@ -294,7 +294,8 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     arguments: Any = next(iter(read.values()), {})
     if not isinstance(arguments, dict):
         raise UserError(
-            f"{next(iter(read))} of {name} is {kind_of(arguments)}, not an object; write {{'name of the argument': value}}."
+            f"{next(iter(read))} of {name} is {kind_of(arguments)}, not an object; write {{'name of the argument': "
+            "value}."
         )
     return arguments
 
@@ -318,8 +319,9 @@ def _joined_parts(parts: list[Any], unread: list[str]) -> str:
         else:
             shown = f"of type {quoted(part['type'])}" if isinstance(part, dict) and "type" in part else kind_of(part)
             raise UserError(
-                f"a message has a content part ({shown}) that is neither {{'type': 'text', 'text': ...}} nor {{'type': 'image', 'image': "
-                "...}; this kit trains on text and images only, so write it in one of these forms, or remove the row."
+                f"a message has a content part ({shown}) that is neither {{'type': 'text', 'text': ...}} nor {{'type': "
+                "'image', 'image': ...}; this kit trains on text and images only, so write it in one of these forms, "
+                "or remove the row."
             )
         others = {str(key): value for key, value in part.items() if key not in read and not is_empty(value)}
         _read_others(others, "a content part", kind, unread)

@@ -3,19 +3,19 @@
 A pair is two examples with the same prompt:
 
     prompt, chosen, rejected                  texts, or lists of messages (TRL)
-    chosen, rejected                          whole conversations or texts, which begin with the same prompt (TRL, UltraFeedback)
+    chosen, rejected                          whole conversations or texts with the same prompt (TRL, UltraFeedback)
     conversations or messages, and both       the prompt, and one answer each (LLaMA-Factory's ShareGPT form, axolotl)
-    instruction or question, [input,] both    Alpaca (LLaMA-Factory), Intel's form (axolotl), with `history` if there is one
+    instruction or question, [input,] both    Alpaca (LLaMA-Factory), Intel's form (axolotl), with any `history`
 
 The two answers may be named chosen_response and rejected_response. A labelled answer has a column label or kto_tag:
 
     prompt, completion                        texts, or lists of messages (TRL)
     completion                                a whole conversation (axolotl's argilla_chat)
-    conversations or messages                 a whole conversation, whose last assistant turn is labelled (LLaMA-Factory)
+    conversations or messages                 a whole conversation; the label is of its last answer (LLaMA-Factory)
     instruction or question, [input,] output  Alpaca (LLaMA-Factory, axolotl), with `history` if there is one
 
-Each answer becomes a row of formats.py, so that roles, tool calls, system prompts and texts are read and refused in the same way
-as in any other row.
+Each answer becomes a row of formats.py, so that roles, tool calls, system prompts and texts are read and refused in the
+same way as in any other row.
 """
 
 from __future__ import annotations
@@ -108,13 +108,14 @@ def to_labelled(row: Any) -> Example:
     labels = {name: DESIRABLE.get(str(row[name]).strip().lower()) for name in LABELS if name in row}
     if not labels:
         raise UserError(
-            "the row has no label, which --task kto learns from; add a column label (true or false), or learn all answers with --task sft."
+            "the row has no label, which --task kto learns from; add a column label (true or false), or learn all "
+            "answers with --task sft."
         )
     for column, desirable in labels.items():
         if desirable is None:
             raise UserError(
-                f"{column} is {str(row[column])[:50]!r}, and a label is true (desirable) or false (undesirable); correct it or "
-                "remove the row."
+                f"{column} is {str(row[column])[:50]!r}, and a label is true (desirable) or false (undesirable); "
+                "correct it or remove the row."
             )
     if len(set(labels.values())) > 1:
         raise UserError("the row has label and kto_tag, which disagree; keep one of them.")
@@ -162,7 +163,8 @@ def _check_answer(row: dict[str, Any], name: str) -> None:
     """Refuse a column that cannot be an answer."""
     if name in row and not isinstance(row[name], str | dict | list):
         raise UserError(
-            f"{name} is {kind_of(row[name])}, and an answer is text, a message or a list of messages; write it as one of them."
+            f"{name} is {kind_of(row[name])}, and an answer is text, a message or a list of messages; write it as one "
+            "of them."
         )
 
 
@@ -206,8 +208,8 @@ def _refusal(given: dict[str, Any], row: dict[str, Any], missing: list[str]) -> 
         to_example(row)
     except UserError:
         return (
-            f"the row ({', '.join(map(str, given))[:200]}) is no pair of answers that the kit knows; write the better answer as chosen and "
-            f"the other as rejected, with {BESIDE}."
+            f"the row ({', '.join(map(str, given))[:200]}) is no pair of answers that the kit knows; write the better "
+            f"answer as chosen and the other as rejected, with {BESIDE}."
         )
     return f"the row has one answer; give --task sft, or write pairs, which have {ACCEPTED}."
 
@@ -289,8 +291,8 @@ def _after(
         common = _common_messages(rest)
         if prompt and common and (_role(common[0]) == "system" or _is_again(common[0], prompt)):
             raise UserError(
-                "chosen and rejected begin with messages of the prompt and leave out others, so it is not clear what they "
-                "answer; give them without the prompt, or with all of it."
+                "chosen and rejected begin with messages of the prompt and leave out others, so it is not clear what "
+                "they answer; give them without the prompt, or with all of it."
             )
         prompt, rest = prompt + common, [turns[len(common) :] for turns in rest]
     return prompt, rest, False
@@ -345,12 +347,13 @@ def _check_one_question(prompt: list[Any], answers: dict[str, list[Any]]) -> Non
         begins = _role(turns[0])
         if begins == "assistant" and prompt and _role(prompt[-1]) == "assistant":
             raise UserError(
-                f"the prompt ends with an assistant message, and {name} begins with another one; end the prompt with the question."
+                f"the prompt ends with an assistant message, and {name} begins with another one; end the prompt with "
+                "the question."
             )
         if begins in ("system", "user"):
             raise UserError(
-                f"{name} goes on with a {begins} message where its answer should begin, so it is no answer to the same prompt as the "
-                "other; give both the same prompt, or remove the row."
+                f"{name} goes on with a {begins} message where its answer should begin, so it is no answer to the same "
+                "prompt as the other; give both the same prompt, or remove the row."
             )
 
 
@@ -359,7 +362,7 @@ def _role(turn: Any) -> Any:
 
 
 def _turns(answer: list[Any] | str) -> list[Any]:
-    """Return messages of OpenAI's form; a text is the assistant's, and what is no turn is refused where the row is read."""
+    """Return messages of OpenAI's form; a text is the assistant's. What is no turn is refused where rows are read."""
     if isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
     return [read_sharegpt_turn(turn, []) if isinstance(turn, dict) and "from" in turn else turn for turn in answer]
@@ -377,8 +380,7 @@ def _refuse_other_name(row: dict[str, Any]) -> None:
     if other := next((name for name in row if str(name).lower() in QUESTIONS and not is_empty(row[name])), None):
         raise UserError(
             f"the row has no prompt, but a column {other}, which is not read; give --columns {other}=prompt, or "
-            f"{other}=instruction to "
-            "use the chat template."
+            f"{other}=instruction to use the chat template."
         )
 
 
@@ -395,6 +397,7 @@ def _texts(row: dict[str, Any], prompt: Any, answers: list[Any]) -> list[dict[st
     common = common.rstrip(" ")
     if not common:
         raise UserError(
-            "the row has no prompt, and chosen and rejected do not begin with the same words; add a column prompt, or remove the row."
+            "the row has no prompt, and chosen and rejected do not begin with the same words; add a column prompt, or "
+            "remove the row."
         )
     return [{"prompt": common, "completion": answer[len(common) :]} for answer in answers]

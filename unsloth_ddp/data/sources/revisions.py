@@ -1,7 +1,7 @@
 """Pin the model and the datasets of a run to commits of the Hub, so that every rank and every resume reads the same.
 
-The main process queries the Hub for the commit of each branch or tag once. The commits replace the given revisions in the
-settings, so settings.yaml and the manifest of every checkpoint contain them.
+The main process queries the Hub for the commit of each branch or tag once. The commits replace the given revisions in
+the settings, so settings.yaml and the manifest of every checkpoint contain them.
 """
 
 import dataclasses
@@ -64,9 +64,10 @@ def ignored_hub_options(settings: Settings) -> list[str]:
 
 
 def pin_revisions(settings: Settings, runtime: Runtime) -> Settings:
-    """Return the settings with commits as the revisions of models and datasets, the same on every rank; every rank calls this.
+    """Return the settings with commits as the revisions of models and datasets; every rank calls this.
 
-    A revision that the Hub does not resolve (no network, no such name, no access) stays as given; reading raises the error.
+    A revision that the Hub does not resolve (no network, no such name, no access) stays as given; reading raises the
+    error.
 
     Raises:
         UserError: the number of dataset revisions differs from the number of Hub datasets.
@@ -105,8 +106,8 @@ def _dataset_commits(settings: Settings) -> list[str]:
 def find_commit(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
     """Return the commit of a branch, tag or abbreviated commit of a Hub repository; None if it cannot be resolved.
 
-    Without a network a model's commit is read from the Hub's cache. Datasets are not looked up there, because `datasets`
-    reads prepared tables from its own cache, without revisions.
+    Without a network a model's commit is read from the Hub's cache. Datasets are not looked up there, because
+    `datasets` reads prepared tables from its own cache, without revisions.
     """
     if revision and COMMIT.fullmatch(revision):
         return revision

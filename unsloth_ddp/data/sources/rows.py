@@ -79,14 +79,13 @@ def check_source(source: str) -> None:
             raise UserError(f"dataset {source}: there is no such file{'' if near else looked_in(path)}; {fix}")
         if path.is_dir() and source:
             raise UserError(
-                f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, which "
-                "takes folders."
+                f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, "
+                "which takes folders."
             )
         if path.suffix.lower() in (*COMPRESSED_SUFFIXES, *ARCHIVES) and row_suffix(path) not in SUFFIXES:
             raise UserError(
                 f"dataset {source} is compressed, and its name does not say that it is one text file; unpack it and "
-                "give the "
-                f"{', '.join(SUFFIXES)} file in it, or name it .jsonl.gz (.csv.zst, ...) if it is one."
+                f"give the {', '.join(SUFFIXES)} file in it, or name it .jsonl.gz (.csv.zst, ...) if it is one."
             )
         if not path.is_file() or row_suffix(path) not in SUFFIXES:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; convert it to one of these.")
@@ -233,7 +232,7 @@ def _file_rows(path: Path) -> Iterator[SourceRow]:
 
 
 def _with_image(columns: Any) -> Any:
-    """Return a row of an image folder with its image, as Datasets reads it; other files, such as sounds, are left as they are."""
+    """Return a row of an image folder with its image, as Datasets reads it; other files, such as sounds, stay."""
     named = columns.get("file_name") if isinstance(columns, dict) and not {"image", "images"} & columns.keys() else None
     if not str(mimetypes.guess_type(str(named))[0]).startswith("image/"):
         return columns
@@ -261,8 +260,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
             size += len(line)
             if size > json_text.LONGEST_ROW:
                 raise UserError(
-                    f"{path}:{first} begins a row of over {json_text.LONGEST_ROW:,} characters; close the quotation mark that makes "
-                    "the lines after it a part of one cell."
+                    f"{path}:{first} begins a row of over {json_text.LONGEST_ROW:,} characters; close the quotation "
+                    "mark that makes the lines after it a part of one cell."
                 )
             yield line
 
@@ -298,8 +297,8 @@ def _without_nulls(columns: dict[str, str], location: str) -> dict[str, str | No
     for name in ("output", "completion", "text"):
         if columns.get(name) in NULL_CELLS:
             raise UserError(
-                f"{location}: {name} is {columns[name]}, which in a CSV file may be a missing value or text; remove the row, or "
-                "write the table as JSONL if it is text."
+                f"{location}: {name} is {columns[name]}, which in a CSV file may be a missing value or text; remove "
+                "the row, or write the table as JSONL if it is text."
             )
     return {name: None if cell in NULL_CELLS else cell for name, cell in columns.items()}
 
@@ -390,8 +389,7 @@ def _hub_rows(
         row = find_known_error(f"{type(error).__name__}: {reason}")
         advice = (
             f"; download it where there is a network (uv run hf download {source} --repo-type dataset --local-dir "
-            f"FOLDER) "
-            "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
+            "FOLDER) and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
         )
         raise UserError(
             f"dataset {source} is not a local file and cannot be loaded from the Hub, split {split}: {reason}"
@@ -405,6 +403,6 @@ def _hub_rows(
         reason = one_line(error, 200).rstrip(".")
         network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
         raise UserError(
-            f"dataset {source}, split {split}, cannot be read after row {number} ({reason}); {network}an audio "
-            "or video column needs its own decoder, and this kit trains on text and images only."
+            f"dataset {source}, split {split}, cannot be read after row {number} ({reason}); {network}an audio or "
+            "video column needs its own decoder, and this kit trains on text and images only."
         ) from None

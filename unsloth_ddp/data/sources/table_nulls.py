@@ -2,8 +2,7 @@
 
 A table gives all objects of a column the same fields and fills missing ones with null. Tool calls and schemas would be
 trained with arguments and properties that nobody wrote. The table does not record whether a null was written, so the
-schema
-of the called tool decides: a null in a required argument is kept.
+schema of the called tool decides: a null in a required argument stays.
 """
 
 import json
@@ -29,7 +28,7 @@ def without_filled_nulls(columns: Any) -> Any:
 
 
 def is_of_table(columns: Any) -> bool:
-    """Return whether a table was written as JSON: a tool has a property that is null, or all messages have the same keys.
+    """Return whether a row is of a table: a tool has a property that is null, or all messages have the same keys.
 
     No schema has such a property. A table gives the key of calls to every message, and null where there are none.
     """

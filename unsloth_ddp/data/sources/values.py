@@ -49,8 +49,8 @@ def from_json(text: str, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         if PRINTED_BY_PYTHON.match(text):
             raise UserError(
-                f"{what} is a list or object as Python or NumPy prints it, which is not JSON; write the table again as JSONL or Parquet "
-                "(to_json(..., orient='records', lines=True), to_parquet), which keep lists."
+                f"{what} is a list or object as Python or NumPy prints it, which is not JSON; write the table again as "
+                "JSONL or Parquet (to_json(..., orient='records', lines=True), to_parquet), which keep lists."
             ) from None
         why = "" if isinstance(error, (json.JSONDecodeError, RecursionError)) else f" ({error})"
         raise UserError(f"{what} is text that is not JSON{why}; fix or remove it.") from None

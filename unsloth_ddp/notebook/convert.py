@@ -27,7 +27,7 @@ from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.commands import training_line
 from unsloth_ddp.notebook.syntax.effects import is_trainer_call
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import dotted, full_path
+from unsloth_ddp.notebook.syntax.tree import assignment, dotted, full_path
 from unsloth_ddp.notebook.syntax.usage import CallSite, DeferredBody, NameUsage
 from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
 from unsloth_ddp.notebook.write.config import is_config_call
@@ -135,33 +135,16 @@ def _context(
         for name, site in [*item.assigned, *(("", site) for site in item.calls)]
         if makes_distributor(full_path(site.path, imports))
     ]
-    environ = {name for line in lines if written[name := _name_of_environ(line)] == 1}
-    context = ConversionContext(options, names, report, bound, imports, environ_names=environ)
-    context.texts = dict(filter(None, map(_text_given, lines)))
+    context = ConversionContext(options, names, report, bound, imports)
+    for target, value in filter(None, map(assignment, lines)):
+        if isinstance(target, cst.Name) and isinstance(value, cst.SimpleString):
+            context.texts[target.value] = value.value
+        elif isinstance(target, cst.Name) and dotted(value) == "os.environ" and written[target.value] == 1:
+            context.environ_names.add(target.value)
     context.distributors = {name for name, _ in started} - {""}
     counts = [keyword(site.node, "num_processes") for _, site in started]
     context.processes = max((int(code(n.value)) for n in counts if n and code(n.value).isdigit()), default=1)
     return context
-
-
-def _text_given(line: cst.BaseStatement) -> tuple[str, str] | None:
-    """Return the name and the text of a line that gives a name a text."""
-    match line:
-        case cst.SimpleStatementLine(
-            body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=cst.SimpleString() as text), *_]
-        ):
-            return name, text.value
-    return None
-
-
-def _name_of_environ(line: cst.BaseStatement) -> str:
-    """Return the name that a line gives to `os.environ`, or ""."""
-    match line:
-        case cst.SimpleStatementLine(
-            body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=cst.Attribute() as value)]
-        ) if dotted(value) == "os.environ":
-            return name
-    return ""
 
 
 def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: ConversionContext) -> CodeCell:

@@ -7,7 +7,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph
 from unsloth_ddp.notebook.syntax.arguments import code
-from unsloth_ddp.notebook.syntax.tree import contains, dotted, walk
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, goes_backward, walk
 
 # Losses that compare the rows of a batch, by what papers and libraries call them.
 _ACROSS = re.compile(
@@ -43,13 +43,9 @@ def _written_out(graph: Graph) -> Iterator[str]:
     for statement in graph.statements:
         for node in walk(statement.node):
             if (isinstance(node, cst.FunctionDef) and _COMPUTES.match(node.name.value)) or (
-                isinstance(node, cst.For) and contains(node, _goes_backward)
+                isinstance(node, cst.For) and contains(node, goes_backward)
             ):
                 yield from _across(node.body)
-
-
-def _goes_backward(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and dotted(node.func).endswith(".backward")
 
 
 def _across(body: cst.CSTNode) -> Iterator[str]:

@@ -42,8 +42,7 @@ def _trainer_classes(
     found = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
     found |= {name for name, path in imports.items() if names_trainer(path.split(".")[-1])}
     other = [*aliases, *((name, base) for name, body in functions.items() for base in body.bases)]
-    while further := {name for name, of in other if of in found} - found:
-        found |= further
+    follow_aliases(found, [(of, name) for name, of in other])
     classes = TrainerClasses(found)
     classes.others = frozenset(functions.keys() - found)
     return classes

@@ -5,7 +5,7 @@ import libcst as cst
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.analyse.main_values import timed_names
 from unsloth_ddp.notebook.syntax.effects import Effect, call_effects, downloads_data
-from unsloth_ddp.notebook.syntax.tree import HARMLESS, moves, root_name, sets_argument
+from unsloth_ddp.notebook.syntax.tree import HARMLESS, closure, moves, root_name, sets_argument
 from unsloth_ddp.notebook.syntax.usage import RETURNED, CallSite, DeferredBody, follow_aliases, given_names
 
 # A call with no other effect than these, whose value nobody takes, is made for what it does to its arguments.
@@ -18,7 +18,7 @@ class Changes:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.known: dict[int, set[str]] = {}
+        self.changed: dict[DeferredBody, set[str]] = {}  # parameters of functions, as far as they were asked for
         self.timed = timed_names(graph)  # a stopwatch in a global ties its calls to nothing
         self.handed = self._handed(graph.assigned)
 
@@ -68,30 +68,26 @@ class Changes:
 
     def parameters(self, body: DeferredBody) -> set[str]:
         """Return the parameters of a function that it may change, itself or through what it calls."""
-        if id(body) in self.known:
-            return self.known[id(body)]
-        self.known[id(body)] = set()  # ends recursion
+        if body in self.changed:
+            return self.changed[body]
+        self.changed[body] = set()  # ends recursion
         found = body.mutates | body.mutates_inside
         for site in body.calls:
             effects = call_effects(site, self.graph.full_path(site), set(), self.graph.trainer_classes)
             found |= self._by_call(site, effects if site.path in self.graph.imports else {Effect.PRINT})
         follow_aliases(found, body.aliases + self._handed(body.assigned))
-        self.known[id(body)] = found & set(body.params)
-        return self.known[id(body)]
+        self.changed[body] = found & set(body.params)
+        return self.changed[body]
 
     def _globals(self, calls: list[CallSite]) -> set[str]:
         """Return the globals that the functions change which calls run."""
-        changed: set[str] = set()
-        seen: set[int] = set()
-        queue = list(calls)
-        while queue:
-            found = self.graph.own_body(queue.pop())
-            if found is not None and id(found[0]) not in seen:
-                body = found[0]
-                seen.add(id(body))
-                changed |= body.writes | (body.mutates - set(body.params) - self.graph.imports.keys())
-                queue += body.calls
-        return changed - self.timed
+
+        def run_by(calls: list[CallSite]) -> set[DeferredBody]:
+            return {own[0] for site in calls if (own := self.graph.own_body(site))}
+
+        bodies = closure(run_by(calls), lambda body: run_by(body.calls))
+        changed = (body.writes | (body.mutates - set(body.params) - self.graph.imports.keys()) for body in bodies)
+        return set().union(*changed) - self.timed
 
 
 def _only_known(statement: Statement) -> set[str]:
@@ -134,11 +130,9 @@ def link(graph: Graph) -> None:
 
 def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[str]:
     """Return `names` and everything that the functions among them read when they run."""
-    found = set(names)
-    queue = list(names)
-    while queue:
-        body = functions.get(queue.pop())
-        fresh = set() if body is None else (body.reads | body.mutates - set(body.params)) - found
-        found |= fresh
-        queue += fresh
-    return found
+
+    def read_by(name: str) -> set[str]:
+        body = functions.get(name)
+        return set() if body is None else body.reads | body.mutates - set(body.params)
+
+    return closure(names, read_by)

@@ -113,8 +113,8 @@ _Warnings = Iterator[tuple[str, str]]
 
 def _check_effects(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     effects = statement.effects.union(*(graph.effects_inside(name) & {Effect.LOOP} for name in statement.usage.defines))
-    everywhere = statement.role in (Role.ALL, Role.FIRST)
-    shared = context.accelerated or id(statement) in context.shared_loops
+    everywhere = statement.everywhere
+    shared = context.accelerated or statement in context.shared_loops
     here = any(site.tail == "backward" for site in statement.sites)  # and not in a function that it only calls
     if Effect.LOOP in effects and here and not (shared or Effect.TRAIN in effects):
         yield "loop", _LOOP_WITH_ACCELERATE if graph.prepares else _LOOP
@@ -208,7 +208,7 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
     for path in dict.fromkeys(map(graph.full_path, imported)):
         if _TRAINS_ELSEWHERE.search(path):
             yield "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
-    if statement.role not in (Role.ALL, Role.FIRST):
+    if not statement.everywhere:
         return
     for site in statement.usage.calls:
         library = graph.fits(site)

@@ -25,7 +25,7 @@ from unsloth_ddp.notebook.syntax.effects import (
     starts_run,
 )
 from unsloth_ddp.notebook.syntax.ipython import FILE_CELLS, ipython_call
-from unsloth_ddp.notebook.syntax.tree import dotted, full_path, names_in, root_name
+from unsloth_ddp.notebook.syntax.tree import closure, dotted, full_path, names_in, root_name
 from unsloth_ddp.notebook.syntax.usage import (
     NAMESPACE,
     RETURNED,
@@ -69,7 +69,7 @@ class Role(Enum):
     DROP = "removed"
 
 
-@dataclass
+@dataclass(eq=False)
 class Statement:
     """One top-level statement and what was found out about it."""
 
@@ -98,6 +98,16 @@ class Statement:
     def sites(self) -> list[CallSite]:
         """Return its calls, and those of the functions that it defines."""
         return [*self.usage.calls, *(site for body in self.usage.defines.values() for site in body.calls)]
+
+    @property
+    def everywhere(self) -> bool:
+        """Return whether every process runs it."""
+        return self.role in (Role.ALL, Role.FIRST)
+
+    @property
+    def apart(self) -> bool:
+        """Return whether one process runs it, of the job or of each node."""
+        return self.role in (Role.MAIN, Role.NODE)
 
     @property
     def conditional(self) -> bool:
@@ -321,14 +331,7 @@ class Graph:
 
     def with_used(self, statements: Iterable[int]) -> set[int]:
         """Return statements, and those whose definitions they use, however far back."""
-        found: set[int] = set()
-        queue = list(statements)
-        while queue:
-            index = queue.pop()
-            if index not in found:
-                found.add(index)
-                queue += self.statements[index].uses
-        return found
+        return closure(statements, lambda index: self.statements[index].uses)
 
     def full_path(self, site: CallSite) -> str:
         """Return the path of a callee with its import resolved."""
@@ -339,15 +342,13 @@ class Graph:
         names = [site.path, *sorted(site.names), self._owner(site)]
         return [self.functions[name] for name in names if name in self.functions]
 
-    def bodies_run(self, usage: NameUsage) -> list[DeferredBody]:
+    def bodies_run(self, usage: NameUsage) -> set[DeferredBody]:
         """Return the notebook's own functions that code runs, and those that these run."""
-        found: list[DeferredBody] = []
-        queue = list(usage.calls)
-        while queue:
-            fresh = [body for body in self.bodies_run_by(queue.pop()) if not any(body is other for other in found)]
-            found += fresh
-            queue += [site for body in fresh for site in body.calls]
-        return found
+
+        def run_by(usage: NameUsage) -> set[DeferredBody]:
+            return {body for site in usage.calls for body in self.bodies_run_by(site)}
+
+        return closure(run_by(usage), run_by)
 
     def stores_of(self, usage: NameUsage) -> set[str]:
         """Return the names into which code assigns attributes or items, also in the functions that it calls."""

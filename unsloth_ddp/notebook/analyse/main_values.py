@@ -286,7 +286,7 @@ def mark_sent(graph: Graph) -> None:
     # What training, seeds, folders and environment variables depend on.
     settings = graph.with_used(i for i, s in enumerate(graph.statements) if s.needed or Effect.STATE in s.effects)
     for index, statement in enumerate(graph.statements):
-        if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
+        if not statement.everywhere or Effect.SYNC in statement.effects:
             continue  # who waits for others inside must not wait for the main process as well
         named = timed if index in settings else None
         if MainValues(graph, statement, named).any_sent():

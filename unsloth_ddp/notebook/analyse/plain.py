@@ -7,7 +7,7 @@ one process only, and the notebook's functions that call nothing else.
 
 import sys
 
-from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.syntax.effects import ONCE, Effect, call_effects
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
 from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
@@ -35,22 +35,21 @@ def gives_plain_values(graph: Graph, statement: Statement, usage: NameUsage) -> 
     return all(_gives_plain(graph, statement, site, frozenset()) for site in usage.calls)
 
 
-def _is_plain(graph: Graph, statement: Statement, seen: frozenset[int] = frozenset()) -> bool:
+def _is_plain(graph: Graph, statement: Statement, seen: frozenset[object] = frozenset()) -> bool:
     """Return whether a definition holds plain values, or belongs to one process anyway."""
-    apart = statement.role in (Role.MAIN, Role.NODE)
-    if apart or id(statement) in seen:
-        return apart
-    return all(_gives_plain(graph, statement, site, seen | {id(statement)}) for site in statement.usage.calls)
+    if statement.apart or statement in seen:
+        return statement.apart
+    return all(_gives_plain(graph, statement, site, seen | {statement}) for site in statement.usage.calls)
 
 
-def _gives_plain(graph: Graph, statement: Statement, site: CallSite, seen: frozenset[int]) -> bool:
+def _gives_plain(graph: Graph, statement: Statement, site: CallSite, seen: frozenset[object]) -> bool:
     """Return whether a call that a statement makes, itself or in a function, gives a plain value."""
     own = graph.own_body(site)
     if own is not None:
         body, of_object = own
-        if of_object or id(body) in seen:
+        if of_object or body in seen:
             return not of_object
-        return all(_gives_plain(graph, statement, inner, seen | {id(body)}) for inner in body.calls)
+        return all(_gives_plain(graph, statement, inner, seen | {body}) for inner in body.calls)
     if site.path in graph.functions:
         return False  # an instance of a class
     full = graph.full_path(site)

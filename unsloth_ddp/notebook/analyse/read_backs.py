@@ -10,7 +10,6 @@ from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.syntax.tree import dotted
 
-_APART = (Role.MAIN, Role.NODE)
 # Transformers' own saving asks which process may save: on a second node, none.
 _ONE_PROCESS_SAVES = ("save_model", "save_state", "save_checkpoint")
 
@@ -25,11 +24,11 @@ def keep_read_backs(graph: Graph, last: int) -> None:
     saved: dict[str, list[Statement]] = {}
     for index, statement in enumerate(graph.statements):
         together = {Effect.SYNC, Effect.SAVE} <= statement.effects  # a trainer's save: one process of the job does it
-        if together or (statement.role in _APART and statement.effects & {Effect.SAVE, Effect.FILE}):
+        if together or (statement.apart and statement.effects & {Effect.SAVE, Effect.FILE}):
             for path in paths.saved_by(statement):
                 if re.fullmatch(r"[\w./~-]+", path):
                     saved.setdefault(path, []).append(statement)
-        elif statement.role in (Role.ALL, Role.FIRST) and saved:
+        elif statement.everywhere and saved:
             read = [path.rstrip("/") + "/" for path in paths.read_by(statement)]
             folders = [folder for folder in saved if any(path.startswith(folder.rstrip("/") + "/") for path in read)]
             found = [writer for folder in folders for writer in saved[folder]]

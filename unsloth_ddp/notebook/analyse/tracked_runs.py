@@ -25,7 +25,7 @@ def stand_in_for_runs(graph: Graph) -> None:
     """Mark the runs that code on every process passes on: there, the other processes get a stand-in that does nothing."""
     wanted: set[str] = set()
     for statement in graph.statements:
-        if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
+        if statement.needed and statement.everywhere and MainValues(graph, statement).leaves_run():
             wanted |= statement.runs
     for statement in graph.statements:
         if statement.role is Role.MAIN and isinstance(statement.node, cst.SimpleStatementLine):

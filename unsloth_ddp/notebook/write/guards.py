@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Statement
 from unsloth_ddp.notebook.analyse.main_values import tells_tracker
 from unsloth_ddp.notebook.analyse.roles import removes_files
 from unsloth_ddp.notebook.context import ConversionContext
@@ -13,7 +13,7 @@ from unsloth_ddp.notebook.syntax.effects import Effect
 from unsloth_ddp.notebook.syntax.ipython import ipython_call
 from unsloth_ddp.notebook.syntax.lines import LineEditor, lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import contains, dotted, is_false, names_in, walk
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, goes_backward, is_false, names_in, walk
 
 _Made = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]
 _JUMPS = cst.Return | cst.Break | cst.Continue | cst.Yield
@@ -65,7 +65,7 @@ class BlockGuards(LineEditor):
         return self._with_wait(updated_node)
 
     def visit_For(self, node: cst.For | cst.While) -> None:
-        if isinstance(node, cst.While) or any(contains(line, _goes_backward) for line in node.body.body):
+        if isinstance(node, cst.While) or any(contains(line, goes_backward) for line in node.body.body):
             self.apart.append(node)
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> _Made:
@@ -189,10 +189,6 @@ def _elsewhere(item: cst.WithItem, test: str) -> cst.WithItem:
     return item.with_changes(item=elsewhere(call, test))
 
 
-def _goes_backward(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and dotted(node.func).endswith(".backward")
-
-
 # What stays on one process -------------------------------------------------------------------------------------------
 
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
@@ -202,7 +198,7 @@ _ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
 
 def guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
     """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
-    if statement.role not in (Role.ALL, Role.FIRST) or isinstance(statement.node, cst.SimpleStatementLine):
+    if not statement.everywhere or isinstance(statement.node, cst.SimpleStatementLine):
         return set(), False
     match statement.node:
         case cst.ClassDef(name=cst.Name(value=name)):
@@ -239,7 +235,7 @@ def _runs_everywhere(name: str, graph: Graph) -> bool:
     return any(
         body is own
         for statement in graph.statements
-        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & TOGETHER
+        if statement.everywhere and not statement.effects & TOGETHER
         if statement.needed or Effect.STATE in statement.effects
         for body in graph.bodies_run(statement.usage)
     )

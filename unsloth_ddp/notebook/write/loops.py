@@ -37,7 +37,7 @@ def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -
     loop = _find_loop(statement.node, graph)
     if loop is None:
         return statement.node
-    context.shared_loops.add(id(statement))
+    context.shared_loops.add(statement)
     new = statement.node.visit(_Sharer(loop, context))
     if isinstance(new, cst.FlattenSentinel):  # a loop at top level, behind the line that it needs first
         first, new = new

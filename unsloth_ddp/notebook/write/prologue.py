@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from unsloth_ddp.notebook.syntax.tree import closure
 from unsloth_ddp.notebook.write.helpers import HELPERS
 
 RANKS = """\
@@ -68,14 +69,7 @@ class Names:
 
     def needed(self) -> set[str]:
         """Return the helpers in use and those that they use."""
-        found: set[str] = set()
-        queue = list(self.used)
-        while queue:
-            name = queue.pop()
-            if name not in found:
-                found.add(name)
-                queue += HELPERS[name].needs
-        return found
+        return closure(self.used, lambda name: HELPERS[name].needs)
 
 
 def render_region(names: Names, environment: list[str], quiet: str, device: str, *, unsloth: bool, hashes: bool) -> str:

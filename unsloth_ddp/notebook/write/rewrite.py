@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.analyse.main_values import can_be_disabled, send_values
 from unsloth_ddp.notebook.analyse.tracked_runs import edit_run
 from unsloth_ddp.notebook.context import ConversionContext
@@ -36,7 +36,7 @@ def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> c
     """Return the statement's syntax tree with its edits, and comments above the changed lines."""
     node = send_values(statement, graph, context)
     guarded, trains = guards_inside(statement, graph)
-    context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
+    context.on_one_process = statement.apart
     editor = _Rewriter(context, graph, guarded, trains, node)
     new = node.visit(editor)
     assert isinstance(new, cst.BaseStatement)

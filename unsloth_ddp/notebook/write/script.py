@@ -90,7 +90,7 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
 
 def _moves_to_gpu(graph: Graph) -> bool:
     """Return whether what trains is moved to a GPU without a look at whether there is one."""
-    everywhere = [s for s in graph.statements if s.needed and s.role in (Role.ALL, Role.FIRST)]
+    everywhere = [s for s in graph.statements if s.needed and s.everywhere]
     return any(_ON_GPU.search(code(s.node)) and "is_available" not in code(s.node) for s in everywhere)
 
 
@@ -230,7 +230,7 @@ def _hoisted(graph: Graph, first: int) -> list[str]:
 def _speaks(graph: Graph) -> bool:
     """Return whether code that runs on every process prints."""
     for statement in graph.statements:
-        guarded = statement.role in (Role.MAIN, Role.NODE) and not needs_no_guard(statement, graph)
+        guarded = statement.apart and not needs_no_guard(statement, graph)
         if guarded or statement.role in (Role.DEAD, Role.DROP):
             continue
         if any(site.path == "print" for site in statement.sites):

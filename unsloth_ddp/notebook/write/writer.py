@@ -171,8 +171,7 @@ def needs_no_guard(statement: Statement, graph: Graph) -> bool:
     if statement.effects - {Effect.PRINT, Effect.SHOW} or statement.share or not _is_plain(statement.node):
         return False
     return not any(
-        definition.role in (Role.MAIN, Role.NODE) and not definition.share
-        for definition in (graph.statements[i] for i in statement.uses)
+        definition.apart and not definition.share for definition in (graph.statements[i] for i in statement.uses)
     )
 
 

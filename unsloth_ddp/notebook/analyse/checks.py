@@ -15,7 +15,7 @@ from unsloth_ddp.notebook.syntax.arguments import code, names_arguments, splats
 from unsloth_ddp.notebook.syntax.commands import ending_line, training_line
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_keras, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import command_of
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, is_dead, walk
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, is_dead
 from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
 from unsloth_ddp.notebook.write.load import DEVICE_COUNTS
 
@@ -65,25 +65,23 @@ def trains_elsewhere(graph: Graph) -> str:
                 "command itself on several GPUs, or give a notebook whose cells train."
             )
     for cell, site in () if effects & SEEDS else sites:
-        if site.root in graph.remote_names and site.tail in ("train", "fit"):
-            return (
-                f"its only training, `{site.path}()` in cell {cell}, runs on machines of a service; choose the number of "
-                "GPUs there, or give a notebook whose cells train."
-            )
-        if _STARTS_FEDERATION.match(graph.full_path(site)):
-            return (
-                f"its only training, `{site.path}()` in cell {cell}, runs in processes that Flower starts; choose "
-                "their GPUs there, or give a notebook whose cells train."
-            )
-        if (
-            any(map(is_keras, graph.import_roots))
-            and site.is_method
-            and site.tail in ("fit", "fit_generator", "train_on_batch")
-        ):
-            return (
-                f"its only training, `{site.path}()` in cell {cell}, is that of Keras, which the launchers of PyTorch "
-                "do not spread over GPUs; use keras.distribution or tf.distribute."
-            )
+        if where := _where_it_trains(site, graph):
+            return f"its only training, `{site.path}()` in cell {cell}, {where}"
+    return ""
+
+
+def _where_it_trains(site: CallSite, graph: Graph) -> str:
+    """Return where a call trains that does not train in this process, and what to do instead; or ""."""
+    if site.root in graph.remote_names and site.tail in ("train", "fit"):
+        return "runs on machines of a service; choose the number of GPUs there, or give a notebook whose cells train."
+    if _STARTS_FEDERATION.match(graph.full_path(site)):
+        return "runs in processes that Flower starts; choose their GPUs there, or give a notebook whose cells train."
+    trains = site.is_method and site.tail in ("fit", "fit_generator", "train_on_batch")
+    if trains and any(map(is_keras, graph.import_roots)):
+        return (
+            "is that of Keras, which the launchers of PyTorch do not spread over GPUs; use keras.distribution or "
+            "tf.distribute."
+        )
     return ""
 
 
@@ -141,8 +139,6 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
     needs = statement.needed and everywhere and not stand_in_serves(graph, statement)
     if needs and MainValues(graph, statement).leaves_run():
         yield "tracker", "uses a tracked run that only the main process has"
-    if Effect.FILE in effects and re.search("(site|dist)-packages", code(statement.node)):
-        yield "install", "reaches installed packages: leave this out if it changes them"
 
 
 def _breaks_by_the_clock(statement: Statement, graph: Graph) -> bool:
@@ -164,13 +160,6 @@ def _check_names(statement: Statement, graph: Graph, context: ConversionContext)
             yield "host", f"{name} exists only on {HOST_NAMES[name]}: make it, or leave this out"
     for name in sorted(usage.reads & context.host_names):
         yield "host", f"{name} of {context.imports[name]} exists only on the host: leave this out, or replace it"
-
-
-def _check_optimizer(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
-    """Warn about an optimizer that steps while it goes backward, wherever its name is written."""
-    strings = [part.evaluated_value for part in walk(statement.node) if isinstance(part, cst.SimpleString)]
-    for name in dict.fromkeys(text for text in strings if isinstance(text, str) and text.endswith("_layerwise")):
-        yield "optimizer", f"{name!r} works on one process only: use it without layerwise"
 
 
 def _check_paths(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
@@ -285,6 +274,6 @@ def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext
 
 
 _CHECKS = (
-    _check_effects, _check_optimizer, _check_names, _check_paths, _check_commands, _check_calls, _check_trainers,
+    _check_effects, _check_names, _check_paths, _check_commands, _check_calls, _check_trainers,
     _check_classes, _check_sizing,
 )  # fmt: skip

@@ -185,7 +185,8 @@ class Graph:
     def fits(self, site: CallSite) -> str:
         """Return the library whose object a call trains by a method of another name than a trainer's; or ""."""
         named = {arg.keyword.value for arg in site.node.args if arg.keyword is not None}
-        if not site.is_method or not (_FITS.match(site.tail) or (site.tail == "train" and named - {"mode"})):
+        fits = _FITS.match(site.tail) or (site.tail == "train" and named - {"mode"})
+        if not fits or not site.is_method or site.root in self.trainers:
             return ""
         match site.node.func:
             case cst.Attribute(value=cst.Call(func=maker)):
@@ -306,6 +307,8 @@ class Graph:
                 found.add(Effect.DATA)  # a Dataset class that downloads when it is made
         elif owner := self._owner(site):
             found |= self.effects_inside(owner)
+            if owner in self.trainer_classes:  # what it overrides waits as the original does, through `super()`
+                found |= call_effects(site, full, self.trainers, self.trainer_classes) & TOGETHER
         elif site.root in self.accelerators and site.tail not in _ALONE:
             found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
         elif site.path.endswith(".compute") and any("torchmetrics" in path for path in self.imports.values()):
@@ -362,6 +365,11 @@ class Graph:
         method = site.tail if body is None else "__init__"
         owner = self._owner(site) if body is None else self._defines(site.path, method)
         return (self.functions[owner].methods[method], True) if owner else None
+
+    def defines_callee(self, site: CallSite) -> bool:
+        """Return whether the notebook defines a function, or a method of a class, of the name that is called."""
+        bodies = self.functions.values()
+        return site.path in self.functions or (site.is_method and any(site.tail in body.methods for body in bodies))
 
     def _owner(self, site: CallSite) -> str:
         """Return the notebook's own class whose method is called, on a name that holds an instance or on a new one; or ""."""

@@ -17,7 +17,7 @@ from unsloth_ddp.notebook.syntax.arguments import splats
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, starts_run
 from unsloth_ddp.notebook.syntax.lines import LineEditor, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted, full_path, walk
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, assignment, dotted, full_path, walk
 from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
 
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SHELL}
@@ -241,12 +241,9 @@ class MainValues:
 
     def alias(self) -> tuple[str, str]:
         """Return the name that the statement gives to a run or its config, and which of the two it is."""
-        match self.statement.node:
-            case cst.SimpleStatementLine(
-                body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) as a]
-            ):
-                kind, _ = self.tracked(a.value)
-                return (name, kind) if kind in ("run", "config") else ("", "")
+        match assignment(self.statement.node):
+            case cst.Name(name), value if (kind := self.tracked(value)[0]) in ("run", "config"):
+                return name, kind
         return "", ""
 
     def changes_tracker(self) -> bool:
@@ -254,9 +251,8 @@ class MainValues:
         match self.statement.node:
             case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call() as value)]):
                 return bool(self.tracked(value)[0])
-            case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target=target)])]):
-                return not isinstance(target, cst.Name) and bool(self.tracked(target)[0])
-        return False
+        target, _ = assignment(self.statement.node) or (None, None)
+        return isinstance(target, cst.Attribute | cst.Subscript) and bool(self.tracked(target)[0])
 
 
 def chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:

@@ -8,7 +8,7 @@ import libcst as cst
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.effects import Effect, is_trainer_call
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import assignment, dotted
 
 # Transformers' own saving asks which process may save: on a second node, none.
 _ONE_PROCESS_SAVES = ("save_model", "save_state", "save_checkpoint")
@@ -65,8 +65,11 @@ class _Paths:
         """Take over what a statement assigns."""
         for name in statement.usage.writes:
             self.known = {key: text for key, text in self.known.items() if key.split(".")[0] != name}
-        match statement.node:
-            case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=value)]):
+        self._learn_line(statement.node)
+
+    def _learn_line(self, line: cst.BaseStatement) -> None:
+        match assignment(line):
+            case cst.Name(name), value:
                 self._assign(name, value)
 
     def _assign(self, name: str, value: cst.BaseExpression) -> None:
@@ -124,10 +127,7 @@ class _Paths:
         """Return the texts that a statement's calls get; a trainer's arguments say where to write, not what to read."""
         inside = _Paths(self.graph)
         inside.known = dict(self.known)
-        body = statement.node.body if isinstance(statement.node, cst.SimpleStatementLine) else []
-        for small in body:
-            if isinstance(small, cst.Assign) and isinstance(small.targets[0].target, cst.Name):
-                inside._assign(small.targets[0].target.value, small.value)
+        inside._learn_line(statement.node)
         for site in statement.usage.calls:
             if is_trainer_call(site, self.graph.trainer_classes):
                 continue

@@ -112,6 +112,9 @@ class _Collector(tree.NamesRead):
             site = CallSite(dotted(node.value.func), node.value, frozenset())
             names = root_names(target) if isinstance(target, cst.Name | cst.Tuple | cst.List) else []
             self.assigned += [(name, site) for name in names]
+            moved = root_name(node.value.func) if site.is_method and tree.moves(site.tail) else None
+            if moved not in names and not self.function:  # `m = model.to(device)` moves the model itself
+                self._mutate(moved)
         if gives_parts(node.value) and not isinstance(target, cst.Attribute | cst.Subscript):
             self._alias(target, node.value)
 

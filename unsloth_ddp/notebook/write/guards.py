@@ -36,7 +36,9 @@ class BlockGuards(LineEditor):
         self.nested = 0
         self.dead = 0
         self.whole = 0  # `with` blocks around that are guarded as a whole
-        self.handles: list[set[str]] = []  # of the files that the `with` blocks around have open on every process
+        # Of each `with` around: the condition for the file that it writes, whether it is guarded as a whole, and the
+        # handles of what it has open on every process.
+        self.files: list[tuple[str, bool, set[str]]] = []
         self.apart: list[cst.CSTNode] = []  # blocks around that a process may skip
         self.waits = False  # for a guard inside them
 
@@ -96,33 +98,30 @@ class BlockGuards(LineEditor):
         magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None
         if magic is not None:
             return _guard(line, f"{names['LOCAL_RANK']} == 0") if magic.command and not self.depth else line
-        test = "" if self.handles and names_in(original).keys() & self.handles[-1] else self._test(original)
+        handles = set().union(*(opened for _, _, opened in self.files))
+        test = "" if names_in(original).keys() & handles else self._test(original)
         return self._guarded(line, test) if test else line
 
     def visit_With(self, node: cst.With) -> None:
         """Take a `with` that opens a file to write to as one statement, unless something leaves it besides the file."""
-        writes = Effect.FILE in self.graph.effects_of(collect(node.with_changes(body=cst.IndentedBlock([]))))
-        if not writes or not self._may_guard() or not self._test(node):
-            return
-        if self._leaves(node):
-            opened = {code(item.asname.name) for item in node.items if item.asname is not None}
-            made = [name for name, site in collect(node).assigned if names_in(site.node).keys() & opened]
-            self.handles.append(opened.union(made))
-        else:
+        head = collect(node.with_changes(body=cst.IndentedBlock([])))
+        writes = self._may_guard() and Effect.FILE in self.graph.effects_of(head)
+        test = self._test(node) if writes else ""
+        opened: set[str] = set()
+        if whole := bool(test) and not self._leaves(node):
             self.whole += 1
+        elif test:
+            opened = _opened(node)
+            opened.update(name for name, site in collect(node).assigned if names_in(site.node).keys() & opened)
+        self.files.append((test, whole, opened))
 
     def leave_With(self, original_node: cst.With, updated_node: cst.With) -> _Made:
-        writes = Effect.FILE in self.graph.effects_of(collect(original_node.with_changes(body=cst.IndentedBlock([]))))
-        if not writes:
-            return updated_node
-        leaves = self._leaves(original_node)
-        self.whole -= bool(self.whole and not leaves)
-        test = self._test(original_node) if self._may_guard() else ""
+        test, whole, _ = self.files.pop()
+        if whole:
+            self.whole -= 1
+            return self._with_wait(self._guarded(updated_node, test))
         if not test:
             return updated_node
-        if not leaves:
-            return self._with_wait(self._guarded(updated_node, test))
-        self.handles.pop()
         note = self.context.edit("save", "one process writes this file")
         made = updated_node.with_changes(items=[_elsewhere(item, test) for item in updated_node.items])
         return lead(made, [note])
@@ -134,9 +133,9 @@ class BlockGuards(LineEditor):
         """Return whether a `with` binds or changes what is read outside of it, or jumps out of it."""
         usage = collect(node)
         outside = self.graph.names - names_in(node)
-        opened = {code(item.asname.name) for item in node.items if item.asname is not None}
         changed = usage.writes | (usage.mutates - self.graph.imports.keys())
-        return contains(node, lambda part: isinstance(part, _JUMPS)) or any(outside[n] > 0 for n in changed - opened)
+        jumps = contains(node, lambda part: isinstance(part, _JUMPS))
+        return jumps or any(outside[name] > 0 for name in changed - _opened(node))
 
     def _test(self, node: cst.BaseStatement) -> str:
         """Return the condition under which the effects of a part of a block are to happen, or "" for no condition."""
@@ -169,6 +168,11 @@ class BlockGuards(LineEditor):
         """Return whether a line writes into an object that the code made: a buffer, or a file opened before."""
         given = {arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)}
         return isinstance(node, cst.SimpleStatementLine) and bool(given & self.objects)
+
+
+def _opened(node: cst.With) -> set[str]:
+    """Return the names that a `with` binds."""
+    return {code(item.asname.name) for item in node.items if item.asname is not None}
 
 
 def _guard(line: cst.SimpleStatementLine | cst.With, test: str) -> cst.If:

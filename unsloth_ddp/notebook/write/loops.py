@@ -14,7 +14,7 @@ from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
 from unsloth_ddp.notebook.syntax.lines import lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import contains, dotted, root_names
-from unsloth_ddp.notebook.syntax.usage import CallSite
+from unsloth_ddp.notebook.syntax.usage import CallSite, given_names
 from unsloth_ddp.notebook.write.config import whole_batch
 
 _SHARED = (
@@ -245,12 +245,10 @@ def _is_loader(name: str, owner: cst.BaseStatement, graph: Graph) -> bool:
     made = {bound for bound, site in graph.assigned if site.tail == "DataLoader" or _gives_loader(site, graph)}
     if name in made:
         return True
-    if not isinstance(owner, cst.FunctionDef) or name not in graph.functions[owner.name.value].params:
+    if not isinstance(owner, cst.FunctionDef) or name not in (body := graph.functions[owner.name.value]).params:
         return False
-    position = graph.functions[owner.name.value].params.index(name)
-    sites = [site for site in graph.sites if site.path == owner.name.value]
-    given = [_argument(site, name, position) or _default(owner, name) for site in sites]
-    return bool(given) and all(one in made for one in given)
+    calls = [dict(given_names(site, body, bound=False)) for site in graph.sites if site.path == owner.name.value]
+    return bool(calls) and all(arguments.get(name, _default(owner, name)) in made for arguments in calls)
 
 
 def _default(function: cst.FunctionDef, name: str) -> str:
@@ -271,11 +269,3 @@ def _gives_loader(site: CallSite, graph: Graph) -> bool:
     """Return whether a call is of a function of the notebook that makes a DataLoader."""
     own = graph.own_body(site)
     return own is not None and any(inner.tail == "DataLoader" for inner in own[0].calls)
-
-
-def _argument(site: CallSite, name: str, position: int) -> str:
-    """Return the name that a call gives a parameter, or ""."""
-    for index, arg in enumerate(site.node.args):
-        if (arg.keyword.value == name if arg.keyword else index == position) and isinstance(arg.value, cst.Name):
-            return arg.value.value
-    return ""

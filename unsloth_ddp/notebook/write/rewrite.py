@@ -76,8 +76,8 @@ class _Rewriter(BlockGuards):
         """Return a call with the first edit that fits it, and its comments."""
         full = full_path(dotted(call.func), self.graph.imports)
         edits = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, load.edit_device_number]
-        edits += [edit_seed, edit_generator]
         site = CallSite(dotted(call.func), call, frozenset())
+        edits += [edit_generator] if self.graph.defines_callee(site) else [edit_seed, edit_generator]
         if is_trainer_call(site, self.graph.trainer_classes) or self.graph.hands_arguments_on(site):
             edits += [] if is_remote(full) else [edit_trainer]
         else:

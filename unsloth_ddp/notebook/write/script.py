@@ -14,7 +14,7 @@ from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
 from unsloth_ddp.notebook.syntax.ipython import command_of, without_installs
 from unsloth_ddp.notebook.syntax.lines import comment_line
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import assignment, dotted
 from unsloth_ddp.notebook.syntax.usage import NAMESPACE
 from unsloth_ddp.notebook.types import Cell, Notebook
 from unsloth_ddp.notebook.write.loops import share_loop
@@ -217,13 +217,13 @@ def _hoisted(graph: Graph, first: int) -> list[str]:
     """Collect environment variables that libraries read on import and that the notebook sets later, but before it trains."""
     found: dict[str, str] = {}
     for statement in graph.statements[first : graph.last_seed + 1 or None]:
-        match statement.node:
-            case cst.SimpleStatementLine(
-                body=[cst.Assign([cst.AssignTarget(cst.Subscript() as target), *_], cst.SimpleString()) as small]
-            ) if dotted(target.value) == "os.environ":
-                name = code(target.slice[0].slice).strip("\"'")
+        match assignment(statement.node):
+            case cst.Subscript(value=owner, slice=[key]) as target, cst.SimpleString() as value if (
+                dotted(owner) == "os.environ"
+            ):
+                name = code(key.slice).strip("\"'")
                 if _IMPORT_TIME.match(name) and not re.search("TOKEN|KEY|SECRET", name):
-                    found[name] = code(small) + "\n"
+                    found[name] = f"{code(target)} = {code(value)}\n"
     return list(found.values())
 
 

@@ -69,13 +69,13 @@ class ConversionContext:
     def place(self, script: str) -> str:
         """Remove the marks from the finished script, and give each report entry its line."""
         placed: list[str] = []
-        said: dict[str, int] = {}  # comments right above what is placed next, and their lines
+        comments: dict[str, int] = {}  # comments right above what is placed next, and their lines
         for line in script.split("\n"):
             text = _MARK.sub("", line)
-            said = said if text.lstrip().startswith("# ddp:") else {}
-            if text not in said:
+            comments = comments if text.lstrip().startswith("# ddp:") else {}
+            if text not in comments:
                 placed.append(text)
-                said[text] = len(placed)
+                comments[text] = len(placed)
             for number in _MARK.findall(line):
-                self._marked[int(number)].line = said[text]
+                self._marked[int(number)].line = comments[text]
         return "\n".join(placed)

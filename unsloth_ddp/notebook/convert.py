@@ -126,7 +126,7 @@ def _context(
     rebound = {n for item in usages for n in item.writes if n in MODULES and item.imports.get(n) != n}
     names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
     shown = [item.reads.union(item.writes, *(body.reads for body in item.defines.values())) for item in usages]
-    first = next((item for item, known in zip(usages, shown, strict=True) if "display" in known), None)
+    first = next((item for item, names_shown in zip(usages, shown, strict=True) if "display" in names_shown), None)
     if first is not None and "display" not in first.writes:  # IPython has it before the first cell
         names.used.add("display")
     started = [
@@ -160,12 +160,16 @@ def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: Conve
 
 def _know_configs(graph: Graph, context: ConversionContext) -> None:
     """Find the classes whose instances trainers take as arguments, whatever they are called."""
-    made = {name: site.path for name, site in reversed(graph.assigned)}
+    makers = {name: site.path for name, site in reversed(graph.assigned)}
     for site in graph.sites:
-        found = keyword(site.node, "args")
-        if found is None or not is_trainer_call(site, graph.trainer_classes):
+        arguments = keyword(site.node, "args")
+        if arguments is None or not is_trainer_call(site, graph.trainer_classes):
             continue
-        path = dotted(found.value.func) if isinstance(found.value, cst.Call) else made.get(code(found.value), "")
+        path = (
+            dotted(arguments.value.func)
+            if isinstance(arguments.value, cst.Call)
+            else makers.get(code(arguments.value), "")
+        )
         names = {path, *(of for name, of in graph.aliases if name == path)}
         if any(name.split(".")[-1][:1].isupper() for name in names):
             context.config_classes.add(path)
@@ -183,8 +187,7 @@ def _is_shown(site: CallSite, graph: Graph, context: ConversionContext) -> bool:
     """Return whether a call makes a trainer's arguments, itself or in a function of the notebook."""
     if is_config_call(site.node, context):
         return True
-    own = graph.own_body(site)
-    bodies = graph.bodies_run(NameUsage(calls=[site])) if own is not None else []
+    bodies = graph.bodies_run(NameUsage(calls=[site])) if graph.own_body(site) is not None else []
     return any(is_config_call(inner.node, context) for body in bodies for inner in body.calls)
 
 

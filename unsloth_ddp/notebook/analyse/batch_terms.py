@@ -53,13 +53,12 @@ def _across(body: cst.CSTNode) -> Iterator[str]:
     indices = {id(part) for node in walk(body) if isinstance(node, cst.Subscript) for part in walk(node)}
     for node in walk(body):
         match node:
-            case cst.BinaryOperation(left=left, operator=cst.MatrixMultiply(), right=right) if _turned(right):
+            case cst.BinaryOperation(operator=cst.MatrixMultiply(), right=second) if _turned(second):
                 yield code(node)
-            case cst.BinaryOperation(left=left, right=right) if _of_all_pairs(left, right):
-                yield code(node)
-            case cst.Comparison(left=left, comparisons=[cst.ComparisonTarget(comparator=right)]) if _of_all_pairs(
-                left, right
-            ):
+            case (
+                cst.BinaryOperation(left=first, right=second)
+                | cst.Comparison(left=first, comparisons=[cst.ComparisonTarget(comparator=second)])
+            ) if _of_all_pairs(first, second):
                 yield code(node)
             case cst.Call(args=[cst.Arg(value=first), *rest]):
                 name = dotted(node.func).split(".")[-1]
@@ -77,8 +76,8 @@ def _turned(node: cst.BaseExpression) -> bool:
     return bool(_TURNS.search(code(node))) and not code(node).startswith("self.")
 
 
-def _of_all_pairs(left: cst.BaseExpression, right: cst.BaseExpression) -> bool:
-    texts = code(left), code(right)
+def _of_all_pairs(first: cst.BaseExpression, second: cst.BaseExpression) -> bool:
+    texts = code(first), code(second)
     if "arange" in texts[0] + texts[1]:
         return False  # places in a text
-    return any(_ROW_AXIS.search(one) and _COLUMN_AXIS.search(other) for one, other in (texts, texts[::-1]))
+    return any(_ROW_AXIS.search(text) and _COLUMN_AXIS.search(other) for text, other in (texts, texts[::-1]))

@@ -113,8 +113,8 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
     effects = statement.effects.union(*(graph.effects_inside(name) & {Effect.LOOP} for name in statement.usage.defines))
     everywhere = statement.everywhere
     shared = context.accelerated or statement in context.shared_loops
-    here = any(site.tail == "backward" for site in statement.sites)  # and not in a function that it only calls
-    if Effect.LOOP in effects and here and not (shared or Effect.TRAIN in effects):
+    goes_backward = any(site.tail == "backward" for site in statement.sites)  # and not in a function that it only calls
+    if Effect.LOOP in effects and goes_backward and not (shared or Effect.TRAIN in effects):
         yield "loop", _LOOP_WITH_ACCELERATE if graph.prepares else _LOOP
     if effects & SEEDS and _breaks_by_the_clock(statement, graph):
         yield "loop", "ends by the clock: each process has its own, and those that go on wait"
@@ -211,9 +211,9 @@ def _runs_long(site: CallSite, graph: Graph) -> bool:
     """Return whether an unknown function of a library gets a model, and may run long on it, by its name."""
     if site.root not in graph.imports or graph.effects_of(NameUsage(calls=[site])) or site.tail[:1].isupper():
         return False
-    models = {name for name, made in graph.assigned if made.tail in ("from_pretrained", "get_peft_model")}
-    own = _TRAINS_ELSEWHERE.search(graph.full_path(site))
-    return not own and bool(site.names & models) and bool(_LONG.search(site.tail))
+    models = {name for name, maker in graph.assigned if maker.tail in ("from_pretrained", "get_peft_model")}
+    in_module = _TRAINS_ELSEWHERE.search(graph.full_path(site))
+    return not in_module and bool(site.names & models) and bool(_LONG.search(site.tail))
 
 
 def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
@@ -248,11 +248,10 @@ def _might_be_arguments(arg: cst.Arg, context: ConversionContext) -> bool:
 
 def _check_classes(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     """Warn about a trainer with a loss of its own, or with a DataLoader whose rows it does not share out."""
-    own = [(name, body) for name, body in statement.usage.defines.items() if name in graph.trainer_classes]
-    for name, body in own:
+    trainers = [(name, body) for name, body in statement.usage.defines.items() if name in graph.trainer_classes]
+    for name, body in trainers:
         if "compute_loss" in body.methods:
             yield "custom loss", f"{name} has its own compute_loss: check how it averages over tokens and processes"
-    for name, body in own:
         if "get_train_dataloader" in body.methods and not any(site.tail in _SHARDS for site in body.calls):
             yield (
                 "data loader",

@@ -35,7 +35,7 @@ def assign_seeds(graph: Graph) -> None:
             seeded = set()
 
 
-def _follow(graph: Graph, statement: Statement, before: set[str]) -> tuple[set[str], set[str], set[str]]:
+def _follow(graph: Graph, statement: Statement, seeded_before: set[str]) -> tuple[set[str], set[str], set[str]]:
     """Return the generators a statement draws from without a seed, all it draws from, and those it seeds."""
     unseeded: set[str] = set()
     drawn: set[str] = set()
@@ -45,7 +45,7 @@ def _follow(graph: Graph, statement: Statement, before: set[str]) -> tuple[set[s
         generator = draws_from(site, full)
         if generator is not None:
             drawn.add(generator)
-            if generator not in before | seeded:
+            if generator not in seeded_before | seeded:
                 unseeded.add(generator)
         seeded |= seeded_by(site, full)
     return unseeded, drawn, seeded

@@ -172,10 +172,10 @@ def _made_apart(graph: Graph, statement: Statement) -> Iterator[tuple[str, State
     names = _all_reads(graph, statement)
     earlier = [graph.statements[i] for i in sorted(statement.uses)]
     for name in sorted(names):
-        made = [s for s in earlier if name in s.usage.writes]
-        shared = any(name in s.share or (s.needed and name not in s.handles) for s in made)
-        bound = [s for s in made if s.apart]
-        if bound and not shared and all(not s.everywhere for s in made):
+        makers = [s for s in earlier if name in s.usage.writes]
+        shared = any(name in s.share or (s.needed and name not in s.handles) for s in makers)
+        bound = [s for s in makers if s.apart]
+        if bound and not shared and all(not s.everywhere for s in makers):
             yield from ((name, s) for s in bound)
         if name not in graph.imports:
             filled = [s for s in earlier if s.apart and not s.needed and name in _filled(s)]
@@ -238,10 +238,10 @@ def _reloaded_to_be_tried(graph: Graph, last: int) -> list[Statement]:
     }
     while outside := {i for i in group if not _stays_within(graph, i, group)}:
         group -= outside
-    kept: set[int] = set()
-    while grown := {i for i in group - kept if _serves(graph, i, kept)}:
-        kept |= grown
-    return [statements[i] for i in sorted(kept)]
+    serving: set[int] = set()
+    while grown := {i for i in group - serving if _serves(graph, i, serving)}:
+        serving |= grown
+    return [statements[i] for i in sorted(serving)]
 
 
 def _stays_within(graph: Graph, index: int, group: set[int]) -> bool:
@@ -254,11 +254,11 @@ def _stays_within(graph: Graph, index: int, group: set[int]) -> bool:
     return bool(statement.usage.writes) or bool(_defined_within(graph, index, group))
 
 
-def _serves(graph: Graph, index: int, kept: set[int]) -> bool:
+def _serves(graph: Graph, index: int, serving: set[int]) -> bool:
     statement = graph.statements[index]
     if not statement.usage.writes:
-        return bool(_defined_within(graph, index, kept))
-    return any(i in kept or graph.statements[i].apart for i in statement.used_by)
+        return bool(_defined_within(graph, index, serving))
+    return any(i in serving or graph.statements[i].apart for i in statement.used_by)
 
 
 def _defined_within(graph: Graph, index: int, group: set[int]) -> set[str]:
@@ -266,7 +266,7 @@ def _defined_within(graph: Graph, index: int, group: set[int]) -> set[str]:
     statement = graph.statements[index]
     names = statement.usage.reads | statement.usage.mutates
     binders = {name: {i for i in statement.uses if name in graph.statements[i].usage.writes} for name in names}
-    return {name for name, found in binders.items() if found and found <= group}
+    return {name for name, statements in binders.items() if statements and statements <= group}
 
 
 def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -> bool:
@@ -288,9 +288,9 @@ def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
     """Return whether an unknown function gets an object that training reads, and might change it."""
     needed = set().union(*(s.usage.reads for s in graph.statements if s.needed), set())
     for site in statement.usage.calls:
-        known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
+        is_known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
         # A name that is not imported is an object such as a tokenizer rather than a function from a library.
-        if not known and site.names & needed and site.path in graph.imports:
+        if not is_known and site.names & needed and site.path in graph.imports:
             return True
     return False
 
@@ -302,9 +302,9 @@ def _drop_installs(graph: Graph) -> None:
     for statement in statements:
         if _only_installs(statement):
             statement.role = Role.DROP
-    kept = [s for s in statements if s.role not in (Role.DROP, Role.DEAD) and s.cell in touched]
-    while found := next((s for s in kept if s.role is not Role.DROP and _serves_installs(graph, s)), None):
-        found.role = Role.DROP
+    remaining = [s for s in statements if s.role not in (Role.DROP, Role.DEAD) and s.cell in touched]
+    while helper := next((s for s in remaining if s.role is not Role.DROP and _serves_installs(graph, s)), None):
+        helper.role = Role.DROP
 
 
 def _has_install(statement: Statement) -> bool:
@@ -325,8 +325,8 @@ def _is_install(value: cst.BaseExpression) -> bool:
 def _installs(node: cst.Call) -> str | None:
     """Return a call's shell command without its installs; None where it installs nothing."""
     command = command_of(node)
-    kept, _ = without_installs(command)
-    return None if kept == command else kept
+    rest, _ = without_installs(command)
+    return None if rest == command else rest
 
 
 def _serves_installs(graph: Graph, statement: Statement) -> bool:

@@ -44,9 +44,9 @@ def is_dead(node: cst.BaseStatement) -> bool:
     return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
 
 
-def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
+def contains(node: cst.CSTNode, matches: Callable[[cst.CSTNode], bool]) -> bool:
     """Return whether a node, or a part of it at whatever depth, is one that is wanted."""
-    return any(wanted(part) for part in walk(node))
+    return any(matches(part) for part in walk(node))
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -176,13 +176,13 @@ def root_names(node: cst.CSTNode) -> list[str]:
     """Return the names at the roots of an expression, except builtins such as enumerate."""
     visitor = _RootNames()
     node.visit(visitor)
-    return visitor.found
+    return visitor.names
 
 
 class _RootNames(NamesRead):
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def visit_Name(self, node: cst.Name) -> None:
         if node.value not in BUILTINS:
-            self.found.append(node.value)
+            self.names.append(node.value)

@@ -123,8 +123,8 @@ class BlockGuards(LineEditor):
         if not test:
             return updated_node
         note = self.context.edit("save", "one process writes this file")
-        made = updated_node.with_changes(items=[_elsewhere(item, test) for item in updated_node.items])
-        return lead(made, [note])
+        block = updated_node.with_changes(items=[_elsewhere(item, test) for item in updated_node.items])
+        return lead(block, [note])
 
     def _may_guard(self) -> bool:
         return bool(self.nested and not self.dead and not self.whole and not self.context.on_one_process)
@@ -149,25 +149,27 @@ class BlockGuards(LineEditor):
         on_node = not self.trains and Effect.SAVE not in effects
         return f"{self.context.names['LOCAL_RANK']} == 0" if on_node else self.context.names["IS_MAIN"]
 
-    def _guarded(self, made: cst.SimpleStatementLine | cst.With, test: str) -> cst.BaseStatement:
+    def _guarded(self, part: cst.SimpleStatementLine | cst.With, test: str) -> cst.BaseStatement:
         who = "one process on each node does this" if "==" in test else "only the main process does this"
         inside = "only the main process saves, inside a block that trains"
         self.waits |= self.trains and not self.of_class and self.depth < 2
         return lead(
-            _guard(made, test), [self.context.edit("save", inside if self.trains else f"{who}, inside what all run")]
+            _guard(part, test), [self.context.edit("save", inside if self.trains else f"{who}, inside what all run")]
         )
 
-    def _with_wait(self, made: cst.BaseStatement) -> _Made:
+    def _with_wait(self, part: cst.BaseStatement) -> _Made:
         """Return a part of a block, and behind it the wait for what the main process has saved in it."""
         if not self.waits or self.apart or not self.nested:
-            return made
+            return part
         self.waits = False
-        return cst.FlattenSentinel([made, parse_line(f"{self.context.names['wait_for_everyone']}()")])
+        return cst.FlattenSentinel([part, parse_line(f"{self.context.names['wait_for_everyone']}()")])
 
     def _reaches_memory(self, node: cst.BaseStatement) -> bool:
         """Return whether a line writes into an object that the code made: a buffer, or a file opened before."""
-        given = {arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)}
-        return isinstance(node, cst.SimpleStatementLine) and bool(given & self.objects)
+        arguments = {
+            arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)
+        }
+        return isinstance(node, cst.SimpleStatementLine) and bool(arguments & self.objects)
 
 
 def _opened(node: cst.With) -> set[str]:
@@ -182,8 +184,8 @@ def _guard(line: cst.SimpleStatementLine | cst.With, test: str) -> cst.If:
 
 def elsewhere(call: cst.Call, test: str) -> cst.Call:
     """Return a call of `open` that opens nothing on the processes for which the condition does not hold."""
-    given = keyword(call, "file") or call.args[0]
-    return with_value(call, given, cst.parse_expression(f"{code(given.value)} if {test} else os.devnull"))
+    path = keyword(call, "file") or call.args[0]
+    return with_value(call, path, cst.parse_expression(f"{code(path.value)} if {test} else os.devnull"))
 
 
 def _elsewhere(item: cst.WithItem, test: str) -> cst.WithItem:
@@ -229,15 +231,15 @@ def _runs_everywhere(name: str, graph: Graph) -> bool:
     In one that trains, a line that only calls the function is under a guard, and one that takes its value is not. What
     makes a temporary folder has one on each process, and its files with it.
     """
-    own = graph.functions[name]
-    if any(graph.full_path(site).startswith("tempfile.") for site in own.calls):
+    function = graph.functions[name]
+    if any(graph.full_path(site).startswith("tempfile.") for site in function.calls):
         return False
     trains = [s.usage for s in graph.statements if s.effects & TOGETHER]
     trains += [body for body in graph.functions.values() if graph.effects_of(body) & TOGETHER]
     if any(site.path == name and not site.bare for usage in trains for site in usage.calls):
         return True
     return any(
-        body is own
+        body is function
         for statement in graph.statements
         if statement.everywhere and not statement.effects & TOGETHER
         if statement.needed or Effect.STATE in statement.effects
@@ -248,6 +250,6 @@ def _runs_everywhere(name: str, graph: Graph) -> bool:
 def _own_objects(node: cst.CSTNode) -> set[str]:
     """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
     assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
-    made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
+    objects = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
     items = [item for item in walk(node) if isinstance(item, cst.WithItem)]
-    return made | {code(item.asname.name) for item in items if item.asname is not None}
+    return objects | {code(item.asname.name) for item in items if item.asname is not None}

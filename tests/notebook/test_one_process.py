@@ -172,3 +172,28 @@ def test_the_same_is_said_once() -> None:
     script = convert_cells(LOAD, "both = [SFTConfig(output_dir='a'), SFTConfig(output_dir='b')]").script
     lines = [line for line in script.splitlines() if line.startswith("# ddp: count every token")]
     assert len(lines) == 1
+
+
+def test_what_a_trainer_overrides_still_waits_for_all() -> None:
+    """Its `super().evaluate()` gathers: on the main process alone it would wait for ever."""
+    own = "class Own(Trainer):\n    def evaluate(self):\n        model.generate(x)\n        return super().evaluate()"
+    text = body(convert_cells(PLAIN, ARGUMENTS, own, TRAINER.replace("= Trainer(", "= Own("), "r = trainer.evaluate()"))
+    assert "\nr = trainer.evaluate()\n" in text
+
+
+def test_a_model_moved_under_a_second_name_is_moved_on_every_process() -> None:
+    loop = "for x in batches:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()"
+    text = body(convert_cells("import torch\nmodel = Net()", "m = model.to(device)\nprint(m)", loop))
+    assert "\nm = model.to(device)\n" in text
+
+
+def test_a_method_of_the_notebook_gets_no_seed_for_its_name() -> None:
+    own = "class Buffer:\n    def sample(self, n):\n        return self.rows[:n]\nbuffer = Buffer()"
+    text = body(convert_cells(LOAD, own, "dataset = buffer.sample(8)", TRAIN))
+    assert "= buffer.sample(8)\n" in text
+
+
+def test_a_trainer_that_a_function_hands_back_shares_its_rows() -> None:
+    wrapped = "from unsloth.chat_templates import train_on_responses_only as mask\ntrainer = mask(trainer)\n"
+    made, train = TRAIN.rsplit("\n", 1)
+    assert kinds(convert_cells(LOAD, made, wrapped + train.replace("()", "(resume_from_checkpoint=True)"))) == []

@@ -365,12 +365,6 @@ def test_ipythons_shell_is_not_there() -> None:
     assert "from IPython import version_info\n" in text and "get_ipython" not in text and kinds(done) == []
 
 
-def test_an_optimizer_that_refuses_ddp_is_said() -> None:
-    galore = TRAIN.replace("per_device_train_batch_size", "optim='galore_adamw_layerwise', per_device_train_batch_size")
-    assert kinds(convert_cells(LOAD, DATA, galore)) == ["optimizer"]
-    assert kinds(convert_cells(LOAD, DATA, "OPTIMIZER = 'apollo_adamw_layerwise'", TRAIN)) == ["optimizer"]
-
-
 @pytest.mark.parametrize("end", ["exit()", "raise SystemExit", "raise SystemExit('no GPU')"])
 def test_an_end_of_the_script_is_every_processs(end: str) -> None:
     cell = f"import torch\nif not torch.cuda.is_available():\n    print('no GPU')\n    {end}"

@@ -120,5 +120,5 @@ def _diff(notebook: Path, script: str, target: Path) -> list[str]:
     from nbconvert import PythonExporter
 
     plain = str(PythonExporter().from_filename(str(notebook))[0])
-    before, after = plain.splitlines(keepends=True), script.splitlines(keepends=True)
-    return list(difflib.unified_diff(before, after, "nbconvert --to python", str(target)))
+    plain_lines, after = plain.splitlines(keepends=True), script.splitlines(keepends=True)
+    return list(difflib.unified_diff(plain_lines, after, "nbconvert --to python", str(target)))

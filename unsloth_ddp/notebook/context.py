@@ -28,7 +28,7 @@ class ConversionContext:
     left_out: list[tuple[int, str]] = field(default_factory=list)  # cell and text of what is not in the script
     host_names: set[str] = field(default_factory=set)  # names of the host's modules, whose imports were left out
     host_paths: set[str] = field(default_factory=set)  # paths of the host that have been warned of
-    shared_loops: set[int] = field(default_factory=set)  # statements whose loop by hand shares rows and gradients
+    shared_loops: set[object] = field(default_factory=set)  # statements whose loop by hand shares rows and gradients
     accelerated: bool = False  # Accelerate prepares the DataLoaders that the notebook makes
     batch_term: str = ""  # what in a loss takes several rows of a batch together
     idle_tower: bool = False  # Unsloth's adapters reach a tower for images, and no row has one
@@ -69,13 +69,13 @@ class ConversionContext:
     def place(self, script: str) -> str:
         """Remove the marks from the finished script, and give each report entry its line."""
         placed: list[str] = []
-        said: dict[str, int] = {}  # comments right above what is placed next, and their lines
+        comments: dict[str, int] = {}  # comments right above what is placed next, and their lines
         for line in script.split("\n"):
             text = _MARK.sub("", line)
-            said = said if text.lstrip().startswith("# ddp:") else {}
-            if text not in said:
+            comments = comments if text.lstrip().startswith("# ddp:") else {}
+            if text not in comments:
                 placed.append(text)
-                said[text] = len(placed)
+                comments[text] = len(placed)
             for number in _MARK.findall(line):
-                self._marked[int(number)].line = said[text]
+                self._marked[int(number)].line = comments[text]
         return "\n".join(placed)

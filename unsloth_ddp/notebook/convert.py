@@ -27,7 +27,7 @@ from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.commands import training_line
 from unsloth_ddp.notebook.syntax.effects import is_trainer_call
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import dotted, full_path
+from unsloth_ddp.notebook.syntax.tree import assignment, dotted, full_path
 from unsloth_ddp.notebook.syntax.usage import CallSite, DeferredBody, NameUsage
 from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
 from unsloth_ddp.notebook.write.config import is_config_call
@@ -126,7 +126,7 @@ def _context(
     rebound = {n for item in usages for n in item.writes if n in MODULES and item.imports.get(n) != n}
     names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
     shown = [item.reads.union(item.writes, *(body.reads for body in item.defines.values())) for item in usages]
-    first = next((item for item, known in zip(usages, shown, strict=True) if "display" in known), None)
+    first = next((item for item, names_shown in zip(usages, shown, strict=True) if "display" in names_shown), None)
     if first is not None and "display" not in first.writes:  # IPython has it before the first cell
         names.used.add("display")
     started = [
@@ -135,33 +135,16 @@ def _context(
         for name, site in [*item.assigned, *(("", site) for site in item.calls)]
         if makes_distributor(full_path(site.path, imports))
     ]
-    environ = {name for line in lines if written[name := _name_of_environ(line)] == 1}
-    context = ConversionContext(options, names, report, bound, imports, environ_names=environ)
-    context.texts = dict(filter(None, map(_text_given, lines)))
+    context = ConversionContext(options, names, report, bound, imports)
+    for target, value in filter(None, map(assignment, lines)):
+        if isinstance(target, cst.Name) and isinstance(value, cst.SimpleString):
+            context.texts[target.value] = value.value
+        elif isinstance(target, cst.Name) and dotted(value) == "os.environ" and written[target.value] == 1:
+            context.environ_names.add(target.value)
     context.distributors = {name for name, _ in started} - {""}
     counts = [keyword(site.node, "num_processes") for _, site in started]
     context.processes = max((int(code(n.value)) for n in counts if n and code(n.value).isdigit()), default=1)
     return context
-
-
-def _text_given(line: cst.BaseStatement) -> tuple[str, str] | None:
-    """Return the name and the text of a line that gives a name a text."""
-    match line:
-        case cst.SimpleStatementLine(
-            body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=cst.SimpleString() as text), *_]
-        ):
-            return name, text.value
-    return None
-
-
-def _name_of_environ(line: cst.BaseStatement) -> str:
-    """Return the name that a line gives to `os.environ`, or ""."""
-    match line:
-        case cst.SimpleStatementLine(
-            body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=cst.Attribute() as value)]
-        ) if dotted(value) == "os.environ":
-            return name
-    return ""
 
 
 def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: ConversionContext) -> CodeCell:
@@ -177,12 +160,16 @@ def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: Conve
 
 def _know_configs(graph: Graph, context: ConversionContext) -> None:
     """Find the classes whose instances trainers take as arguments, whatever they are called."""
-    made = {name: site.path for name, site in reversed(graph.assigned)}
+    makers = {name: site.path for name, site in reversed(graph.assigned)}
     for site in graph.sites:
-        found = keyword(site.node, "args")
-        if found is None or not is_trainer_call(site, graph.trainer_classes):
+        arguments = keyword(site.node, "args")
+        if arguments is None or not is_trainer_call(site, graph.trainer_classes):
             continue
-        path = dotted(found.value.func) if isinstance(found.value, cst.Call) else made.get(code(found.value), "")
+        path = (
+            dotted(arguments.value.func)
+            if isinstance(arguments.value, cst.Call)
+            else makers.get(code(arguments.value), "")
+        )
         names = {path, *(of for name, of in graph.aliases if name == path)}
         if any(name.split(".")[-1][:1].isupper() for name in names):
             context.config_classes.add(path)
@@ -200,8 +187,7 @@ def _is_shown(site: CallSite, graph: Graph, context: ConversionContext) -> bool:
     """Return whether a call makes a trainer's arguments, itself or in a function of the notebook."""
     if is_config_call(site.node, context):
         return True
-    own = graph.own_body(site)
-    bodies = graph.bodies_run(NameUsage(calls=[site])) if own is not None else []
+    bodies = graph.bodies_run(NameUsage(calls=[site])) if graph.own_body(site) is not None else []
     return any(is_config_call(inner.node, context) for body in bodies for inner in body.calls)
 
 

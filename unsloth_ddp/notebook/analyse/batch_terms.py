@@ -7,7 +7,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph
 from unsloth_ddp.notebook.syntax.arguments import code
-from unsloth_ddp.notebook.syntax.tree import contains, dotted, walk
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, goes_backward, walk
 
 # Losses that compare the rows of a batch, by what papers and libraries call them.
 _ACROSS = re.compile(
@@ -43,13 +43,9 @@ def _written_out(graph: Graph) -> Iterator[str]:
     for statement in graph.statements:
         for node in walk(statement.node):
             if (isinstance(node, cst.FunctionDef) and _COMPUTES.match(node.name.value)) or (
-                isinstance(node, cst.For) and contains(node, _goes_backward)
+                isinstance(node, cst.For) and contains(node, goes_backward)
             ):
                 yield from _across(node.body)
-
-
-def _goes_backward(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and dotted(node.func).endswith(".backward")
 
 
 def _across(body: cst.CSTNode) -> Iterator[str]:
@@ -57,13 +53,12 @@ def _across(body: cst.CSTNode) -> Iterator[str]:
     indices = {id(part) for node in walk(body) if isinstance(node, cst.Subscript) for part in walk(node)}
     for node in walk(body):
         match node:
-            case cst.BinaryOperation(left=left, operator=cst.MatrixMultiply(), right=right) if _turned(right):
+            case cst.BinaryOperation(operator=cst.MatrixMultiply(), right=second) if _turned(second):
                 yield code(node)
-            case cst.BinaryOperation(left=left, right=right) if _of_all_pairs(left, right):
-                yield code(node)
-            case cst.Comparison(left=left, comparisons=[cst.ComparisonTarget(comparator=right)]) if _of_all_pairs(
-                left, right
-            ):
+            case (
+                cst.BinaryOperation(left=first, right=second)
+                | cst.Comparison(left=first, comparisons=[cst.ComparisonTarget(comparator=second)])
+            ) if _of_all_pairs(first, second):
                 yield code(node)
             case cst.Call(args=[cst.Arg(value=first), *rest]):
                 name = dotted(node.func).split(".")[-1]
@@ -81,8 +76,8 @@ def _turned(node: cst.BaseExpression) -> bool:
     return bool(_TURNS.search(code(node))) and not code(node).startswith("self.")
 
 
-def _of_all_pairs(left: cst.BaseExpression, right: cst.BaseExpression) -> bool:
-    texts = code(left), code(right)
+def _of_all_pairs(first: cst.BaseExpression, second: cst.BaseExpression) -> bool:
+    texts = code(first), code(second)
     if "arange" in texts[0] + texts[1]:
         return False  # places in a text
-    return any(_ROW_AXIS.search(one) and _COLUMN_AXIS.search(other) for one, other in (texts, texts[::-1]))
+    return any(_ROW_AXIS.search(text) and _COLUMN_AXIS.search(other) for text, other in (texts, texts[::-1]))

@@ -39,11 +39,10 @@ def _trainer_classes(
     functions: dict[str, DeferredBody], imports: dict[str, str], aliases: list[tuple[str, str]]
 ) -> TrainerClasses:
     """Return what the notebook calls trainers' classes: imported, its own that inherit from one, other names."""
-    found = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
-    found |= {name for name, path in imports.items() if names_trainer(path.split(".")[-1])}
+    names = {name for name, body in functions.items() if any(base.endswith("Trainer") for base in body.bases)}
+    names |= {name for name, path in imports.items() if names_trainer(path.split(".")[-1])}
     other = [*aliases, *((name, base) for name, body in functions.items() for base in body.bases)]
-    while further := {name for name, of in other if of in found} - found:
-        found |= further
-    classes = TrainerClasses(found)
-    classes.others = frozenset(functions.keys() - found)
+    follow_aliases(names, [(of, name) for name, of in other])
+    classes = TrainerClasses(names)
+    classes.others = frozenset(functions.keys() - names)
     return classes

@@ -5,7 +5,7 @@ import libcst as cst
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.analyse.main_values import timed_names
 from unsloth_ddp.notebook.syntax.effects import Effect, call_effects, downloads_data
-from unsloth_ddp.notebook.syntax.tree import HARMLESS, moves, root_name, sets_argument
+from unsloth_ddp.notebook.syntax.tree import HARMLESS, closure, moves, root_name, sets_argument
 from unsloth_ddp.notebook.syntax.usage import RETURNED, CallSite, DeferredBody, follow_aliases, given_names
 
 # A call with no other effect than these, whose value nobody takes, is made for what it does to its arguments.
@@ -18,7 +18,7 @@ class Changes:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.known: dict[int, set[str]] = {}
+        self.changed: dict[DeferredBody, set[str]] = {}  # parameters of functions, as far as they were asked for
         self.timed = timed_names(graph)  # a stopwatch in a global ties its calls to nothing
         self.handed = self._handed(graph.assigned)
 
@@ -31,13 +31,13 @@ class Changes:
 
     def _by_call(self, site: CallSite, effects: set[Effect]) -> set[str]:
         """Return the roots of what a call changes: arguments, and the object of a method."""
-        found = self.graph.own_body(site)
-        if found is None:
-            told = site.root in self.graph.run_names  # a tracker takes what it is told as it is
+        own_body = self.graph.own_body(site)
+        if own_body is None:
+            takes_as_is = site.root in self.graph.run_names  # a tracker takes what it is told as it is
             own_class = site.path in self.graph.functions
-            made_for_it = site.bare and not told and not own_class and not effects - _MAY_CHANGE_ARGUMENTS
+            made_for_it = site.bare and not takes_as_is and not own_class and not effects - _MAY_CHANGE_ARGUMENTS
             return set(site.names) if made_for_it else self._set_by_library(site)
-        body, bound = found
+        body, bound = own_body
         changed = self.parameters(body)
         names = {name for param, name in given_names(site, body, bound) if param in changed}
         if bound and body.params[:1] and body.params[0] in changed and isinstance(site.node.func, cst.Attribute):
@@ -57,41 +57,37 @@ class Changes:
 
     def _parts_of_arguments(self, site: CallSite, depth: int = 0) -> set[str]:
         """Return the names of what a call gets and gives back a part of."""
-        found = self.graph.own_body(site)
-        if found is None or depth > 3:
+        own_body = self.graph.own_body(site)
+        if own_body is None or depth > 3:
             return set()
-        body, bound = found
+        body, bound = own_body
         inner = [(n, w) for n, other in body.assigned for w in self._parts_of_arguments(other, depth + 1)]
-        given = {RETURNED}
-        follow_aliases(given, body.aliases + inner)
-        return {name for param, name in given_names(site, body, bound) if param in given}
+        parts = {RETURNED}
+        follow_aliases(parts, body.aliases + inner)
+        return {name for param, name in given_names(site, body, bound) if param in parts}
 
     def parameters(self, body: DeferredBody) -> set[str]:
         """Return the parameters of a function that it may change, itself or through what it calls."""
-        if id(body) in self.known:
-            return self.known[id(body)]
-        self.known[id(body)] = set()  # ends recursion
-        found = body.mutates | body.mutates_inside
+        if body in self.changed:
+            return self.changed[body]
+        self.changed[body] = set()  # ends recursion
+        changed = body.mutates | body.mutates_inside
         for site in body.calls:
             effects = call_effects(site, self.graph.full_path(site), set(), self.graph.trainer_classes)
-            found |= self._by_call(site, effects if site.path in self.graph.imports else {Effect.PRINT})
-        follow_aliases(found, body.aliases + self._handed(body.assigned))
-        self.known[id(body)] = found & set(body.params)
-        return self.known[id(body)]
+            changed |= self._by_call(site, effects if site.path in self.graph.imports else {Effect.PRINT})
+        follow_aliases(changed, body.aliases + self._handed(body.assigned))
+        self.changed[body] = changed & set(body.params)
+        return self.changed[body]
 
     def _globals(self, calls: list[CallSite]) -> set[str]:
         """Return the globals that the functions change which calls run."""
-        changed: set[str] = set()
-        seen: set[int] = set()
-        queue = list(calls)
-        while queue:
-            found = self.graph.own_body(queue.pop())
-            if found is not None and id(found[0]) not in seen:
-                body = found[0]
-                seen.add(id(body))
-                changed |= body.writes | (body.mutates - set(body.params) - self.graph.imports.keys())
-                queue += body.calls
-        return changed - self.timed
+
+        def run_by(calls: list[CallSite]) -> set[DeferredBody]:
+            return {called[0] for site in calls if (called := self.graph.own_body(site))}
+
+        bodies = closure(run_by(calls), lambda body: run_by(body.calls))
+        changed = (body.writes | (body.mutates - set(body.params) - self.graph.imports.keys()) for body in bodies)
+        return set().union(*changed) - self.timed
 
 
 def _only_known(statement: Statement) -> set[str]:
@@ -100,8 +96,8 @@ def _only_known(statement: Statement) -> set[str]:
     if not isinstance(statement.node, cst.SimpleStatementLine):
         return set()
     sites = [s for s in usage.calls if s.is_method and s.bare]
-    known = statement.effects & _KNOWN
-    if sites and all((s.tail in HARMLESS and not moves(s.tail)) or known for s in sites):
+    accounted = statement.effects & _KNOWN
+    if sites and all((s.tail in HARMLESS and not moves(s.tail)) or accounted for s in sites):
         return {s.root for s in sites} & usage.mutates - usage.stores
     return set()
 
@@ -124,8 +120,8 @@ def link(graph: Graph) -> None:
         later = reads - usage.reads if not statement.effects & {Effect.TRAINER} else set(reads)
         for name in usage.writes | usage.mutates:
             carried[name] = (carried.get(name, set()) if name in usage.mutates else set()) | later - {name}
-            before = reaching.get(name, []) if statement.conditional or name not in usage.writes else []
-            reaching[name] = [*before, index]
+            reaching_before = reaching.get(name, []) if statement.conditional or name not in usage.writes else []
+            reaching[name] = [*reaching_before, index]
     for index, statement in enumerate(graph.statements):
         statement.uses.discard(index)
         for used in statement.uses:
@@ -134,11 +130,9 @@ def link(graph: Graph) -> None:
 
 def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[str]:
     """Return `names` and everything that the functions among them read when they run."""
-    found = set(names)
-    queue = list(names)
-    while queue:
-        body = functions.get(queue.pop())
-        fresh = set() if body is None else (body.reads | body.mutates - set(body.params)) - found
-        found |= fresh
-        queue += fresh
-    return found
+
+    def read_by(name: str) -> set[str]:
+        body = functions.get(name)
+        return set() if body is None else body.reads | body.mutates - set(body.params)
+
+    return closure(names, read_by)

@@ -15,7 +15,7 @@ from unsloth_ddp.notebook.syntax.arguments import code, names_arguments, splats
 from unsloth_ddp.notebook.syntax.commands import ending_line, training_line
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, is_keras, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import command_of
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, is_dead, walk
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, dotted, is_dead
 from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
 from unsloth_ddp.notebook.write.load import DEVICE_COUNTS
 
@@ -65,25 +65,23 @@ def trains_elsewhere(graph: Graph) -> str:
                 "command itself on several GPUs, or give a notebook whose cells train."
             )
     for cell, site in () if effects & SEEDS else sites:
-        if site.root in graph.remote_names and site.tail in ("train", "fit"):
-            return (
-                f"its only training, `{site.path}()` in cell {cell}, runs on machines of a service; choose the number of "
-                "GPUs there, or give a notebook whose cells train."
-            )
-        if _STARTS_FEDERATION.match(graph.full_path(site)):
-            return (
-                f"its only training, `{site.path}()` in cell {cell}, runs in processes that Flower starts; choose "
-                "their GPUs there, or give a notebook whose cells train."
-            )
-        if (
-            any(map(is_keras, graph.import_roots))
-            and site.is_method
-            and site.tail in ("fit", "fit_generator", "train_on_batch")
-        ):
-            return (
-                f"its only training, `{site.path}()` in cell {cell}, is that of Keras, which the launchers of PyTorch "
-                "do not spread over GPUs; use keras.distribution or tf.distribute."
-            )
+        if where := _where_it_trains(site, graph):
+            return f"its only training, `{site.path}()` in cell {cell}, {where}"
+    return ""
+
+
+def _where_it_trains(site: CallSite, graph: Graph) -> str:
+    """Return where a call trains that does not train in this process, and what to do instead; or ""."""
+    if site.root in graph.remote_names and site.tail in ("train", "fit"):
+        return "runs on machines of a service; choose the number of GPUs there, or give a notebook whose cells train."
+    if _STARTS_FEDERATION.match(graph.full_path(site)):
+        return "runs in processes that Flower starts; choose their GPUs there, or give a notebook whose cells train."
+    trains = site.is_method and site.tail in ("fit", "fit_generator", "train_on_batch")
+    if trains and any(map(is_keras, graph.import_roots)):
+        return (
+            "is that of Keras, which the launchers of PyTorch do not spread over GPUs; use keras.distribution or "
+            "tf.distribute."
+        )
     return ""
 
 
@@ -113,10 +111,10 @@ _Warnings = Iterator[tuple[str, str]]
 
 def _check_effects(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     effects = statement.effects.union(*(graph.effects_inside(name) & {Effect.LOOP} for name in statement.usage.defines))
-    everywhere = statement.role in (Role.ALL, Role.FIRST)
-    shared = context.accelerated or id(statement) in context.shared_loops
-    here = any(site.tail == "backward" for site in statement.sites)  # and not in a function that it only calls
-    if Effect.LOOP in effects and here and not (shared or Effect.TRAIN in effects):
+    everywhere = statement.everywhere
+    shared = context.accelerated or statement in context.shared_loops
+    goes_backward = any(site.tail == "backward" for site in statement.sites)  # and not in a function that it only calls
+    if Effect.LOOP in effects and goes_backward and not (shared or Effect.TRAIN in effects):
         yield "loop", _LOOP_WITH_ACCELERATE if graph.prepares else _LOOP
     if effects & SEEDS and _breaks_by_the_clock(statement, graph):
         yield "loop", "ends by the clock: each process has its own, and those that go on wait"
@@ -141,8 +139,6 @@ def _check_effects(statement: Statement, graph: Graph, context: ConversionContex
     needs = statement.needed and everywhere and not stand_in_serves(graph, statement)
     if needs and MainValues(graph, statement).leaves_run():
         yield "tracker", "uses a tracked run that only the main process has"
-    if Effect.FILE in effects and re.search("(site|dist)-packages", code(statement.node)):
-        yield "install", "reaches installed packages: leave this out if it changes them"
 
 
 def _breaks_by_the_clock(statement: Statement, graph: Graph) -> bool:
@@ -164,13 +160,6 @@ def _check_names(statement: Statement, graph: Graph, context: ConversionContext)
             yield "host", f"{name} exists only on {HOST_NAMES[name]}: make it, or leave this out"
     for name in sorted(usage.reads & context.host_names):
         yield "host", f"{name} of {context.imports[name]} exists only on the host: leave this out, or replace it"
-
-
-def _check_optimizer(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
-    """Warn about an optimizer that steps while it goes backward, wherever its name is written."""
-    strings = [part.evaluated_value for part in walk(statement.node) if isinstance(part, cst.SimpleString)]
-    for name in dict.fromkeys(text for text in strings if isinstance(text, str) and text.endswith("_layerwise")):
-        yield "optimizer", f"{name!r} works on one process only: use it without layerwise"
 
 
 def _check_paths(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
@@ -208,7 +197,7 @@ def _check_calls(statement: Statement, graph: Graph, context: ConversionContext)
     for path in dict.fromkeys(map(graph.full_path, imported)):
         if _TRAINS_ELSEWHERE.search(path):
             yield "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
-    if statement.role not in (Role.ALL, Role.FIRST):
+    if not statement.everywhere:
         return
     for site in statement.usage.calls:
         library = graph.fits(site)
@@ -222,9 +211,9 @@ def _runs_long(site: CallSite, graph: Graph) -> bool:
     """Return whether an unknown function of a library gets a model, and may run long on it, by its name."""
     if site.root not in graph.imports or graph.effects_of(NameUsage(calls=[site])) or site.tail[:1].isupper():
         return False
-    models = {name for name, made in graph.assigned if made.tail in ("from_pretrained", "get_peft_model")}
-    own = _TRAINS_ELSEWHERE.search(graph.full_path(site))
-    return not own and bool(site.names & models) and bool(_LONG.search(site.tail))
+    models = {name for name, maker in graph.assigned if maker.tail in ("from_pretrained", "get_peft_model")}
+    in_module = _TRAINS_ELSEWHERE.search(graph.full_path(site))
+    return not in_module and bool(site.names & models) and bool(_LONG.search(site.tail))
 
 
 def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
@@ -259,11 +248,10 @@ def _might_be_arguments(arg: cst.Arg, context: ConversionContext) -> bool:
 
 def _check_classes(statement: Statement, graph: Graph, context: ConversionContext) -> _Warnings:
     """Warn about a trainer with a loss of its own, or with a DataLoader whose rows it does not share out."""
-    own = [(name, body) for name, body in statement.usage.defines.items() if name in graph.trainer_classes]
-    for name, body in own:
+    trainers = [(name, body) for name, body in statement.usage.defines.items() if name in graph.trainer_classes]
+    for name, body in trainers:
         if "compute_loss" in body.methods:
             yield "custom loss", f"{name} has its own compute_loss: check how it averages over tokens and processes"
-    for name, body in own:
         if "get_train_dataloader" in body.methods and not any(site.tail in _SHARDS for site in body.calls):
             yield (
                 "data loader",
@@ -285,6 +273,6 @@ def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext
 
 
 _CHECKS = (
-    _check_effects, _check_optimizer, _check_names, _check_paths, _check_commands, _check_calls, _check_trainers,
+    _check_effects, _check_names, _check_paths, _check_commands, _check_calls, _check_trainers,
     _check_classes, _check_sizing,
 )  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.syntax.effects import Effect, draws_from, is_trainer_call, seeded_by
-from unsloth_ddp.notebook.syntax.usage import CallSite
+from unsloth_ddp.notebook.syntax.usage import CallSite, DeferredBody
 
 # Training draws as often as its rows ask for, which differ from process to process.
 _DIVERGING = {Effect.TRAIN, Effect.LOOP}
@@ -22,7 +22,7 @@ def assign_seeds(graph: Graph) -> None:
         if statement.role in (Role.DEAD, Role.DROP):
             continue
         unseeded, drawn, inside = _follow(graph, statement, seeded)
-        everywhere = statement.role in (Role.ALL, Role.FIRST)
+        everywhere = statement.everywhere
         on_each_node = statement.role is Role.NODE and index < graph.last_seed  # its files must be alike
         if ((everywhere and statement.needed) or on_each_node) and unseeded:
             statement.seed = (number, sorted(unseeded) if seeded else [])
@@ -35,7 +35,7 @@ def assign_seeds(graph: Graph) -> None:
             seeded = set()
 
 
-def _follow(graph: Graph, statement: Statement, before: set[str]) -> tuple[set[str], set[str], set[str]]:
+def _follow(graph: Graph, statement: Statement, seeded_before: set[str]) -> tuple[set[str], set[str], set[str]]:
     """Return the generators a statement draws from without a seed, all it draws from, and those it seeds."""
     unseeded: set[str] = set()
     drawn: set[str] = set()
@@ -45,13 +45,13 @@ def _follow(graph: Graph, statement: Statement, before: set[str]) -> tuple[set[s
         generator = draws_from(site, full)
         if generator is not None:
             drawn.add(generator)
-            if generator not in before | seeded:
+            if generator not in seeded_before | seeded:
                 unseeded.add(generator)
         seeded |= seeded_by(site, full)
     return unseeded, drawn, seeded
 
 
-def _sites(graph: Graph, calls: list[CallSite], seen: set[int]) -> Iterator[CallSite]:
+def _sites(graph: Graph, calls: list[CallSite], around: set[DeferredBody]) -> Iterator[CallSite]:
     """Yield the calls in their order, those of the notebook's own functions where these run."""
     for site in calls:
         if is_trainer_call(site, graph.trainer_classes):
@@ -59,5 +59,5 @@ def _sites(graph: Graph, calls: list[CallSite], seen: set[int]) -> Iterator[Call
         if site.path not in graph.functions:
             yield site
         for body in graph.bodies_run_by(site):
-            if id(body) not in seen:
-                yield from _sites(graph, body.calls, seen | {id(body)})
+            if body not in around:
+                yield from _sites(graph, body.calls, around | {body})

@@ -25,7 +25,7 @@ from unsloth_ddp.notebook.syntax.effects import (
     starts_run,
 )
 from unsloth_ddp.notebook.syntax.ipython import FILE_CELLS, ipython_call
-from unsloth_ddp.notebook.syntax.tree import dotted, full_path, names_in, root_name
+from unsloth_ddp.notebook.syntax.tree import closure, dotted, full_path, names_in, root_name
 from unsloth_ddp.notebook.syntax.usage import (
     NAMESPACE,
     RETURNED,
@@ -69,7 +69,7 @@ class Role(Enum):
     DROP = "removed"
 
 
-@dataclass
+@dataclass(eq=False)
 class Statement:
     """One top-level statement and what was found out about it."""
 
@@ -86,7 +86,7 @@ class Statement:
     share_value: bool = False  # the main process hands the assigned value to the others
     # The number of the seed that it needs, and the generators: all of them, if none is named.
     seed: tuple[int, list[str]] | None = None
-    before: list[cst.BaseStatement] = field(default_factory=list)  # lines of the script that it needs first
+    lines_before: list[cst.BaseStatement] = field(default_factory=list)  # lines of the script that it needs first
     runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
     configs: frozenset[str] = frozenset()  # names that hold the config of one
     takes_sent: bool = False  # the main process sends it values
@@ -98,6 +98,16 @@ class Statement:
     def sites(self) -> list[CallSite]:
         """Return its calls, and those of the functions that it defines."""
         return [*self.usage.calls, *(site for body in self.usage.defines.values() for site in body.calls)]
+
+    @property
+    def everywhere(self) -> bool:
+        """Return whether every process runs it."""
+        return self.role in (Role.ALL, Role.FIRST)
+
+    @property
+    def apart(self) -> bool:
+        """Return whether one process runs it, of the job or of each node."""
+        return self.role in (Role.MAIN, Role.NODE)
 
     @property
     def conditional(self) -> bool:
@@ -123,8 +133,8 @@ class Graph:
         """Return all names that are assigned the value of a call, with the call."""
         return [pair for statement in self.statements for pair in statement.usage.assigned]
 
-    def _holding(self, wanted: Callable[[CallSite], object]) -> frozenset[str]:
-        return frozenset(name for name, site in self.assigned if wanted(site))
+    def _holding(self, matches: Callable[[CallSite], object]) -> frozenset[str]:
+        return frozenset(name for name, site in self.assigned if matches(site))
 
     @cached_property
     def run_names(self) -> frozenset[str]:
@@ -144,46 +154,47 @@ class Graph:
     @cached_property
     def trainers(self) -> set[str]:
         """Return the names that hold a trainer; calling one trains."""
-        made = self._holding(lambda site: self.gives(site, lambda inner: makes_trainer(inner, self.trainer_classes)))
-        return set(made) - self.remote_names - self.functions.keys()
+        makers = self._holding(lambda site: self.gives(site, lambda inner: makes_trainer(inner, self.trainer_classes)))
+        return set(makers) - self.remote_names - self.functions.keys()
 
-    def gives(self, site: CallSite, wanted: Callable[[CallSite], bool], depth: int = 0) -> bool:
+    def gives(self, site: CallSite, matches: Callable[[CallSite], bool], depth: int = 0) -> bool:
         """Return whether a call is a wanted one, or that of a function of the notebook that returns what one gives."""
-        if wanted(site):
+        if matches(site):
             return True
         body = self.functions.get(site.path)
         if body is None or body.is_class or depth > 3:
             return False
         returned = {whole for part, whole in body.aliases if part == RETURNED}
         names = {RETURNED} | (returned if len(returned) == 1 else set())
-        return any(self.gives(inner, wanted, depth + 1) for name, inner in body.assigned if name in names)
+        return any(self.gives(inner, matches, depth + 1) for name, inner in body.assigned if name in names)
 
     @cached_property
     def _holders(self) -> set[str]:
         """Return the names through which a trainer may be reached: its other names, lists and objects that hold one."""
-        found: set[str] = set()
+        holders: set[str] = set()
         for usage in (s.usage for s in self.statements if isinstance(s.node, cst.SimpleStatementLine)):
             sites = [
                 *usage.calls,
                 *(inner for site in usage.calls for b in self.bodies_run_by(site) for inner in b.calls),
             ]
             if any(makes_trainer(site, self.trainer_classes) for site in sites):
-                found |= usage.writes | usage.stores
-        follow_aliases(found, [(whole, part) for s in self.statements for part, whole in s.usage.aliases])
-        return found
+                holders |= usage.writes | usage.stores
+        follow_aliases(holders, [(whole, part) for s in self.statements for part, whole in s.usage.aliases])
+        return holders
 
     def fits(self, site: CallSite) -> str:
         """Return the library whose object a call trains by a method of another name than a trainer's; or ""."""
         named = {arg.keyword.value for arg in site.node.args if arg.keyword is not None}
-        if not site.is_method or not (_FITS.match(site.tail) or (site.tail == "train" and named - {"mode"})):
+        fits = _FITS.match(site.tail) or (site.tail == "train" and named - {"mode"})
+        if not fits or not site.is_method or site.root in self.trainers:
             return ""
         match site.node.func:
             case cst.Attribute(value=cst.Call(func=maker)):
-                made = [full_path(dotted(maker), self.imports)]
+                makers = [full_path(dotted(maker), self.imports)]
             case _:
-                made = [self.full_path(other) for name, other in self.assigned if name == site.root]
-        roots = {path.split(".")[0] for path in made if not is_keras(path)} & self.import_roots
-        if not made and site.tail in _OF_LEARNERS:
+                makers = [self.full_path(other) for name, other in self.assigned if name == site.root]
+        roots = {path.split(".")[0] for path in makers if not is_keras(path)} & self.import_roots
+        if not makers and site.tail in _OF_LEARNERS:
             return "a learner"
         return next(iter(sorted(roots - _FITS_ARRAYS)), "")
 
@@ -226,19 +237,19 @@ class Graph:
     @cached_property
     def instances(self) -> dict[str, set[str]]:
         """Return the notebook's own classes of which a name may hold an instance."""
-        found: dict[str, set[str]] = {}
+        instances: dict[str, set[str]] = {}
         for statement in self.statements:
-            made = {site.path for site in statement.usage.calls if site.path in self.functions}
-            made = {name for name in made if self.functions[name].is_class}
-            for name in statement.usage.writes if made else ():
-                found.setdefault(name, set()).update(made)
-        return found
+            paths = {site.path for site in statement.usage.calls} & self.functions.keys()
+            classes = {path for path in paths if self.functions[path].is_class}
+            for name in statement.usage.writes if classes else ():
+                instances.setdefault(name, set()).update(classes)
+        return instances
 
     @cached_property
     def sites(self) -> list[CallSite]:
         """Return all calls, those in functions too."""
-        found = [site for s in self.statements for site in s.usage.calls]
-        return found + [site for body in self.functions.values() for site in body.calls]
+        sites = [site for s in self.statements for site in s.usage.calls]
+        return sites + [site for body in self.functions.values() for site in body.calls]
 
     @cached_property
     def names(self) -> Counter[str]:
@@ -263,9 +274,9 @@ class Graph:
         if name not in self._effects:
             self._effects[name] = set()  # ends recursion
             body = self.functions[name]
-            found = {Effect.STATE} if sets_process(body.stores, self.imports) else set()
-            found |= {Effect.SYNC} if body.iterates & self.shared else set()
-            self._effects[name] = found.union(*(self._effects_of_call(site, body.params) for site in body.calls))
+            effects = {Effect.STATE} if sets_process(body.stores, self.imports) else set()
+            effects |= {Effect.SYNC} if body.iterates & self.shared else set()
+            self._effects[name] = effects.union(*(self._effects_of_call(site, body.params) for site in body.calls))
         return self._effects[name]
 
     def effects_of(self, usage: NameUsage) -> set[Effect]:
@@ -285,30 +296,32 @@ class Graph:
             return {Effect.SYNC}  # a model that Accelerate has wrapped
         if is_trainer_call(site, self.trainer_classes):
             return {Effect.TRAINER}
-        found: set[Effect] = set()
+        effects: set[Effect] = set()
         body = self.functions.get(site.path)
         if body is not None:
             if not body.is_class:
-                found |= self.effects_inside(site.path)
+                effects |= self.effects_inside(site.path)
                 if site.names & self.trainers and any(i.tail in _TRAINS and i.root in body.params for i in body.calls):
-                    found.add(Effect.TRAIN)
+                    effects.add(Effect.TRAIN)
             elif any(downloads_data(self.full_path(inner)) for inner in body.calls):
-                found.add(Effect.DATA)  # a Dataset class that downloads when it is made
+                effects.add(Effect.DATA)  # a Dataset class that downloads when it is made
         elif owner := self._owner(site):
-            found |= self.effects_inside(owner)
+            effects |= self.effects_inside(owner)
+            if owner in self.trainer_classes:  # what it overrides waits as the original does, through `super()`
+                effects |= call_effects(site, full, self.trainers, self.trainer_classes) & TOGETHER
         elif site.root in self.accelerators and site.tail not in _ALONE:
-            found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
+            effects |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
         elif site.path.endswith(".compute") and any("torchmetrics" in path for path in self.imports.values()):
-            found.add(Effect.GATHER)
+            effects.add(Effect.GATHER)
         else:
-            found |= call_effects(site, full, self.trainers, self.trainer_classes)
-            if not found and site.root in self.imports and site.tail.startswith(_SETS_LIBRARY):
-                found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
-            if self.fits(site) or (not found and self._may_train(site)):
-                found.add(Effect.TRAIN)
+            effects |= call_effects(site, full, self.trainers, self.trainer_classes)
+            if not effects and site.root in self.imports and site.tail.startswith(_SETS_LIBRARY):
+                effects.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
+            if self.fits(site) or (not effects and self._may_train(site)):
+                effects.add(Effect.TRAIN)
         for name in (site.names & self.functions.keys()).difference(params):
-            found |= self.effects_inside(name) & _THROUGH_ARGUMENTS
-        return found
+            effects |= self.effects_inside(name) & _THROUGH_ARGUMENTS
+        return effects
 
     def hands_arguments_on(self, site: CallSite) -> bool:
         """Return whether the notebook's own function that is called gives its `**options` to a trainer that it makes."""
@@ -321,14 +334,7 @@ class Graph:
 
     def with_used(self, statements: Iterable[int]) -> set[int]:
         """Return statements, and those whose definitions they use, however far back."""
-        found: set[int] = set()
-        queue = list(statements)
-        while queue:
-            index = queue.pop()
-            if index not in found:
-                found.add(index)
-                queue += self.statements[index].uses
-        return found
+        return closure(statements, lambda index: self.statements[index].uses)
 
     def full_path(self, site: CallSite) -> str:
         """Return the path of a callee with its import resolved."""
@@ -339,15 +345,13 @@ class Graph:
         names = [site.path, *sorted(site.names), self._owner(site)]
         return [self.functions[name] for name in names if name in self.functions]
 
-    def bodies_run(self, usage: NameUsage) -> list[DeferredBody]:
+    def bodies_run(self, usage: NameUsage) -> set[DeferredBody]:
         """Return the notebook's own functions that code runs, and those that these run."""
-        found: list[DeferredBody] = []
-        queue = list(usage.calls)
-        while queue:
-            fresh = [body for body in self.bodies_run_by(queue.pop()) if not any(body is other for other in found)]
-            found += fresh
-            queue += [site for body in fresh for site in body.calls]
-        return found
+
+        def run_by(usage: NameUsage) -> set[DeferredBody]:
+            return {body for site in usage.calls for body in self.bodies_run_by(site)}
+
+        return closure(run_by(usage), run_by)
 
     def stores_of(self, usage: NameUsage) -> set[str]:
         """Return the names into which code assigns attributes or items, also in the functions that it calls."""
@@ -362,6 +366,11 @@ class Graph:
         owner = self._owner(site) if body is None else self._defines(site.path, method)
         return (self.functions[owner].methods[method], True) if owner else None
 
+    def defines_callee(self, site: CallSite) -> bool:
+        """Return whether the notebook defines a function, or a method of a class, of the name that is called."""
+        bodies = self.functions.values()
+        return site.path in self.functions or (site.is_method and any(site.tail in body.methods for body in bodies))
+
     def _owner(self, site: CallSite) -> str:
         """Return the notebook's own class whose method is called, on a name that holds an instance or on a new one; or ""."""
         match site.node.func:
@@ -372,9 +381,9 @@ class Graph:
 
     def _defines(self, name: str, method: str) -> str:
         """Return the notebook's class that defines a method for a class: itself, or what it inherits from; or ""."""
-        seen: set[str] = set()
-        while name in self.functions and name not in seen:
-            seen.add(name)
+        visited: set[str] = set()
+        while name in self.functions and name not in visited:
+            visited.add(name)
             body = self.functions[name]
             if method in body.methods:
                 return name

@@ -6,7 +6,7 @@ and process numbers.
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import libcst as cst
 
@@ -17,7 +17,7 @@ from unsloth_ddp.notebook.syntax.arguments import splats
 from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, starts_run
 from unsloth_ddp.notebook.syntax.lines import LineEditor, lead
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted, full_path, walk
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, assignment, dotted, full_path, walk
 from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
 
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SHELL}
@@ -41,8 +41,8 @@ def tells_tracker(small: cst.BaseSmallStatement, graph: Graph) -> bool:
             return path.startswith(("wandb.run.", "wandb.summary", "wandb.config")) or root in graph.run_names
         case cst.Expr():
             usage = collect(cst.SimpleStatementLine(body=[small]))
-            told = [site for site in usage.calls if _tells(site, graph)]
-            return bool(told) and not graph.effects_of(usage) - {Effect.TRACK, Effect.FILE, Effect.SAVE, Effect.RANDOM}
+            tells = [site for site in usage.calls if _tells(site, graph)]
+            return bool(tells) and not graph.effects_of(usage) - {Effect.TRACK, Effect.FILE, Effect.SAVE, Effect.RANDOM}
     return False
 
 
@@ -96,8 +96,8 @@ class MainValues:
         self.graph, self.statement, self.timed = graph, statement, timed
         blocks = cst.BaseComp if statement.effects & {Effect.TRAIN, Effect.TRAINER} else cst.BaseComp | cst.For
         # Calls made once per row: they name rows, not folders, and sending each would take long.
-        found = (part for part in walk(statement.node) if isinstance(part, blocks)) if timed is not None else ()
-        rows = [part.body if isinstance(part, cst.For) else part for part in found]
+        parts = (part for part in walk(statement.node) if isinstance(part, blocks)) if timed is not None else ()
+        rows = [part.body if isinstance(part, cst.For) else part for part in parts]
         self.repeated = {id(call) for part in rows for call in walk(part) if isinstance(call, cst.Call)}
 
     def tracked(self, node: cst.CSTNode) -> tuple[str, list[str]]:
@@ -136,9 +136,10 @@ class MainValues:
         if body.is_class or body.writes:
             return False
         paths = [(inner, self.graph.full_path(inner)) for inner in body.calls]
-        known = sys.stdlib_module_names | BUILTINS | {"?"}
+        libraries = sys.stdlib_module_names | BUILTINS | {"?"}
         plain = all(
-            path.split(".")[0] in known or (inner.is_method and inner.root not in body.reads) for inner, path in paths
+            path.split(".")[0] in libraries or (inner.is_method and inner.root not in body.reads)
+            for inner, path in paths
         )
         return plain and any(differs_by_process(path) for _, path in paths)
 
@@ -182,8 +183,8 @@ class MainValues:
             return True
         if self.is_sent(node):
             return False
-        kept = self.tracked(node)[0] == "run" or self._trains_within(node)
-        return kept or any(self._hands_on(part) for part in self.parts(node))
+        handed_on = self.tracked(node)[0] == "run" or self._trains_within(node)
+        return handed_on or any(self._hands_on(part) for part in self.parts(node))
 
     def _trains_within(self, node: cst.CSTNode) -> bool:
         """Return whether a tracker gets the result of a training, which every process must take part in."""
@@ -207,8 +208,8 @@ class MainValues:
         """Return whether an expression reads anything of a tracker."""
         return self._any(node, lambda part: bool(self.tracked(part)[0]))
 
-    def _any(self, node: cst.CSTNode, found) -> bool:  # type: ignore[no-untyped-def]
-        return found(node) or any(self._any(part, found) for part in self.parts(node))
+    def _any(self, node: cst.CSTNode, matches: Callable[[cst.CSTNode], bool]) -> bool:
+        return matches(node) or any(self._any(part, matches) for part in self.parts(node))
 
     def parts(self, node: cst.CSTNode) -> Iterable[cst.CSTNode]:
         """Return the parts of a node that are evaluated in place, on every process, and may be sent."""
@@ -241,12 +242,9 @@ class MainValues:
 
     def alias(self) -> tuple[str, str]:
         """Return the name that the statement gives to a run or its config, and which of the two it is."""
-        match self.statement.node:
-            case cst.SimpleStatementLine(
-                body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) as a]
-            ):
-                kind, _ = self.tracked(a.value)
-                return (name, kind) if kind in ("run", "config") else ("", "")
+        match assignment(self.statement.node):
+            case cst.Name(name), value if (kind := self.tracked(value)[0]) in ("run", "config"):
+                return name, kind
         return "", ""
 
     def changes_tracker(self) -> bool:
@@ -254,9 +252,8 @@ class MainValues:
         match self.statement.node:
             case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call() as value)]):
                 return bool(self.tracked(value)[0])
-            case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target=target)])]):
-                return not isinstance(target, cst.Name) and bool(self.tracked(target)[0])
-        return False
+        target, _ = assignment(self.statement.node) or (None, None)
+        return isinstance(target, cst.Attribute | cst.Subscript) and bool(self.tracked(target)[0])
 
 
 def chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
@@ -286,7 +283,7 @@ def mark_sent(graph: Graph) -> None:
     # What training, seeds, folders and environment variables depend on.
     settings = graph.with_used(i for i, s in enumerate(graph.statements) if s.needed or Effect.STATE in s.effects)
     for index, statement in enumerate(graph.statements):
-        if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
+        if not statement.everywhere or Effect.SYNC in statement.effects:
             continue  # who waits for others inside must not wait for the main process as well
         named = timed if index in settings else None
         if MainValues(graph, statement, named).any_sent():
@@ -345,21 +342,21 @@ class _Sender(LineEditor):
         super().__init__()
         self.values, self.context = values, context
         self.passed: set[int] = set()
-        self.found: set[int] = set()
+        self.sent: set[int] = set()
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if id(node) in self.passed:
             self.passed.update(id(part) for part in node.children)
             return super().on_visit(node)
         if self.values.is_sent(node):
-            self.found.add(id(node))
+            self.sent.add(id(node))
             return False
-        kept = {id(part) for part in self.values.parts(node)}
-        self.passed.update(id(part) for part in node.children if id(part) not in kept)
+        evaluated = {id(part) for part in self.values.parts(node)}
+        self.passed.update(id(part) for part in node.children if id(part) not in evaluated)
         return super().on_visit(node)
 
     def on_leave(self, original_node, updated_node):  # type: ignore[no-untyped-def]
-        if id(original_node) not in self.found:
+        if id(original_node) not in self.sent:
             return super().on_leave(original_node, updated_node)
         kind, steps = self.values.tracked(original_node)
         value = original_node
@@ -367,13 +364,13 @@ class _Sender(LineEditor):
             name = "dict" if kind == "config" else "list"
             value = cst.Call(func=cst.Name(name), args=[cst.Arg(value)])
         why = "the main process's, sent to the others"
-        reason = "the run is there" if self.values.reads_tracker(original_node) else "each would have its own"
-        reason = "it is paid for once" if self.values.is_paid(original_node) else reason
-        self.note(self.context.edit("once", f"{why}: {reason}"))
+        why_sent = "the run is there" if self.values.reads_tracker(original_node) else "each would have its own"
+        why_sent = "it is paid for once" if self.values.is_paid(original_node) else why_sent
+        self.note(self.context.edit("once", f"{why}: {why_sent}"))
         return from_main(value, self.context)
 
 
 def from_main(value: cst.BaseExpression, context: ConversionContext) -> cst.Call:
     """Return `from_main(lambda: value)`."""
-    made = cst.Lambda(params=cst.Parameters(), body=value)
-    return cst.Call(func=cst.Name(context.names["from_main"]), args=[cst.Arg(made)])
+    function = cst.Lambda(params=cst.Parameters(), body=value)
+    return cst.Call(func=cst.Name(context.names["from_main"]), args=[cst.Arg(function)])

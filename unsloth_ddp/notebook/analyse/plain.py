@@ -7,7 +7,7 @@ one process only, and the notebook's functions that call nothing else.
 
 import sys
 
-from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.syntax.effects import ONCE, Effect, call_effects
 from unsloth_ddp.notebook.syntax.tree import BUILTINS
 from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
@@ -22,7 +22,7 @@ _KNOWN = ONCE | {Effect.INPUT, Effect.PRINT, Effect.SHOW}
 def makes_plain_values(graph: Graph, statement: Statement) -> bool:
     """Return whether everything that a statement binds or changes is plain."""
     usage = statement.usage
-    opens = any(graph.gives(site, lambda made: made.tail in _OPENS) for _, site in usage.assigned)
+    opens = any(graph.gives(site, lambda call: call.tail in _OPENS) for _, site in usage.assigned)
     if opens or usage.imports or usage.defines or not gives_plain_values(graph, statement, usage):
         return False
     earlier = [graph.statements[i] for i in statement.uses]
@@ -35,30 +35,29 @@ def gives_plain_values(graph: Graph, statement: Statement, usage: NameUsage) -> 
     return all(_gives_plain(graph, statement, site, frozenset()) for site in usage.calls)
 
 
-def _is_plain(graph: Graph, statement: Statement, seen: frozenset[int] = frozenset()) -> bool:
+def _is_plain(graph: Graph, statement: Statement, followed: frozenset[object] = frozenset()) -> bool:
     """Return whether a definition holds plain values, or belongs to one process anyway."""
-    apart = statement.role in (Role.MAIN, Role.NODE)
-    if apart or id(statement) in seen:
-        return apart
-    return all(_gives_plain(graph, statement, site, seen | {id(statement)}) for site in statement.usage.calls)
+    if statement.apart or statement in followed:
+        return statement.apart
+    return all(_gives_plain(graph, statement, site, followed | {statement}) for site in statement.usage.calls)
 
 
-def _gives_plain(graph: Graph, statement: Statement, site: CallSite, seen: frozenset[int]) -> bool:
+def _gives_plain(graph: Graph, statement: Statement, site: CallSite, followed: frozenset[object]) -> bool:
     """Return whether a call that a statement makes, itself or in a function, gives a plain value."""
-    own = graph.own_body(site)
-    if own is not None:
-        body, of_object = own
-        if of_object or id(body) in seen:
+    body_of_call = graph.own_body(site)
+    if body_of_call is not None:
+        body, of_object = body_of_call
+        if of_object or body in followed:
             return not of_object
-        return all(_gives_plain(graph, statement, inner, seen | {id(body)}) for inner in body.calls)
+        return all(_gives_plain(graph, statement, inner, followed | {body}) for inner in body.calls)
     if site.path in graph.functions:
         return False  # an instance of a class
     full = graph.full_path(site)
     effects = call_effects(site, full, set(), graph.trainer_classes)
     if site.root in graph.imports:
-        known = sys.stdlib_module_names | _HAND_ON
-        return full.split(".")[0] in known or bool(effects & _KNOWN)
+        libraries = sys.stdlib_module_names | _HAND_ON
+        return full.split(".")[0] in libraries or bool(effects & _KNOWN)
     if effects & _KNOWN or site.path in BUILTINS or site.path == "get_ipython":
         return True
-    made = [graph.statements[i] for i in statement.uses if site.root in graph.statements[i].usage.writes]
-    return site.is_method and all(other is not statement and _is_plain(graph, other, seen) for other in made)
+    makers = [graph.statements[i] for i in statement.uses if site.root in graph.statements[i].usage.writes]
+    return site.is_method and all(other is not statement and _is_plain(graph, other, followed) for other in makers)

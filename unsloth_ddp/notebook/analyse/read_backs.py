@@ -8,9 +8,8 @@ import libcst as cst
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.syntax.arguments import code, keyword
 from unsloth_ddp.notebook.syntax.effects import Effect, is_trainer_call
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import assignment, dotted
 
-_APART = (Role.MAIN, Role.NODE)
 # Transformers' own saving asks which process may save: on a second node, none.
 _ONE_PROCESS_SAVES = ("save_model", "save_state", "save_checkpoint")
 
@@ -25,22 +24,22 @@ def keep_read_backs(graph: Graph, last: int) -> None:
     saved: dict[str, list[Statement]] = {}
     for index, statement in enumerate(graph.statements):
         together = {Effect.SYNC, Effect.SAVE} <= statement.effects  # a trainer's save: one process of the job does it
-        if together or (statement.role in _APART and statement.effects & {Effect.SAVE, Effect.FILE}):
+        if together or (statement.apart and statement.effects & {Effect.SAVE, Effect.FILE}):
             for path in paths.saved_by(statement):
                 if re.fullmatch(r"[\w./~-]+", path):
                     saved.setdefault(path, []).append(statement)
-        elif statement.role in (Role.ALL, Role.FIRST) and saved:
+        elif statement.everywhere and saved:
             read = [path.rstrip("/") + "/" for path in paths.read_by(statement)]
             folders = [folder for folder in saved if any(path.startswith(folder.rstrip("/") + "/") for path in read)]
-            found = [writer for folder in folders for writer in saved[folder]]
-            if found and statement.usage.calls and not statement.usage.defines:
-                _settle(statement, found, index < last)
+            writers = [writer for folder in folders for writer in saved[folder]]
+            if writers and statement.usage.calls and not statement.usage.defines:
+                _settle(statement, writers, index < last)
         paths.learn(statement)
 
 
-def _settle(reader: Statement, writers: list[Statement], before: bool) -> None:
-    if not reader.needed and not (before and Effect.LOAD in reader.effects):
-        on_one = not before or any(writer.role is not Role.NODE for writer in writers)
+def _settle(reader: Statement, writers: list[Statement], trains_later: bool) -> None:
+    if not reader.needed and not (trains_later and Effect.LOAD in reader.effects):
+        on_one = not trains_later or any(writer.role is not Role.NODE for writer in writers)
         reader.role = Role.MAIN if on_one else Role.NODE
         return
     reader.writers += writers
@@ -51,8 +50,8 @@ def _settle(reader: Statement, writers: list[Statement], before: bool) -> None:
 
 def _can_save_on_each_node(statement: Statement) -> bool:
     calls = [site.tail for site in statement.usage.calls if "tokenizer" not in site.root.lower()]
-    own = statement.effects <= {Effect.SAVE, Effect.FILE, Effect.PRINT, Effect.SHOW}
-    return own and not any(tail in _ONE_PROCESS_SAVES or "push" in tail for tail in calls)
+    only_saves = statement.effects <= {Effect.SAVE, Effect.FILE, Effect.PRINT, Effect.SHOW}
+    return only_saves and not any(tail in _ONE_PROCESS_SAVES or "push" in tail for tail in calls)
 
 
 class _Paths:
@@ -60,30 +59,33 @@ class _Paths:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.known: dict[str, str] = {}  # by dotted name: "folder", "args.output_dir"
+        self.texts: dict[str, str] = {}  # by dotted name: "folder", "args.output_dir"
 
     def learn(self, statement: Statement) -> None:
         """Take over what a statement assigns."""
         for name in statement.usage.writes:
-            self.known = {key: text for key, text in self.known.items() if key.split(".")[0] != name}
-        match statement.node:
-            case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=value)]):
+            self.texts = {key: text for key, text in self.texts.items() if key.split(".")[0] != name}
+        self._learn_line(statement.node)
+
+    def _learn_line(self, line: cst.BaseStatement) -> None:
+        match assignment(line):
+            case cst.Name(name), value:
                 self._assign(name, value)
 
     def _assign(self, name: str, value: cst.BaseExpression) -> None:
         text = self.text(value)
         if text is not None:
-            self.known[name] = text
+            self.texts[name] = text
         if not isinstance(value, cst.Call):
             return
         folder = keyword(value, "output_dir")
         if folder is not None and (text := self.text(folder.value)) is not None:
-            self.known[f"{name}.output_dir"] = text
+            self.texts[f"{name}.output_dir"] = text
         arguments = keyword(value, "args")
         if arguments is not None:
             self._assign(f"{name}.args", arguments.value)
-            if (text := self.known.get(f"{code(arguments.value)}.output_dir")) is not None:
-                self.known[f"{name}.args.output_dir"] = text
+            if (text := self.texts.get(f"{code(arguments.value)}.output_dir")) is not None:
+                self.texts[f"{name}.args.output_dir"] = text
 
     def text(self, node: cst.CSTNode) -> str | None:
         """Return the text that an expression makes, or None."""
@@ -92,7 +94,7 @@ class _Paths:
                 value = node.evaluated_value
                 return value if isinstance(value, str) else None
             case cst.Name() | cst.Attribute():
-                return self.known.get(dotted(node))
+                return self.texts.get(dotted(node))
             case cst.FormattedString(parts=parts):
                 return self._joined("", parts)
             case cst.FormattedStringText(value=value):
@@ -117,18 +119,15 @@ class _Paths:
         yield from self.read_by(statement)
         for site in statement.usage.calls:
             if site.tail in _ONE_PROCESS_SAVES and not site.node.args:
-                folder = self.known.get(f"{site.path.rsplit('.', 1)[0]}.args.output_dir")
+                folder = self.texts.get(f"{site.path.rsplit('.', 1)[0]}.args.output_dir")
                 if folder is not None:
                     yield folder
 
     def read_by(self, statement: Statement) -> Iterator[str]:
         """Return the texts that a statement's calls get; a trainer's arguments say where to write, not what to read."""
         inside = _Paths(self.graph)
-        inside.known = dict(self.known)
-        body = statement.node.body if isinstance(statement.node, cst.SimpleStatementLine) else []
-        for small in body:
-            if isinstance(small, cst.Assign) and isinstance(small.targets[0].target, cst.Name):
-                inside._assign(small.targets[0].target.value, small.value)
+        inside.texts = dict(self.texts)
+        inside._learn_line(statement.node)
         for site in statement.usage.calls:
             if is_trainer_call(site, self.graph.trainer_classes):
                 continue

@@ -19,8 +19,6 @@ from unsloth_ddp.notebook.syntax.ipython import command_of, without_installs
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import BUILTINS, contains, is_dead
 
-_APART = {Role.MAIN, Role.NODE}
-
 
 def assign_roles(graph: Graph) -> None:
     """Give every statement its role."""
@@ -39,7 +37,7 @@ def assign_roles(graph: Graph) -> None:
         pass
     _repeat_what_all_read(graph)
     for statement in graph.statements:
-        if statement.role in _APART and (statement.needed or makes_plain_values(graph, statement)):
+        if statement.apart and (statement.needed or makes_plain_values(graph, statement)):
             statement.share = [name for name in _needed_names(graph, statement) if name not in statement.handles]
 
 
@@ -112,17 +110,10 @@ def _fill_files_on_each_node(graph: Graph, last: int) -> None:
 def _needed_names(graph: Graph, statement: Statement) -> list[str]:
     """Return names bound by a statement that runs once and read by statements on every process."""
     usage = statement.usage
-    readers = [graph.statements[i] for i in statement.used_by]
-    wanted: set[str] = set()
-    for reader in readers:
-        if reader.role in (Role.ALL, Role.FIRST):
-            wanted |= reader.usage.reads | reader.usage.mutates | _deferred_reads(graph, reader)
-    return sorted((usage.writes | usage.mutates) & wanted)
-
-
-def _deferred_reads(graph: Graph, statement: Statement) -> set[str]:
-    read = [graph.functions[name] for name in statement.usage.reads & graph.functions.keys()]
-    return set().union(*(body.reads for body in [*statement.usage.defines.values(), *read]))
+    readers = [reader for reader in (graph.statements[i] for i in statement.used_by) if reader.everywhere]
+    read = set().union(*(_all_reads(graph, reader) for reader in readers))
+    read |= {name for reader in readers for body in reader.usage.defines.values() for name in body.reads}
+    return sorted((usage.writes | usage.mutates) & read)
 
 
 def _keep_handles(graph: Graph) -> None:
@@ -133,7 +124,7 @@ def _keep_handles(graph: Graph) -> None:
         if statement.role is Role.NODE and Effect.SERVER in statement.effects:
             handles |= usage.writes
             statement.handles = usage.writes
-        elif statement.role in (Role.ALL, Role.FIRST) and not statement.effects & SEEDS and not usage.defines:
+        elif statement.everywhere and not statement.effects & SEEDS and not usage.defines:
             if usage.reads & handles and not usage.imports:
                 statement.role = Role.NODE
         elif statement.role is Role.ALL:
@@ -148,7 +139,7 @@ def _settle(graph: Graph, last: int) -> bool:
     """Move statements to the main process that read only its names, or that only it uses; True if any moved."""
     moved = False
     for index, statement in enumerate(graph.statements):
-        if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & TOGETHER:
+        if not statement.everywhere or statement.needed or statement.effects & TOGETHER:
             continue
         role = _role_of_what_it_reads(graph, statement)
         if role is None and _only_main_uses(graph, index, statement, last):
@@ -181,13 +172,13 @@ def _made_apart(graph: Graph, statement: Statement) -> Iterator[tuple[str, State
     names = _all_reads(graph, statement)
     earlier = [graph.statements[i] for i in sorted(statement.uses)]
     for name in sorted(names):
-        made = [s for s in earlier if name in s.usage.writes]
-        shared = any(name in s.share or (s.needed and name not in s.handles) for s in made)
-        bound = [s for s in made if s.role in _APART]
-        if bound and not shared and all(s.role not in (Role.ALL, Role.FIRST) for s in made):
+        makers = [s for s in earlier if name in s.usage.writes]
+        shared = any(name in s.share or (s.needed and name not in s.handles) for s in makers)
+        bound = [s for s in makers if s.apart]
+        if bound and not shared and all(not s.everywhere for s in makers):
             yield from ((name, s) for s in bound)
         if name not in graph.imports:
-            filled = [s for s in earlier if s.role in _APART and not s.needed and name in _filled(s)]
+            filled = [s for s in earlier if s.apart and not s.needed and name in _filled(s)]
             yield from ((name, s) for s in filled)
 
 
@@ -217,7 +208,7 @@ _REPEATABLE = {
 
 def _repeat_what_all_read(graph: Graph) -> None:
     """Run on every process what makes, or fills, something that a statement on every process reads."""
-    queue = [s for s in graph.statements if s.role in (Role.ALL, Role.FIRST)]
+    queue = [s for s in graph.statements if s.everywhere]
     while queue:
         reader = queue.pop()
         for _, maker in [] if reader.usage.defines else _made_apart(graph, reader):
@@ -242,15 +233,15 @@ def _reloaded_to_be_tried(graph: Graph, last: int) -> list[Statement]:
     group = {
         i
         for i, s in enumerate(statements)
-        if i > last and s.role in (Role.ALL, Role.FIRST) and not s.needed
+        if i > last and s.everywhere and not s.needed
         if not s.effects & (TOGETHER | {Effect.MODE, Effect.STATE}) and not s.usage.imports and not s.usage.defines
     }
     while outside := {i for i in group if not _stays_within(graph, i, group)}:
         group -= outside
-    kept: set[int] = set()
-    while grown := {i for i in group - kept if _serves(graph, i, kept)}:
-        kept |= grown
-    return [statements[i] for i in sorted(kept)]
+    serving: set[int] = set()
+    while grown := {i for i in group - serving if _serves(graph, i, serving)}:
+        serving |= grown
+    return [statements[i] for i in sorted(serving)]
 
 
 def _stays_within(graph: Graph, index: int, group: set[int]) -> bool:
@@ -258,16 +249,16 @@ def _stays_within(graph: Graph, index: int, group: set[int]) -> bool:
     statement = graph.statements[index]
     for i in statement.used_by:
         user = graph.statements[i]
-        if i not in group and user.role not in (*_APART, Role.DEAD) and Effect.MODE not in user.effects:
+        if i not in group and user.everywhere and Effect.MODE not in user.effects:
             return False
     return bool(statement.usage.writes) or bool(_defined_within(graph, index, group))
 
 
-def _serves(graph: Graph, index: int, kept: set[int]) -> bool:
+def _serves(graph: Graph, index: int, serving: set[int]) -> bool:
     statement = graph.statements[index]
     if not statement.usage.writes:
-        return bool(_defined_within(graph, index, kept))
-    return any(i in kept or graph.statements[i].role in _APART for i in statement.used_by)
+        return bool(_defined_within(graph, index, serving))
+    return any(i in serving or graph.statements[i].apart for i in statement.used_by)
 
 
 def _defined_within(graph: Graph, index: int, group: set[int]) -> set[str]:
@@ -275,7 +266,7 @@ def _defined_within(graph: Graph, index: int, group: set[int]) -> set[str]:
     statement = graph.statements[index]
     names = statement.usage.reads | statement.usage.mutates
     binders = {name: {i for i in statement.uses if name in graph.statements[i].usage.writes} for name in names}
-    return {name for name, found in binders.items() if found and found <= group}
+    return {name for name, statements in binders.items() if statements and statements <= group}
 
 
 def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -> bool:
@@ -283,7 +274,7 @@ def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -
     live = [user for user in users if user.role is not Role.DEAD]
     if index > last:  # a model reloaded to be tried: its for_inference follows it
         live = [user for user in live if Effect.MODE not in user.effects]
-    if not live or any(user.role not in _APART for user in live):
+    if not live or any(not user.apart for user in live):
         return False
     usage = statement.usage
     if usage.imports or usage.defines or not usage.writes or Effect.MODE in statement.effects:
@@ -297,9 +288,9 @@ def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
     """Return whether an unknown function gets an object that training reads, and might change it."""
     needed = set().union(*(s.usage.reads for s in graph.statements if s.needed), set())
     for site in statement.usage.calls:
-        known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
+        is_known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
         # A name that is not imported is an object such as a tokenizer rather than a function from a library.
-        if not known and site.names & needed and site.path in graph.imports:
+        if not is_known and site.names & needed and site.path in graph.imports:
             return True
     return False
 
@@ -311,9 +302,9 @@ def _drop_installs(graph: Graph) -> None:
     for statement in statements:
         if _only_installs(statement):
             statement.role = Role.DROP
-    kept = [s for s in statements if s.role not in (Role.DROP, Role.DEAD) and s.cell in touched]
-    while found := next((s for s in kept if s.role is not Role.DROP and _serves_installs(graph, s)), None):
-        found.role = Role.DROP
+    remaining = [s for s in statements if s.role not in (Role.DROP, Role.DEAD) and s.cell in touched]
+    while helper := next((s for s in remaining if s.role is not Role.DROP and _serves_installs(graph, s)), None):
+        helper.role = Role.DROP
 
 
 def _has_install(statement: Statement) -> bool:
@@ -334,8 +325,8 @@ def _is_install(value: cst.BaseExpression) -> bool:
 def _installs(node: cst.Call) -> str | None:
     """Return a call's shell command without its installs; None where it installs nothing."""
     command = command_of(node)
-    kept, _ = without_installs(command)
-    return None if kept == command else kept
+    rest, _ = without_installs(command)
+    return None if rest == command else rest
 
 
 def _serves_installs(graph: Graph, statement: Statement) -> bool:

@@ -16,29 +16,29 @@ def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst
     if not can_be_disabled(call, full):
         return call, [context.warn("tracker", "every process starts this run; start it on the main process only")]
     old = keyword(call, "mode")
-    given = f"({code(old.value)})" if old is not None else "None"
-    call = set_keyword(call, "mode", f'{given} if {context.names["IS_MAIN"]} else "disabled"')
+    mode = f"({code(old.value)})" if old is not None else "None"
+    call = set_keyword(call, "mode", f'{mode} if {context.names["IS_MAIN"]} else "disabled"')
     return call, [context.edit("once", "only the main process's run is tracked; the others' does nothing")]
 
 
 def stand_in_for_runs(graph: Graph) -> None:
     """Mark the runs that code on every process passes on: there, the other processes get a stand-in that does nothing."""
-    wanted: set[str] = set()
+    passed_on: set[str] = set()
     for statement in graph.statements:
-        if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
-            wanted |= statement.runs
+        if statement.needed and statement.everywhere and MainValues(graph, statement).leaves_run():
+            passed_on |= statement.runs
     for statement in graph.statements:
         if statement.role is Role.MAIN and isinstance(statement.node, cst.SimpleStatementLine):
             started = {name for name, site in statement.usage.assigned if starts_run(graph.full_path(site))}
-            statement.stands_in = len(statement.node.body) == 1 and bool(started & wanted)
+            statement.stands_in = len(statement.node.body) == 1 and bool(started & passed_on)
 
 
 def stand_in_serves(graph: Graph, statement: Statement) -> bool:
     """Return whether a stand-in is as good as the run in a statement: it is only told something, or handed to a training."""
-    found = {name for s in graph.statements if s.stands_in for name in s.usage.writes}
-    if not statement.runs or not statement.runs <= found:
+    stand_ins = {name for s in graph.statements if s.stands_in for name in s.usage.writes}
+    if not statement.runs or not statement.runs <= stand_ins:
         return False
-    told = MainValues(graph, statement).only_told(statement.node)
+    only_told = MainValues(graph, statement).only_told(statement.node)
     calls = any(site.bare and not site.is_method and site.root != "?" for site in statement.usage.calls)
     is_call = calls and isinstance(statement.node, cst.SimpleStatementLine) and len(statement.node.body) == 1
-    return told or (is_call and bool(statement.effects & SEEDS) and not statement.usage.writes)
+    return only_told or (is_call and bool(statement.effects & SEEDS) and not statement.usage.writes)

@@ -34,20 +34,18 @@ def without_search(graph: Graph, unsloth: bool) -> str | None:
 def adapts_idle_tower(graph: Graph) -> bool:
     """Return whether adapters reach a tower for images while no row of the notebook has one: they get no gradient."""
     vision = any(is_loader_call(site.path) and site.path.split(".")[0] == "FastVisionModel" for site in graph.sites)
-    made = [site for site in graph.sites if site.tail == "get_peft_model"]
-    given = [keyword(site.node, "finetune_vision_layers") for site in made]
-    reaches = any(code(arg.value) != "False" if arg is not None else vision for arg in given)
+    adapted = [site for site in graph.sites if site.tail == "get_peft_model"]
+    flags = [keyword(site.node, "finetune_vision_layers") for site in adapted]
+    reaches = any(code(arg.value) != "False" if arg is not None else vision for arg in flags)
     return reaches and not any(_IMAGES.search(word) for word in _words(graph))
 
 
 def _checkpoints(site) -> bool:  # type: ignore[no-untyped-def]
-    given = keyword(site.node, "gradient_checkpointing")
+    flag = keyword(site.node, "gradient_checkpointing")
     prepares = (
         site.tail == "prepare_model_for_kbit_training" and keyword(site.node, "use_gradient_checkpointing") is None
     )
-    return (
-        prepares or site.tail == "gradient_checkpointing_enable" or (given is not None and code(given.value) == "True")
-    )
+    return prepares or site.tail == "gradient_checkpointing_enable" or (flag is not None and code(flag.value) == "True")
 
 
 def _says(graph: Graph, *texts: str) -> bool:

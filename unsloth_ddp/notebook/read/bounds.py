@@ -63,6 +63,10 @@ def _command(node: ast.AST) -> int:
     """Return the length of the text that a call gives to a shell, 0 for other nodes."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=args) if name in SHELL_METHODS | RUNNERS:
-            texts = [one.value for one in args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            texts = [
+                argument.value
+                for argument in args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
             return 0 if texts and texts[0] in FILE_CELLS else max(map(len, texts), default=0)
     return 0

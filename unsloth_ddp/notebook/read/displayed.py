@@ -32,11 +32,11 @@ def print_value(node: cst.BaseStatement, context: ConversionContext) -> cst.Base
     value = small.value
     if isinstance(value, cst.Tuple) and not value.lpar:  # `a, b` stands without parentheses: print takes both
         values = [element.value for element in value.elements if isinstance(element, cst.Element)]
-        if len(values) < len(value.elements) or any(_shows_itself(one) for one in values):
+        if len(values) < len(value.elements) or any(_shows_itself(shown) for shown in values):
             return node
     else:
         values = [value]
-    call = cst.Call(func=cst.Name("print"), args=[cst.Arg(one) for one in values])
+    call = cst.Call(func=cst.Name("print"), args=[cst.Arg(value) for value in values])
     note = context.edit("print", "print what the notebook displays")
     return lead(node.with_changes(body=[small.with_changes(value=call)]), [note])
 

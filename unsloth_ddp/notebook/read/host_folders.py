@@ -51,8 +51,8 @@ def edit_chdir(call: cst.Call, context: ConversionContext) -> tuple[cst.Call | N
     """Return what replaces `os.chdir("/content/...")`, and the comment; None where nothing does (see change_folder)."""
     if full_path(dotted(call.func), context.imports) != "os.chdir" or len(call.args) != 1:
         return None
-    given = call.args[0].value
-    path = given.evaluated_value if isinstance(given, cst.SimpleString) else None
+    folder_argument = call.args[0].value
+    path = folder_argument.evaluated_value if isinstance(folder_argument, cst.SimpleString) else None
     changed = change_folder(path, code(call), repr, context) if isinstance(path, str) else None
     if changed is None:
         return None
@@ -64,9 +64,9 @@ def edit_chdir(call: cst.Call, context: ConversionContext) -> tuple[cst.Call | N
 
 def host_paths(node: cst.BaseStatement) -> list[str]:
     """Return the host's paths that a statement names."""
-    found = _Paths()
-    node.visit(found)
-    return list(dict.fromkeys(found.paths))
+    collector = _Paths()
+    node.visit(collector)
+    return list(dict.fromkeys(collector.paths))
 
 
 def _below(path: str, folder: str) -> str | None:
@@ -108,5 +108,5 @@ class _Paths(cst.CSTVisitor):
         return False
 
     def _begins_with(self, text: str) -> None:
-        if found := _PATH.match(text):
-            self.paths.append(found[0])
+        if path := _PATH.match(text):
+            self.paths.append(path[0])

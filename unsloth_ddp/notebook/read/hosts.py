@@ -44,11 +44,11 @@ def edit_value(call: cst.Call, context: ConversionContext) -> tuple[cst.BaseExpr
     on_kaggle = any(path.startswith("kaggle_secrets") for path in context.imports.values())
     for pattern, position, name in _SECRETS:
         if pattern.match(full) and (not full.endswith("get_secret") or on_kaggle):
-            given = keyword(call, name) or (call.args[position] if len(call.args) > position else None)
-            if given is None:
+            argument = keyword(call, name) or (call.args[position] if len(call.args) > position else None)
+            if argument is None:
                 continue
-            note = context.edit("host", f"{code(given.value)} comes from the environment")
-            return cst.parse_expression(f"{context.names['secret']}({code(given.value)})"), [note]
+            note = context.edit("host", f"{code(argument.value)} comes from the environment")
+            return cst.parse_expression(f"{context.names['secret']}({code(argument.value)})"), [note]
     if full == "google.colab.files.upload":
         note = context.warn("host", "nothing is uploaded here; UPLOADED_FILES=path[:path ...] names the files")
         return cst.parse_expression(f"{context.names['uploaded_files']}()"), [note]
@@ -91,16 +91,16 @@ def without_host_names(node: cst.ImportFrom | cst.Import) -> cst.ImportFrom | cs
         if module.split(".")[0] != "IPython" or isinstance(node.names, cst.ImportStar):
             return node
         return _without(node, [alias for alias in node.names if alias.evaluated_name != "get_ipython"])
-    kept = [alias for alias in node.names if not _is_host(dotted(alias.name))]
-    return _without(node, kept)
+    aliases = [alias for alias in node.names if not _is_host(dotted(alias.name))]
+    return _without(node, aliases)
 
 
-def _without(node: cst.ImportFrom | cst.Import, kept: list[cst.ImportAlias]) -> cst.ImportFrom | cst.Import | None:
-    if not kept:
+def _without(node: cst.ImportFrom | cst.Import, aliases: list[cst.ImportAlias]) -> cst.ImportFrom | cst.Import | None:
+    if not aliases:
         return None
-    if len(kept) == len(node.names):  # type: ignore[arg-type]
+    if len(aliases) == len(node.names):  # type: ignore[arg-type]
         return node
-    return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+    return node.with_changes(names=[*aliases[:-1], aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
 
 
 def imported_names(node: cst.ImportFrom | cst.Import) -> set[str]:
@@ -145,13 +145,13 @@ def call_directly(call: cst.Call, context: ConversionContext) -> tuple[cst.Call,
         return call, []
     if not named <= _OF_THE_LAUNCH or len(plain) > _POSITIONAL:
         return call, []
-    given = plain[1] if len(plain) > 1 else keyword(call, "args")
+    arguments = plain[1] if len(plain) > 1 else keyword(call, "args")
     note = context.edit("once", "call the function itself: the script's launcher has started the processes")
-    return cst.Call(func=plain[0].value, args=[] if given is None else _spread(given.value)), [note]
+    return cst.Call(func=plain[0].value, args=[] if arguments is None else _spread(arguments.value)), [note]
 
 
-def _spread(given: cst.BaseExpression) -> list[cst.Arg]:
+def _spread(arguments: cst.BaseExpression) -> list[cst.Arg]:
     """Return the arguments that a tuple stands for."""
-    if isinstance(given, cst.Tuple) and all(isinstance(element, cst.Element) for element in given.elements):
-        return [cst.Arg(element.value) for element in given.elements]
-    return [cst.Arg(given, star="*")]
+    if isinstance(arguments, cst.Tuple) and all(isinstance(element, cst.Element) for element in arguments.elements):
+        return [cst.Arg(element.value) for element in arguments.elements]
+    return [cst.Arg(arguments, star="*")]

@@ -75,10 +75,10 @@ def _split_cell_magic(source: str) -> tuple[str, tuple[str, str] | None, str]:
     for index, line in enumerate(lines):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        found = _CELL_MAGIC.match(line.strip())
-        if found is None:
+        header = _CELL_MAGIC.match(line.strip())
+        if header is None:
             break
-        return "".join(lines[:index]), (found["name"], found["line"].strip()), "".join(lines[index + 1 :])
+        return "".join(lines[:index]), (header["name"], header["line"].strip()), "".join(lines[index + 1 :])
     return "", None, source
 
 
@@ -112,12 +112,12 @@ def add_automagic(source: str) -> str:
     if _DATABRICKS_CELL.match(source):
         return "%" + source.lstrip()
     for index, line in enumerate(lines):
-        found = re.match(r"(?P<word>[A-Za-z][\w-]*)(?=\s+([^\s=(,.:]|\.([./\s]|$))|\s*$)", line)
-        if found is None or _is_python(line):
+        command = re.match(r"(?P<word>[A-Za-z][\w-]*)(?=\s+([^\s=(,.:]|\.([./\s]|$))|\s*$)", line)
+        if command is None or _is_python(line):
             continue
-        if found["word"] in _line_magics():
+        if command["word"] in _line_magics():
             lines[index] = "%" + line
-        elif found["word"] in _COMMANDS:
+        elif command["word"] in _COMMANDS:
             lines[index] = "!" + line
     return "".join(lines)
 
@@ -133,7 +133,7 @@ def _is_python(line: str) -> bool:
 @cache
 def _line_magics() -> frozenset[str]:
     """Return the names of IPython's own line magics and aliases."""
-    found = [getattr(magics, name) for name in dir(magics) if name.endswith("Magics")]
-    classes = [kind for kind in found if isinstance(getattr(kind, "magics", None), dict)]
+    members = [getattr(magics, name) for name in dir(magics) if name.endswith("Magics")]
+    classes = [kind for kind in members if isinstance(getattr(kind, "magics", None), dict)]
     names = {name for kind in classes for name in kind.magics.get("line", {})}
     return frozenset(names | {name for name, _ in default_aliases()})

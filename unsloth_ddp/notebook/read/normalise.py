@@ -29,7 +29,7 @@ def normalise(
     body: list[cst.BaseStatement], context: ConversionContext
 ) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
     """Return a cell's statements without line magics, and the comment lines left at its end."""
-    kept: list[cst.BaseStatement] = []
+    statements: list[cst.BaseStatement] = []
     pending: list[cst.EmptyLine] = []
     parts = [part for number, whole in enumerate(body) for part in _parts(whole, number, context)]
     for statement in parts:
@@ -45,8 +45,8 @@ def normalise(
         if pending:
             new = new.with_changes(leading_lines=[*pending, *new.leading_lines])  # type: ignore[attr-defined]
             pending = []
-        kept.append(new)
-    return kept, pending
+        statements.append(new)
+    return statements, pending
 
 
 class _Normaliser(LineEditor):
@@ -157,8 +157,8 @@ class _Normaliser(LineEditor):
             if hosts.is_secret(updated_node.value, self.context):
                 return updated_node.with_changes(value=cst.parse_expression(f'{code(updated_node.value)} or ""'))
         if isinstance(target, cst.Name):
-            held = hosts.is_secret(updated_node.value, self.context)
-            (self.context.secrets.add if held else self.context.secrets.discard)(target.value)
+            secret = hosts.is_secret(updated_node.value, self.context)
+            (self.context.secrets.add if secret else self.context.secrets.discard)(target.value)
             root = dotted(original_node.value.func).split(".")[0] if isinstance(original_node.value, cst.Call) else ""
             if self.context.imports.get(root, "").startswith("kaggle_secrets."):
                 self.note(self.context.edit("host", "secrets come from the environment"))
@@ -195,8 +195,8 @@ class _Normaliser(LineEditor):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         if self._is_shell(updated_node):
-            kept = id(original_node) in self.shells
-            return updated_node.with_changes(func=cst.Name("get_ipython")) if kept else cst.Name("None")
+            has_counterpart = id(original_node) in self.shells
+            return updated_node.with_changes(func=cst.Name("get_ipython")) if has_counterpart else cst.Name("None")
         direct, notes = hosts.call_directly(updated_node, self.context)
         if notes:
             self.note(*notes)
@@ -220,13 +220,13 @@ class _Normaliser(LineEditor):
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Small:
         """Leave out an import of a host's module; in a `try` it stays, where it asks which host this is."""
         node: cst.Import | cst.ImportFrom = updated_node
-        kept = hosts.without_host_names(node)
-        if kept is node or self.tries:
+        rest = hosts.without_host_names(node)
+        if rest is node or self.tries:
             return node
-        still = hosts.imported_names(kept) if kept is not None else set()
+        still = hosts.imported_names(rest) if rest is not None else set()
         self.context.host_names |= hosts.imported_names(node) - still - {"get_ipython"}
         self.note(self.context.edit("host", f"{code(node)}: only the notebook's host has it"))
-        return kept if kept is not None else cst.RemoveFromParent()
+        return rest if rest is not None else cst.RemoveFromParent()
 
     leave_ImportFrom = leave_Import  # type: ignore[assignment]
 
@@ -236,7 +236,7 @@ def _parts(whole: cst.BaseStatement, number: int, context: ConversionContext) ->
     inside = whole.visit(_OneALine(context))
     assert isinstance(inside, cst.BaseStatement)
     split = _split(inside, context, set(Effect) - {Effect.LOAD})
-    return [part for one in split for part in _as_coroutine(one, f"cell_{context.cell}_part_{number + 1}", context)]
+    return [part for line in split for part in _as_coroutine(line, f"cell_{context.cell}_part_{number + 1}", context)]
 
 
 def _may_need_a_guard(statement: cst.CSTNode, context: ConversionContext, guarded: set[Effect]) -> bool:
@@ -264,7 +264,7 @@ class _OneALine(cst.CSTTransformer):
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
         self.blocks -= 1
-        parts = [_split(one, self.context, ONCE) for one in updated_node.body]
+        parts = [_split(statement, self.context, ONCE) for statement in updated_node.body]
         return updated_node.with_changes(body=[line for lines in parts for line in lines])
 
     def leave_SimpleStatementSuite(

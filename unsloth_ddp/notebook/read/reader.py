@@ -61,8 +61,8 @@ def _language(metadata: Any) -> str | None:
     """Return the kernel's language where it is known and is not Python."""
     if not isinstance(metadata, Mapping):
         return None
-    found = [metadata.get(key) for key in ("kernelspec", "language_info")]
-    spec, info = (part if isinstance(part, Mapping) else {} for part in found)
+    parts = [metadata.get(key) for key in ("kernelspec", "language_info")]
+    spec, info = (part if isinstance(part, Mapping) else {} for part in parts)
     for value in (spec.get("language"), info.get("name")):
         if isinstance(value, str) and value and "python" not in value.lower():
             return value

@@ -34,9 +34,9 @@ def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
     return _insert(call, cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call)))
 
 
-def with_value(call: cst.Call, given: cst.Arg, value: cst.BaseExpression) -> cst.Call:
+def with_value(call: cst.Call, argument: cst.Arg, value: cst.BaseExpression) -> cst.Call:
     """Return `call` with another value for one of its arguments."""
-    return call.with_changes(args=[arg.with_changes(value=value) if arg is given else arg for arg in call.args])
+    return call.with_changes(args=[arg.with_changes(value=value) if arg is argument else arg for arg in call.args])
 
 
 def add_splat(call: cst.Call, source: str) -> cst.Call:
@@ -56,15 +56,15 @@ def _insert(call: cst.Call, new: cst.Arg) -> cst.Call:
         args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=_between(call, index)))
         return call.with_changes(args=[*args, tail])
     earlier = args[index - 1].comma if index else None
-    before = earlier.whitespace_after if isinstance(earlier, cst.Comma) else call.whitespace_before_args
+    leading = earlier.whitespace_after if isinstance(earlier, cst.Comma) else call.whitespace_before_args
     between = _between(call, index)
-    if isinstance(before, cst.ParenthesizedWhitespace) and isinstance(between, cst.ParenthesizedWhitespace):
-        between = between.with_changes(empty_lines=before.empty_lines)  # comments stay above their argument
-        before = before.with_changes(empty_lines=[])
+    if isinstance(leading, cst.ParenthesizedWhitespace) and isinstance(between, cst.ParenthesizedWhitespace):
+        between = between.with_changes(empty_lines=leading.empty_lines)  # comments stay above their argument
+        leading = leading.with_changes(empty_lines=[])
     args.insert(index, new.with_changes(comma=cst.Comma(whitespace_after=between)))
     if not isinstance(earlier, cst.Comma):
-        return call.with_changes(args=args, whitespace_before_args=before)
-    args[index - 1] = args[index - 1].with_changes(comma=earlier.with_changes(whitespace_after=before))
+        return call.with_changes(args=args, whitespace_before_args=leading)
+    args[index - 1] = args[index - 1].with_changes(comma=earlier.with_changes(whitespace_after=leading))
     return call.with_changes(args=args)
 
 
@@ -114,5 +114,5 @@ def _between(call: cst.Call, index: int) -> cst.BaseParenthesizableWhitespace:
 
 def names_arguments(arg: cst.Arg) -> bool:
     """Return whether an argument given by position holds a trainer's arguments, by its name."""
-    found = _ARGUMENTS.search(code(arg.value).lower())
-    return arg.keyword is None and not arg.star and found is not None
+    match = _ARGUMENTS.search(code(arg.value).lower())
+    return arg.keyword is None and not arg.star and match is not None

@@ -52,8 +52,8 @@ def ending_line(command: str) -> str:
     return _line(command, _ENDS)
 
 
-def _line(command: str, wanted: re.Pattern[str]) -> str:
+def _line(command: str, pattern: re.Pattern[str]) -> str:
     for line in command.replace("\\\n", " ").splitlines():
-        if wanted.search(line.strip()) and not line.lstrip().startswith("#"):
+        if pattern.search(line.strip()) and not line.lstrip().startswith("#"):
             return " ".join(line.split())
     return ""

@@ -181,16 +181,16 @@ def makes_trainer(site: CallSite, classes: TrainerClasses) -> bool:
 def is_trainer_method(site: CallSite, trainers: set[str]) -> bool:
     """Return whether a call is that of a trainer's own method."""
     named = site.root in trainers or bool(_HOLDS_TRAINER.match(site.root))
-    own = site.path.count(".") == 1 and site.tail != "model"  # `trainer.model(...)` calls the model alone
-    return own and named and (not site.passed or bool(_TRAIN.match(site.tail)))
+    is_its_method = site.path.count(".") == 1 and site.tail != "model"  # `trainer.model(...)` calls the model alone
+    return is_its_method and named and (not site.passed or bool(_TRAIN.match(site.tail)))
 
 
 def draws_from(site: CallSite, full: str) -> str | None:
     """Return the global generator that a call draws from, or None."""
-    found = _RANDOM.match(full)
-    if found is None or any(arg.keyword and arg.keyword.value == "generator" for arg in site.node.args):
+    draw = _RANDOM.match(full)
+    if draw is None or any(arg.keyword and arg.keyword.value == "generator" for arg in site.node.args):
         return None
-    return next(name for name in GENERATORS if found[name])
+    return next(name for name in GENERATORS if draw[name])
 
 
 def seeded_by(site: CallSite, full: str) -> set[str]:
@@ -214,29 +214,29 @@ def call_effects(site: CallSite, full: str, trainers: set[str], classes: Trainer
         return {Effect.TRAIN} if _TRAIN.match(tail) else {Effect.SYNC} | saves
     if tail in ("for_inference", "for_training"):
         return {Effect.MODE}
-    found = {effect for effect, pattern in _BY_PATH.items() if pattern.search(full)}
-    found -= {Effect.TRACK} if site.passed else set()  # a value of a run, which is not called
+    effects = {effect for effect, pattern in _BY_PATH.items() if pattern.search(full)}
+    effects -= {Effect.TRACK} if site.passed else set()  # a value of a run, which is not called
     if tail == "backward" and site.is_method:
-        found.add(Effect.LOOP)
+        effects.add(Effect.LOOP)
     # "." also where a library's function was imported under its own name; not for a function of the notebook
-    if ("." in full and tail in _INFER and Effect.PAID not in found) or full == "transformers.pipeline":
-        found.add(Effect.INFER)
+    if ("." in full and tail in _INFER and Effect.PAID not in effects) or full == "transformers.pipeline":
+        effects.add(Effect.INFER)
     if _SAVE.match(tail) or (tail == "save" and site.root.startswith(("model", "trainer"))):
-        found.add(Effect.SAVE)
+        effects.add(Effect.SAVE)
     if _writes_file(site, full):
-        found.add(Effect.FILE)
-    found |= _process_effects(site, full)
+        effects.add(Effect.FILE)
+    effects |= _process_effects(site, full)
     if not site.is_method and tail in ("notebook_login", "login"):
-        found.add(Effect.LOGIN)
+        effects.add(Effect.LOGIN)
     if full in _INPUT:
-        found.add(Effect.INPUT)
+        effects.add(Effect.INPUT)
     if _is_data(site, full):
-        found.add(Effect.DATA)
+        effects.add(Effect.DATA)
     if site.is_method and tail in _SYNC:
-        found.add(Effect.SYNC)
+        effects.add(Effect.SYNC)
     if draws_from(site, full):
-        found.add(Effect.RANDOM)
-    return found | _display_effects(site, full)
+        effects.add(Effect.RANDOM)
+    return effects | _display_effects(site, full)
 
 
 def _display_effects(site: CallSite, full: str) -> set[Effect]:

@@ -273,21 +273,21 @@ def is_install(command: str) -> bool:
 @cache
 def without_installs(command: str) -> tuple[str, list[str]]:
     """Return a shell command without its installs, and the requirements that those named."""
-    kept: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
     requirements: list[str] = []
     parts = split_commands(command)
     for text, operator in parts:
         if is_install(text):
             requirements += requirement_names(text)
         else:
-            kept.append((text, operator))
-    if len(kept) == len(parts):
+            others.append((text, operator))
+    if len(others) == len(parts):
         return command, []
     if _COMPOUND.search(command):
         return _script_without_installs(command), requirements
-    if all(text.lstrip().startswith("#") or (op in ("&&", "||") and _TEST.match(text)) for text, op in kept):
+    if all(text.lstrip().startswith("#") or (op in ("&&", "||") and _TEST.match(text)) for text, op in others):
         return "", requirements
-    joined = "".join(text + operator for text, operator in kept[:-1]) + kept[-1][0]
+    joined = "".join(text + operator for text, operator in others[:-1]) + others[-1][0]
     return joined.strip("\n "), requirements
 
 
@@ -317,12 +317,12 @@ def _script_without_installs(script: str) -> str:
 
 def requirement_names(command: str) -> list[str]:
     """Return the requirements that a pip command names, as a requirements file has them."""
-    found = _PIP_INSTALL.search(command.replace("\\\n", " "))
-    if found is None:
+    install = _PIP_INSTALL.search(command.replace("\\\n", " "))
+    if install is None:
         return []
     names: list[str] = []
     skip = False
-    for token in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", found.group(1)):
+    for token in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", install.group(1)):
         if token.startswith(("#", ">", "2>", "|", "&")):
             break
         text = token.strip("\"'")

@@ -32,7 +32,7 @@ class _Scope:
     kind: str  # module, function, class, comprehension
     local: set[str] = field(default_factory=set)
     outer: set[str] = field(default_factory=set)  # declared global
-    own: set[str] = field(default_factory=set)  # bound by a block of this statement
+    rebound: set[str] = field(default_factory=set)  # bound by a block of this statement
     usage: NameUsage = field(default_factory=NameUsage)
 
 
@@ -62,7 +62,7 @@ class _Collector(tree.NamesRead):
         for element in target.elements if isinstance(target, cst.Tuple | cst.List) else [target]:
             value = element.value if isinstance(element, cst.BaseElement) else element
             if isinstance(value, cst.Name):
-                self.scopes[-1].own.add(value.value)
+                self.scopes[-1].rebound.add(value.value)
 
     def _write(self, name: str) -> None:
         scope = self.scopes[-1]
@@ -99,7 +99,7 @@ class _Collector(tree.NamesRead):
             target.visit(self)
 
     def visit_Name(self, node: cst.Name) -> None:
-        if node.value not in self.scopes[-1].own:
+        if node.value not in self.scopes[-1].rebound:
             self.scopes[-1].usage.reads.add(node.value)
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
@@ -112,6 +112,9 @@ class _Collector(tree.NamesRead):
             site = CallSite(dotted(node.value.func), node.value, frozenset())
             names = root_names(target) if isinstance(target, cst.Name | cst.Tuple | cst.List) else []
             self.assigned += [(name, site) for name in names]
+            moved = root_name(node.value.func) if site.is_method and tree.moves(site.tail) else None
+            if moved not in names and not self.function:  # `m = model.to(device)` moves the model itself
+                self._mutate(moved)
         if gives_parts(node.value) and not isinstance(target, cst.Attribute | cst.Subscript):
             self._alias(target, node.value)
 
@@ -190,7 +193,7 @@ class _Collector(tree.NamesRead):
     def _import(self, name: str, path: str) -> None:
         self._write(name)
         if self.straight and len(self.scopes) == 1:
-            self.scopes[-1].own.add(name)
+            self.scopes[-1].rebound.add(name)
         self.scopes[-1].usage.imports[name] = path
 
     # Statements ------------------------------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ class _Collector(tree.NamesRead):
     def _body(self, name: str, params: list[str], block: cst.BaseSuite) -> None:
         """Collect a deferred body under the outermost definition it belongs to."""
         deferred = DeferredBody(params=params)
-        before = len(self.assigned)
+        first_assigned = len(self.assigned)
         self.function.append(deferred)
         self.scopes.append(_Scope("function", local=set(params)))
         block.visit(self)
@@ -275,7 +278,7 @@ class _Collector(tree.NamesRead):
         deferred.stores |= scope.usage.stores - hidden
         deferred.iterates |= scope.usage.iterates
         deferred.aliases += scope.usage.aliases
-        deferred.assigned += self.assigned[before:]
+        deferred.assigned += self.assigned[first_assigned:]
         if self.function:
             self.function[-1].absorb(deferred)
             return

@@ -4,10 +4,13 @@ import builtins
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from typing import TypeVar
 
 import libcst as cst
+
+T = TypeVar("T")
 
 # Methods that change the object they are called on, even where their value is used.
 _MUTATING = (
@@ -41,9 +44,9 @@ def is_dead(node: cst.BaseStatement) -> bool:
     return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
 
 
-def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
+def contains(node: cst.CSTNode, matches: Callable[[cst.CSTNode], bool]) -> bool:
     """Return whether a node, or a part of it at whatever depth, is one that is wanted."""
-    return any(wanted(part) for part in walk(node))
+    return any(matches(part) for part in walk(node))
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -67,6 +70,30 @@ def _parts_of(kind: type[cst.CSTNode]) -> list[str]:
     """Return the fields of a kind of node that hold code; `children` of libcst is slow."""
     names = [field.name for field in dataclasses.fields(kind)]
     return [name for name in names if not _NO_CODE.search(name)]
+
+
+def goes_backward(node: cst.CSTNode) -> bool:
+    """Return whether a node is a call of `backward`."""
+    return isinstance(node, cst.Call) and dotted(node.func).endswith(".backward")
+
+
+def assignment(node: cst.CSTNode) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
+    """Return the target and the value of a line that is one assignment to one target, or None."""
+    match node:
+        case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target)], value=value)]):
+            return target, value
+    return None
+
+
+def closure(start: Iterable[T], further: Callable[[T], Iterable[T]]) -> set[T]:
+    """Return what is reached from some things by any number of steps."""
+    reached = set(start)
+    queue = list(reached)
+    while queue:
+        fresh = set(further(queue.pop())) - reached
+        reached |= fresh
+        queue += fresh
+    return reached
 
 
 def names_in(node: cst.CSTNode) -> Counter[str]:
@@ -149,13 +176,13 @@ def root_names(node: cst.CSTNode) -> list[str]:
     """Return the names at the roots of an expression, except builtins such as enumerate."""
     visitor = _RootNames()
     node.visit(visitor)
-    return visitor.found
+    return visitor.names
 
 
 class _RootNames(NamesRead):
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def visit_Name(self, node: cst.Name) -> None:
         if node.value not in BUILTINS:
-            self.found.append(node.value)
+            self.names.append(node.value)

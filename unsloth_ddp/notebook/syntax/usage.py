@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from unsloth_ddp.notebook.syntax.tree import dotted, root_names
+from unsloth_ddp.notebook.syntax.tree import closure, dotted, root_names
 
 
-@dataclass
+@dataclass(eq=False)
 class CallSite:
     """One call: `path` is dotted ("model.generate"), its root "?" where it is not a plain name."""
 
@@ -34,7 +34,7 @@ class CallSite:
         return "." in self.path
 
 
-@dataclass
+@dataclass(eq=False)
 class NameUsage:
     """The names that a statement uses when it runs, and how."""
 
@@ -51,7 +51,7 @@ class NameUsage:
     assigned: list[tuple[str, CallSite]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class DeferredBody(NameUsage):
     """The body of a function, or of every method of a class; it changes parameters and globals."""
 
@@ -76,11 +76,7 @@ def follow_aliases(mutates: set[str], aliases: list[tuple[str, str]]) -> None:
     wholes: dict[str, set[str]] = {}
     for part, whole in aliases:
         wholes.setdefault(part, set()).add(whole)
-    queue = list(mutates)
-    while queue:
-        fresh = wholes.get(queue.pop(), set()) - mutates
-        mutates |= fresh
-        queue += fresh
+    mutates |= closure(mutates, lambda part: wholes.get(part, ()))
 
 
 # The name of what a function returns, among its aliases and its calls.

@@ -25,12 +25,12 @@ def edit_command(call: cst.Call, full: str, context: ConversionContext) -> tuple
         return _edit_shell(call, note, context)
     if not _STARTS.match(full) or not call.args:
         return call, []
-    given = keyword(call, "env")
-    if given is None and splats(call):
+    environment = keyword(call, "env")
+    if environment is None and splats(call):
         return call, [context.warn("shell", "takes the launcher's variables along: pass env=child_environment()")]
-    inner = "" if given is None or code(given.value) in ("None", "os.environ") else code(given.value)
+    inner = "" if environment is None or code(environment.value) in ("None", "os.environ") else code(environment.value)
     helper = context.names["child_environment"]
-    if given is None:  # after the others: the command comes first
+    if environment is None:  # after the others: the command comes first
         last = call.args[-1]
         if isinstance(last.comma, cst.MaybeSentinel):
             last = last.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))

@@ -45,13 +45,13 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
     kind = path.split(".")[-1]
     family = " ".join({kind, *context.trainers_of_config.get(path, ())})
     contrastive, generates = _is_contrastive(family, context), bool(_GENERATES.search(family))
-    given = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    keywords = {arg.keyword.value for arg in call.args if arg.keyword is not None}
     notes: list[str] = []
     if context.options.tensorboard and not splats(call):
         call = set_keyword(call, "report_to", '"tensorboard"')
         notes.append(context.edit("report", "report_to set to tensorboard (--tensorboard)"))
-    other = _BATCH not in given and bool(given & {"batch_size", "mini_batch_size"})
-    unknown = _BATCH not in given and not other and not _is_of_transformers(path, context)
+    other = _BATCH not in keywords and bool(keywords & {"batch_size", "mini_batch_size"})
+    unknown = _BATCH not in keywords and not other and not _is_of_transformers(path, context)
     if splats(call) or unknown:
         return _edit_splatted(call, contrastive, context, notes)
     if other:
@@ -59,9 +59,9 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
         notes.append(context.warn("sizing", whole))
     else:
         call = _edit_batch(call, path, contrastive, generates, context, notes)
-    wanted = {"average_tokens_across_devices": "True"}
-    wanted |= {} if context.search is None else {"ddp_find_unused_parameters": "False"}
-    for name, value in wanted.items():
+    settings = {"average_tokens_across_devices": "True"}
+    settings |= {} if context.search is None else {"ddp_find_unused_parameters": "False"}
+    for name, value in settings.items():
         old = keyword(call, name)
         call = remove_keyword(call, name)
         if old is not None and code(old.value) != value:
@@ -102,15 +102,17 @@ def _is_of_transformers(path: str, context: ConversionContext) -> bool:
 
 def edit_trainer(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Return a trainer's call whose arguments come from elsewhere (a parser, a file) with what DDP needs set on them."""
-    given = keyword(call, "args") or next((arg for arg in call.args if names_arguments(arg)), None)
-    if given is None or not isinstance(given.value, cst.Name | cst.Attribute):
+    argument = keyword(call, "args") or next((arg for arg in call.args if names_arguments(arg)), None)
+    if argument is None or not isinstance(argument.value, cst.Name | cst.Attribute):
         return call, []
-    if dotted(given.value).split(".")[-1] in context.known_arguments or code(given.value) == "None":
+    if dotted(argument.value).split(".")[-1] in context.known_arguments or code(argument.value) == "None":
         return call, []
     size = "None" if _is_contrastive(dotted(call.func), context) else str(context.rows_at_once)
     note = context.edit("arguments", "the arguments come from elsewhere: batch and DDP settings are set when it runs")
-    made = cst.parse_expression(f"{context.names['ddp_configured']}({code(given.value)}, {size}{searches(context)})")
-    return with_value(call, given, made), [note]
+    configured = cst.parse_expression(
+        f"{context.names['ddp_configured']}({code(argument.value)}, {size}{searches(context)})"
+    )
+    return with_value(call, argument, configured), [note]
 
 
 def _edit_batch(
@@ -133,9 +135,9 @@ def _edit_batch(
             raised = f" (Unsloth raises a batch of {batch} to num_generations)"
         multiple = f", multiple={group}"
     size = None if contrastive else context.rows_at_once
-    least = ", least=2" if contrastive else ""
-    kept = f"{names['batch_per_process']}({batch}, {steps}{least})"
-    per_device = kept if size is None else str(size)
+    minimum = ", least=2" if contrastive else ""
+    notebook_batch = f"{names['batch_per_process']}({batch}, {steps}{minimum})"
+    per_device = notebook_batch if size is None else str(size)
     if size is not None and batch != str(size):
         for name, was in ((_BATCH, batch), (_STEPS, steps)):
             call, comment = take_comment(call, name)
@@ -161,19 +163,19 @@ def whole_batch(context: ConversionContext) -> str:
 
 def _value(call: cst.Call, name: str, path: str, otherwise: int, context: ConversionContext) -> str:
     """Return the source of an argument's value, or of a look-up of the config's default where it is not given."""
-    found = keyword(call, name)
-    if found is None or code(found.value) == "None":
+    argument = keyword(call, name)
+    if argument is None or code(argument.value) == "None":
         if not context.unsloth and full_path(path, context.imports).split(".")[0] in ("transformers", "trl"):
             return str(otherwise)
         return f'{context.names["default_of"]}({path}, "{name}", {otherwise})'
-    return code(found.value)
+    return code(argument.value)
 
 
-def _product(left: str, right: str) -> str:
-    if right == "1":
-        return left
+def _product(first: str, second: str) -> str:
+    if second == "1":
+        return first
     return " * ".join(
-        text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (left, right)
+        text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (first, second)
     )
 
 

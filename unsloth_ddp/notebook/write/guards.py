@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import TOGETHER, Graph, Statement
 from unsloth_ddp.notebook.analyse.main_values import tells_tracker
 from unsloth_ddp.notebook.analyse.roles import removes_files
 from unsloth_ddp.notebook.context import ConversionContext
@@ -13,7 +13,7 @@ from unsloth_ddp.notebook.syntax.effects import Effect
 from unsloth_ddp.notebook.syntax.ipython import ipython_call
 from unsloth_ddp.notebook.syntax.lines import LineEditor, lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
-from unsloth_ddp.notebook.syntax.tree import contains, dotted, is_false, names_in, walk
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, goes_backward, is_false, names_in, walk
 
 _Made = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]
 _JUMPS = cst.Return | cst.Break | cst.Continue | cst.Yield
@@ -36,7 +36,9 @@ class BlockGuards(LineEditor):
         self.nested = 0
         self.dead = 0
         self.whole = 0  # `with` blocks around that are guarded as a whole
-        self.handles: list[set[str]] = []  # of the files that the `with` blocks around have open on every process
+        # Of each `with` around: the condition for the file that it writes, whether it is guarded as a whole, and the
+        # handles of what it has open on every process.
+        self.files: list[tuple[str, bool, set[str]]] = []
         self.apart: list[cst.CSTNode] = []  # blocks around that a process may skip
         self.waits = False  # for a guard inside them
 
@@ -65,7 +67,7 @@ class BlockGuards(LineEditor):
         return self._with_wait(updated_node)
 
     def visit_For(self, node: cst.For | cst.While) -> None:
-        if isinstance(node, cst.While) or any(contains(line, _goes_backward) for line in node.body.body):
+        if isinstance(node, cst.While) or any(contains(line, goes_backward) for line in node.body.body):
             self.apart.append(node)
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> _Made:
@@ -96,36 +98,33 @@ class BlockGuards(LineEditor):
         magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None
         if magic is not None:
             return _guard(line, f"{names['LOCAL_RANK']} == 0") if magic.command and not self.depth else line
-        test = "" if self.handles and names_in(original).keys() & self.handles[-1] else self._test(original)
+        handles = set().union(*(opened for _, _, opened in self.files))
+        test = "" if names_in(original).keys() & handles else self._test(original)
         return self._guarded(line, test) if test else line
 
     def visit_With(self, node: cst.With) -> None:
         """Take a `with` that opens a file to write to as one statement, unless something leaves it besides the file."""
-        writes = Effect.FILE in self.graph.effects_of(collect(node.with_changes(body=cst.IndentedBlock([]))))
-        if not writes or not self._may_guard() or not self._test(node):
-            return
-        if self._leaves(node):
-            opened = {code(item.asname.name) for item in node.items if item.asname is not None}
-            made = [name for name, site in collect(node).assigned if names_in(site.node).keys() & opened]
-            self.handles.append(opened.union(made))
-        else:
+        head = collect(node.with_changes(body=cst.IndentedBlock([])))
+        writes = self._may_guard() and Effect.FILE in self.graph.effects_of(head)
+        test = self._test(node) if writes else ""
+        opened: set[str] = set()
+        if whole := bool(test) and not self._leaves(node):
             self.whole += 1
+        elif test:
+            opened = _opened(node)
+            opened.update(name for name, site in collect(node).assigned if names_in(site.node).keys() & opened)
+        self.files.append((test, whole, opened))
 
     def leave_With(self, original_node: cst.With, updated_node: cst.With) -> _Made:
-        writes = Effect.FILE in self.graph.effects_of(collect(original_node.with_changes(body=cst.IndentedBlock([]))))
-        if not writes:
-            return updated_node
-        leaves = self._leaves(original_node)
-        self.whole -= bool(self.whole and not leaves)
-        test = self._test(original_node) if self._may_guard() else ""
+        test, whole, _ = self.files.pop()
+        if whole:
+            self.whole -= 1
+            return self._with_wait(self._guarded(updated_node, test))
         if not test:
             return updated_node
-        if not leaves:
-            return self._with_wait(self._guarded(updated_node, test))
-        self.handles.pop()
         note = self.context.edit("save", "one process writes this file")
-        made = updated_node.with_changes(items=[_elsewhere(item, test) for item in updated_node.items])
-        return lead(made, [note])
+        block = updated_node.with_changes(items=[_elsewhere(item, test) for item in updated_node.items])
+        return lead(block, [note])
 
     def _may_guard(self) -> bool:
         return bool(self.nested and not self.dead and not self.whole and not self.context.on_one_process)
@@ -134,9 +133,9 @@ class BlockGuards(LineEditor):
         """Return whether a `with` binds or changes what is read outside of it, or jumps out of it."""
         usage = collect(node)
         outside = self.graph.names - names_in(node)
-        opened = {code(item.asname.name) for item in node.items if item.asname is not None}
         changed = usage.writes | (usage.mutates - self.graph.imports.keys())
-        return contains(node, lambda part: isinstance(part, _JUMPS)) or any(outside[n] > 0 for n in changed - opened)
+        jumps = contains(node, lambda part: isinstance(part, _JUMPS))
+        return jumps or any(outside[name] > 0 for name in changed - _opened(node))
 
     def _test(self, node: cst.BaseStatement) -> str:
         """Return the condition under which the effects of a part of a block are to happen, or "" for no condition."""
@@ -150,25 +149,32 @@ class BlockGuards(LineEditor):
         on_node = not self.trains and Effect.SAVE not in effects
         return f"{self.context.names['LOCAL_RANK']} == 0" if on_node else self.context.names["IS_MAIN"]
 
-    def _guarded(self, made: cst.SimpleStatementLine | cst.With, test: str) -> cst.BaseStatement:
+    def _guarded(self, part: cst.SimpleStatementLine | cst.With, test: str) -> cst.BaseStatement:
         who = "one process on each node does this" if "==" in test else "only the main process does this"
         inside = "only the main process saves, inside a block that trains"
         self.waits |= self.trains and not self.of_class and self.depth < 2
         return lead(
-            _guard(made, test), [self.context.edit("save", inside if self.trains else f"{who}, inside what all run")]
+            _guard(part, test), [self.context.edit("save", inside if self.trains else f"{who}, inside what all run")]
         )
 
-    def _with_wait(self, made: cst.BaseStatement) -> _Made:
+    def _with_wait(self, part: cst.BaseStatement) -> _Made:
         """Return a part of a block, and behind it the wait for what the main process has saved in it."""
         if not self.waits or self.apart or not self.nested:
-            return made
+            return part
         self.waits = False
-        return cst.FlattenSentinel([made, parse_line(f"{self.context.names['wait_for_everyone']}()")])
+        return cst.FlattenSentinel([part, parse_line(f"{self.context.names['wait_for_everyone']}()")])
 
     def _reaches_memory(self, node: cst.BaseStatement) -> bool:
         """Return whether a line writes into an object that the code made: a buffer, or a file opened before."""
-        given = {arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)}
-        return isinstance(node, cst.SimpleStatementLine) and bool(given & self.objects)
+        arguments = {
+            arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)
+        }
+        return isinstance(node, cst.SimpleStatementLine) and bool(arguments & self.objects)
+
+
+def _opened(node: cst.With) -> set[str]:
+    """Return the names that a `with` binds."""
+    return {code(item.asname.name) for item in node.items if item.asname is not None}
 
 
 def _guard(line: cst.SimpleStatementLine | cst.With, test: str) -> cst.If:
@@ -178,8 +184,8 @@ def _guard(line: cst.SimpleStatementLine | cst.With, test: str) -> cst.If:
 
 def elsewhere(call: cst.Call, test: str) -> cst.Call:
     """Return a call of `open` that opens nothing on the processes for which the condition does not hold."""
-    given = keyword(call, "file") or call.args[0]
-    return with_value(call, given, cst.parse_expression(f"{code(given.value)} if {test} else os.devnull"))
+    path = keyword(call, "file") or call.args[0]
+    return with_value(call, path, cst.parse_expression(f"{code(path.value)} if {test} else os.devnull"))
 
 
 def _elsewhere(item: cst.WithItem, test: str) -> cst.WithItem:
@@ -187,10 +193,6 @@ def _elsewhere(item: cst.WithItem, test: str) -> cst.WithItem:
     if not isinstance(call, cst.Call) or dotted(call.func).split(".")[-1] != "open" or not call.args:
         return item
     return item.with_changes(item=elsewhere(call, test))
-
-
-def _goes_backward(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and dotted(node.func).endswith(".backward")
 
 
 # What stays on one process -------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ _ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
 
 def guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
     """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
-    if statement.role not in (Role.ALL, Role.FIRST) or isinstance(statement.node, cst.SimpleStatementLine):
+    if not statement.everywhere or isinstance(statement.node, cst.SimpleStatementLine):
         return set(), False
     match statement.node:
         case cst.ClassDef(name=cst.Name(value=name)):
@@ -229,17 +231,17 @@ def _runs_everywhere(name: str, graph: Graph) -> bool:
     In one that trains, a line that only calls the function is under a guard, and one that takes its value is not. What
     makes a temporary folder has one on each process, and its files with it.
     """
-    own = graph.functions[name]
-    if any(graph.full_path(site).startswith("tempfile.") for site in own.calls):
+    function = graph.functions[name]
+    if any(graph.full_path(site).startswith("tempfile.") for site in function.calls):
         return False
     trains = [s.usage for s in graph.statements if s.effects & TOGETHER]
     trains += [body for body in graph.functions.values() if graph.effects_of(body) & TOGETHER]
     if any(site.path == name and not site.bare for usage in trains for site in usage.calls):
         return True
     return any(
-        body is own
+        body is function
         for statement in graph.statements
-        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & TOGETHER
+        if statement.everywhere and not statement.effects & TOGETHER
         if statement.needed or Effect.STATE in statement.effects
         for body in graph.bodies_run(statement.usage)
     )
@@ -248,6 +250,6 @@ def _runs_everywhere(name: str, graph: Graph) -> bool:
 def _own_objects(node: cst.CSTNode) -> set[str]:
     """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
     assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
-    made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
+    objects = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
     items = [item for item in walk(node) if isinstance(item, cst.WithItem)]
-    return made | {code(item.asname.name) for item in items if item.asname is not None}
+    return objects | {code(item.asname.name) for item in items if item.asname is not None}

@@ -24,12 +24,12 @@ def _helpers(text: str) -> dict[str, Helper]:
     """Split a text at its lines `# %% NAME`."""
     _, *parts = re.split(r"^# %% (\w+)\n", text, flags=re.MULTILINE)
     sources = dict(zip(parts[::2], parts[1::2], strict=True))
-    made = {}
+    helpers = {}
     for name, source in sources.items():
         nodes = list(ast.walk(ast.parse(source)))
         read = {n.id for n in nodes if isinstance(n, ast.Name)} - {n.arg for n in nodes if isinstance(n, ast.arg)}
-        made[name] = Helper(source, read & sys.stdlib_module_names, read & sources.keys() - {name})
-    return made
+        helpers[name] = Helper(source, read & sys.stdlib_module_names, read & sources.keys() - {name})
+    return helpers
 
 
 HELPERS = _helpers(r'''

@@ -63,8 +63,8 @@ def _note(was: str, call: cst.Call | None, context: ConversionContext) -> str:
         return context.warn(
             "model parallel", f"device_map was {was}, which spreads this model: it must now fit on one GPU"
         )
-    given = f" (device_map was {was})" if was else ""
-    return context.edit("load", f"load the whole model on this process's GPU{given}")
+    replaced = f" (device_map was {was})" if was else ""
+    return context.edit("load", f"load the whole model on this process's GPU{replaced}")
 
 
 # "auto" takes one GPU where the model fits on it.
@@ -80,8 +80,8 @@ def _spreads(was: str, call: cst.Call | None, context: ConversionContext) -> boo
         return True
     if call is None or not call.args:
         return False
-    given = keyword(call, "pretrained_model_name_or_path") or keyword(call, "model_name") or call.args[0]
-    name = context.texts.get(code(given.value), code(given.value))
+    argument = keyword(call, "pretrained_model_name_or_path") or keyword(call, "model_name") or call.args[0]
+    name = context.texts.get(code(argument.value), code(argument.value))
     sizes = [float(count or 1) * float(billions) for count, billions in _SIZE.findall(name)]
     text = name + code(call)
     bytes_each = 0.6 if re.search("4bit|quantization_config|awq|gptq|int4", text, re.IGNORECASE) else 2
@@ -92,11 +92,11 @@ def edit_data_parallel(call: cst.Call, full: str, context: ConversionContext) ->
     """Return the call of torch's DataParallel with this process's GPU as the only one."""
     if not (full.startswith("torch.") and full.endswith(".DataParallel")):
         return call, []
-    own = f"[{context.names['LOCAL_RANK']}]"
+    gpus = f"[{context.names['LOCAL_RANK']}]"
     note = context.edit("device", "DataParallel takes this process's GPU: each process trains on one of its own")
     if len(call.args) > 1 and call.args[1].keyword is None:
-        return with_value(call, call.args[1], cst.parse_expression(own)), [note]
-    return set_keyword(call, "device_ids", own), [note]
+        return with_value(call, call.args[1], cst.parse_expression(gpus)), [note]
+    return set_keyword(call, "device_ids", gpus), [note]
 
 
 def edit_dict_call(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:

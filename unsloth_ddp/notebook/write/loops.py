@@ -14,7 +14,7 @@ from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
 from unsloth_ddp.notebook.syntax.lines import lead, parse_line
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import contains, dotted, root_names
-from unsloth_ddp.notebook.syntax.usage import CallSite
+from unsloth_ddp.notebook.syntax.usage import CallSite, given_names
 from unsloth_ddp.notebook.write.config import whole_batch
 
 _SHARED = (
@@ -31,17 +31,17 @@ _BY_LOSS = "a scheduler steps by a training loss: each process has that of its o
 
 def share_loop(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
     """Return a statement whose loop, if it is plain enough to see, trains on all processes together."""
-    own = statement.effects.union(*(graph.effects_inside(name) for name in statement.usage.defines))
-    if Effect.LOOP not in own or own & {Effect.TRAIN, Effect.SYNC} or graph.prepares:
+    effects = statement.effects.union(*(graph.effects_inside(name) for name in statement.usage.defines))
+    if Effect.LOOP not in effects or effects & {Effect.TRAIN, Effect.SYNC} or graph.prepares:
         return statement.node
     loop = _find_loop(statement.node, graph)
     if loop is None:
         return statement.node
-    context.shared_loops.add(id(statement))
+    context.shared_loops.add(statement)
     new = statement.node.visit(_Sharer(loop, context))
     if isinstance(new, cst.FlattenSentinel):  # a loop at top level, behind the line that it needs first
         first, new = new
-        statement.before.append(first)
+        statement.lines_before.append(first)
     assert isinstance(new, cst.BaseStatement)
     return new
 
@@ -130,22 +130,22 @@ def _find_loop(node: cst.BaseStatement, graph: Graph) -> _OwnLoop | None:
     """Return the plain loop in a top-level statement or in a function; None if there is none, or more than one."""
     if isinstance(node, cst.ClassDef):
         return None
-    found = _Loops()
-    node.visit(found)
-    if len(found.backwards) != 1 or not found.loops or found.others:
+    collector = _Loops()
+    node.visit(collector)
+    if len(collector.backwards) != 1 or not collector.loops or collector.others:
         return None
-    loader = _loader(found.loops[-1].iter, node)
-    optimizers = {name for name in found.steps if name in found.zeroed or "opt" in name.lower()}
+    loader = _loader(collector.loops[-1].iter, node)
+    optimizers = {name for name in collector.steps if name in collector.zeroed or "opt" in name.lower()}
     if loader is None or len(optimizers) != 1 or not _is_loader(loader.value, node, graph):
         return None
-    said = {
-        _EARLY: _ends_early(found.loops),
-        _SKIPS: found.skips(),
-        _WHOLE: _uses_batch_size(found.loops[-1], graph),
+    applying = {
+        _EARLY: _ends_early(collector.loops),
+        _SKIPS: collector.skips(),
+        _WHOLE: _uses_batch_size(collector.loops[-1], graph),
         _BY_LOSS: _steps_by_training_loss(graph),
     }
-    warnings = [text for text, applies in said.items() if applies]
-    return _OwnLoop(found.loops[0], found.backwards[0], loader, optimizers.pop(), warnings)
+    warnings = [text for text, applies in applying.items() if applies]
+    return _OwnLoop(collector.loops[0], collector.backwards[0], loader, optimizers.pop(), warnings)
 
 
 class _Loops(cst.CSTVisitor):
@@ -190,8 +190,8 @@ class _Loops(cst.CSTVisitor):
     def skips(self) -> bool:
         """Return whether a process may skip a batch by its own rows, or by an error of its own."""
         blocks = [block for loop, block in self.conditions if loop is self.loops[-1]]
-        own = collect(self.loops[-1]).writes
-        return any(not isinstance(block, cst.If) or set(root_names(block.test)) & own for block in blocks)
+        of_this_process = collect(self.loops[-1]).writes
+        return any(not isinstance(block, cst.If) or set(root_names(block.test)) & of_this_process for block in blocks)
 
     def visit_Call(self, node: cst.Call) -> None:
         match node:
@@ -206,15 +206,15 @@ class _Loops(cst.CSTVisitor):
 def _ends_early(loops: list[cst.For]) -> bool:
     """Return whether a process can leave the loops by what it alone has: its rows, or figures made of them."""
     inner = collect(loops[-1])
-    own = inner.writes | {site.root for site in inner.calls if site.tail in _ADDS}
+    of_this_process = inner.writes | {site.root for site in inner.calls if site.tail in _ADDS}
     if contains(loops[-1].body, lambda part: isinstance(part, _LEAVES_LOOP)):
         return True
     for statement in (line for loop in loops[:-1] for line in loop.body.body if line is not loops[-1]):
         usage = collect(statement)
-        if usage.reads & own:
+        if usage.reads & of_this_process:
             if contains(statement, lambda part: isinstance(part, _LEAVES_LOOP)):
                 return True
-            own |= usage.writes
+            of_this_process |= usage.writes
     return False
 
 
@@ -242,22 +242,20 @@ def _loader(node: cst.BaseExpression, owner: cst.BaseStatement) -> cst.Name | No
 
 def _is_loader(name: str, owner: cst.BaseStatement, graph: Graph) -> bool:
     """Return whether a name holds a DataLoader: made by that class, or given so to the function."""
-    made = {bound for bound, site in graph.assigned if site.tail == "DataLoader" or _gives_loader(site, graph)}
-    if name in made:
+    loaders = {bound for bound, site in graph.assigned if site.tail == "DataLoader" or _gives_loader(site, graph)}
+    if name in loaders:
         return True
-    if not isinstance(owner, cst.FunctionDef) or name not in graph.functions[owner.name.value].params:
+    if not isinstance(owner, cst.FunctionDef) or name not in (body := graph.functions[owner.name.value]).params:
         return False
-    position = graph.functions[owner.name.value].params.index(name)
-    sites = [site for site in graph.sites if site.path == owner.name.value]
-    given = [_argument(site, name, position) or _default(owner, name) for site in sites]
-    return bool(given) and all(one in made for one in given)
+    calls = [dict(given_names(site, body, bound=False)) for site in graph.sites if site.path == owner.name.value]
+    return bool(calls) and all(arguments.get(name, _default(owner, name)) in loaders for arguments in calls)
 
 
 def _default(function: cst.FunctionDef, name: str) -> str:
     """Return the name that a parameter has as its default, or ""."""
     params = [*function.params.params, *function.params.kwonly_params]
-    found = next((param.default for param in params if param.name.value == name), None)
-    return found.value if isinstance(found, cst.Name) else ""
+    default = next((param.default for param in params if param.name.value == name), None)
+    return default.value if isinstance(default, cst.Name) else ""
 
 
 def _steps_by_training_loss(graph: Graph) -> bool:
@@ -269,13 +267,5 @@ def _steps_by_training_loss(graph: Graph) -> bool:
 
 def _gives_loader(site: CallSite, graph: Graph) -> bool:
     """Return whether a call is of a function of the notebook that makes a DataLoader."""
-    own = graph.own_body(site)
-    return own is not None and any(inner.tail == "DataLoader" for inner in own[0].calls)
-
-
-def _argument(site: CallSite, name: str, position: int) -> str:
-    """Return the name that a call gives a parameter, or ""."""
-    for index, arg in enumerate(site.node.args):
-        if (arg.keyword.value == name if arg.keyword else index == position) and isinstance(arg.value, cst.Name):
-            return arg.value.value
-    return ""
+    function = graph.own_body(site)
+    return function is not None and any(inner.tail == "DataLoader" for inner in function[0].calls)

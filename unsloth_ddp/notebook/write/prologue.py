@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from unsloth_ddp.notebook.syntax.tree import closure
 from unsloth_ddp.notebook.write.helpers import HELPERS
 
 RANKS = """\
@@ -56,7 +57,7 @@ IDENTIFIERS = (
 class Names:
     """The region's names in one script; a name that the notebook uses itself gets a prefix."""
 
-    taken: frozenset[str]
+    shadowed: frozenset[str]
     modules: frozenset[str] = frozenset()  # modules of the region whose names the notebook uses for something else
     used: set[str] = field(default_factory=lambda: {"finish"})
 
@@ -64,18 +65,11 @@ class Names:
         """Return the identifier for `name`, and record that the script needs it."""
         if name in HELPERS:
             self.used.add(name)
-        return f"ddp_{name}" if name in self.taken else name
+        return f"ddp_{name}" if name in self.shadowed else name
 
     def needed(self) -> set[str]:
         """Return the helpers in use and those that they use."""
-        found: set[str] = set()
-        queue = list(self.used)
-        while queue:
-            name = queue.pop()
-            if name not in found:
-                found.add(name)
-                queue += HELPERS[name].needs
-        return found
+        return closure(self.used, lambda name: HELPERS[name].needs)
 
 
 def render_region(names: Names, environment: list[str], quiet: str, device: str, *, unsloth: bool, hashes: bool) -> str:
@@ -112,6 +106,6 @@ def _import(module: str, names: Names) -> str:
 
 def _rename(text: str, names: Names, modules: frozenset[str]) -> str:
     for name in (*IDENTIFIERS, *modules):
-        if name in names.taken or name in modules:
+        if name in names.shadowed or name in modules:
             text = re.sub(rf'(?<![\w".])(?<!import ){name}(?![\w"])', f"ddp_{name}", text)
     return text

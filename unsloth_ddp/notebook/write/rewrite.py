@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.graph import Graph, Statement
 from unsloth_ddp.notebook.analyse.main_values import can_be_disabled, send_values
 from unsloth_ddp.notebook.analyse.tracked_runs import edit_run
 from unsloth_ddp.notebook.context import ConversionContext
@@ -36,7 +36,7 @@ def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> c
     """Return the statement's syntax tree with its edits, and comments above the changed lines."""
     node = send_values(statement, graph, context)
     guarded, trains = guards_inside(statement, graph)
-    context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
+    context.on_one_process = statement.apart
     editor = _Rewriter(context, graph, guarded, trains, node)
     new = node.visit(editor)
     assert isinstance(new, cst.BaseStatement)
@@ -76,25 +76,30 @@ class _Rewriter(BlockGuards):
         """Return a call with the first edit that fits it, and its comments."""
         full = full_path(dotted(call.func), self.graph.imports)
         edits = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, load.edit_device_number]
-        edits += [edit_seed, edit_generator]
         site = CallSite(dotted(call.func), call, frozenset())
+        edits += [edit_generator] if self.graph.defines_callee(site) else [edit_seed, edit_generator]
         if is_trainer_call(site, self.graph.trainer_classes) or self.graph.hands_arguments_on(site):
             edits += [] if is_remote(full) else [edit_trainer]
         else:
             edits += [edit_accelerated] if self.context.accelerated else []
             edits += [] if entered else [edit_run, edit_command, edit_login]
-        made = (edit(call, full, self.context) for edit in edits)
-        return next((found for found in made if found[1]), (call, []))
+        edited = (edit(call, full, self.context) for edit in edits)
+        return next((result for result in edited if result[1]), (call, []))
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> Small:
         """Let one process on each node open a file to write to: opened again, it would be emptied under the first."""
-        made, line = updated_node.value, cst.SimpleStatementLine(body=[cst.Expr(original_node.value)])
-        if not isinstance(made, cst.Call) or code(made.func) != "open" or self.nested or self.context.on_one_process:
+        opening, line = updated_node.value, cst.SimpleStatementLine(body=[cst.Expr(original_node.value)])
+        if (
+            not isinstance(opening, cst.Call)
+            or code(opening.func) != "open"
+            or self.nested
+            or self.context.on_one_process
+        ):
             return updated_node
         if Effect.FILE not in self.graph.effects_of(collect(line)):
             return updated_node
         self.note(self.context.edit("save", "one process on each node writes this file"))
-        return updated_node.with_changes(value=elsewhere(made, f"{self.context.names['LOCAL_RANK']} == 0"))
+        return updated_node.with_changes(value=elsewhere(opening, f"{self.context.names['LOCAL_RANK']} == 0"))
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
         element, notes = load.edit_dict_element(updated_node, self.context)
@@ -114,8 +119,8 @@ class _Rewriter(BlockGuards):
         if original_node.asname is not None:
             name = code(original_node.asname.name)
             self.note(self.context.warn("tracker", f"{name} is None on the other processes"))
-        made = cst.parse_expression(f"{self.context.names['main_only']}(lambda: {code(updated_node.item)})")
-        return updated_node.with_changes(item=made)
+        entered = cst.parse_expression(f"{self.context.names['main_only']}(lambda: {code(updated_node.item)})")
+        return updated_node.with_changes(item=entered)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self.callbacks.append(any(dotted(base.value).endswith("Callback") for base in node.bases))
@@ -162,11 +167,11 @@ class _Rewriter(BlockGuards):
             self.note(
                 context.warn("install", "this command installs something too: install it before, and leave it out")
             )
-        given = (
+        arguments = (
             re.sub(r"^(-s|--no-raise-error)\b\s*", "", magic.args[1]) if is_body and magic.args[0] != "script" else ""
         )
-        if given:
-            text += f", {as_python_string(given, context.bound)}"
+        if arguments:
+            text += f", {as_python_string(arguments, context.bound)}"
         if magic.method in ("getoutput", "sx"):
             self.note(context.edit("shell", "what `!` gave back as lines"))
             return cst.parse_expression(f"{context.names['shell_output']}({text})")
@@ -175,8 +180,8 @@ class _Rewriter(BlockGuards):
 
     def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> Small:
         command = command_of(original_node.value)
-        kept, requirements = without_installs(command)
-        if command and not kept:
+        rest, requirements = without_installs(command)
+        if command and not rest:
             self.context.requirements += requirements
             self.note(self.context.edit("install", "install left out, see the requirements at the top"))
             return cst.RemoveFromParent()

@@ -14,7 +14,7 @@ from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.effects import Effect, makes_accelerator
 from unsloth_ddp.notebook.syntax.ipython import command_of, without_installs
 from unsloth_ddp.notebook.syntax.lines import comment_line
-from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.tree import assignment, dotted
 from unsloth_ddp.notebook.syntax.usage import NAMESPACE
 from unsloth_ddp.notebook.types import Cell, Notebook
 from unsloth_ddp.notebook.write.loops import share_loop
@@ -90,7 +90,7 @@ def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, contex
 
 def _moves_to_gpu(graph: Graph) -> bool:
     """Return whether what trains is moved to a GPU without a look at whether there is one."""
-    everywhere = [s for s in graph.statements if s.needed and s.role in (Role.ALL, Role.FIRST)]
+    everywhere = [s for s in graph.statements if s.needed and s.everywhere]
     return any(_ON_GPU.search(code(s.node)) and "is_available" not in code(s.node) for s in everywhere)
 
 
@@ -105,18 +105,22 @@ def _sends(node: cst.CSTNode, context: ConversionContext) -> bool:
 
 def _place_device(device: str, body: str) -> tuple[str, str]:
     """Return the lines that choose the GPU, "" once they are in the body: behind code that runs before a heavy import."""
-    before, mark, after = body.partition(DEVICE_MARK + "\n")
+    ahead, mark, after = body.partition(DEVICE_MARK + "\n")
     if not mark:
         return device, body
-    if any(line and not line.startswith("#") and not _imports_standard(line) for line in before.splitlines()):
-        return "", before + device + after
-    return device, before.removesuffix("# %%\n") + after.lstrip("\n")
+    if any(line and not line.startswith("#") and not _imports_standard(line) for line in ahead.splitlines()):
+        return "", ahead + device + after
+    return device, ahead.removesuffix("# %%\n") + after.lstrip("\n")
 
 
 def _imports_standard(line: str) -> bool:
     """Return whether a line does nothing but import modules of the standard library."""
-    found = re.fullmatch(r"import ([\w., ]+)|from ([\w.]+) import [\w., ]+", line)
-    roots = {name.strip().split(".")[0].split(" ")[0] for name in (found[1] or found[2]).split(",")} if found else set()
+    statement = re.fullmatch(r"import ([\w., ]+)|from ([\w.]+) import [\w., ]+", line)
+    roots = (
+        {name.strip().split(".")[0].split(" ")[0] for name in (statement[1] or statement[2]).split(",")}
+        if statement
+        else set()
+    )
     return bool(roots) and roots <= sys.stdlib_module_names
 
 
@@ -128,10 +132,10 @@ def _header(context: ConversionContext, notes: list[str]) -> str:
         "#     accelerate launch SCRIPT             every GPU of this machine",
         "#     torchrun --nproc-per-node 2 SCRIPT   two of them",
     ]
-    wanted = context.report.requirements = _without_repeats(context.requirements)
-    if wanted:
+    requirements = context.report.requirements = _without_repeats(context.requirements)
+    if requirements:
         lines += ["#", "# The notebook installed these; install them before you run this:"]
-        lines += ["#     " + name for name in wanted]
+        lines += ["#     " + name for name in requirements]
     if notes:
         lines += ["#", *notes]
     return "\n".join(lines) + "\n\n"
@@ -139,16 +143,16 @@ def _header(context: ConversionContext, notes: list[str]) -> str:
 
 def _without_repeats(requirements: list[str]) -> list[str]:
     """Return what to install, each package once: the notebook's last words on its version count."""
-    found: dict[str, str] = {}
+    latest: dict[str, str] = {}
     for text in requirements:
         name = " ".join(text.split())
         package = re.split(r"[\[<>=!~;@ ]", name.lower().replace("_", "-"), maxsplit=1)[0]
         if re.fullmatch(r"pip\d?-autoremove", package):
             continue  # it served to uninstall
         key = package if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", package) else name
-        if key not in found or name.lower().replace("_", "-") != package:
-            found[key] = name
-    return list(found.values())
+        if key not in latest or name.lower().replace("_", "-") != package:
+            latest[key] = name
+    return list(latest.values())
 
 
 def _prose(cell: Cell) -> str:
@@ -165,24 +169,24 @@ def _code(
     context: ConversionContext,
     future: list[str],
 ) -> str:
-    kept = []
+    shown = []
     for item in placed:
         if any(path.startswith("__future__.") for path in item.statement.usage.imports.values()):
             future.append(code(item.node.with_changes(leading_lines=[])))
         else:
-            kept.append(item)
-    before, comments = cell_body([item for item in kept if item.index < first], graph, context)
-    after, more = cell_body([item for item in kept if item.index >= first], graph, context)
-    here = any(item.index == first for item in kept)
+            shown.append(item)
+    ahead, comments = cell_body([item for item in shown if item.index < first], graph, context)
+    after, more = cell_body([item for item in shown if item.index >= first], graph, context)
+    starts_here = any(item.index == first for item in shown)
     mark = cst.SimpleStatementLine(body=[cst.Expr(cst.Name(DEVICE_MARK))])
-    if here and before:
-        before.append(mark)
+    if starts_here and ahead:
+        ahead.append(mark)
     header = [*(comment_line(note) for note in cell.top), *cell.module.header]
     module = cell.module.with_changes(
-        header=header, body=[*before, *after], footer=[*comments, *more, *cell.footer, *cell.module.footer]
+        header=header, body=[*ahead, *after], footer=[*comments, *more, *cell.footer, *cell.module.footer]
     )
     text = "# %%\n" + module.code.strip("\n") + "\n"
-    return f"# %%\n{DEVICE_MARK}\n\n{text}" if here and not before else text
+    return f"# %%\n{DEVICE_MARK}\n\n{text}" if starts_here and not ahead else text
 
 
 def _first_heavy(graph: Graph) -> int:
@@ -191,10 +195,10 @@ def _first_heavy(graph: Graph) -> int:
         if statement.role in (Role.DEAD, Role.DROP):
             continue
         modules = {path.split(".")[0] for path in statement.usage.imports.values()}
-        own = any(site.path in graph.functions for site in statement.usage.calls)
-        own |= "import *" in code(statement.node)  # a module of the notebook's own, most likely
+        touches = any(site.path in graph.functions for site in statement.usage.calls)
+        touches |= "import *" in code(statement.node)  # a module of the notebook's own, most likely
         hidden = any(site.path in ("__import__", "exec", "importlib.import_module") for site in statement.usage.calls)
-        if modules - sys.stdlib_module_names - _LIGHT or own or hidden or statement.effects & {Effect.LOAD, *SEEDS}:
+        if modules - sys.stdlib_module_names - _LIGHT or touches or hidden or statement.effects & {Effect.LOAD, *SEEDS}:
             return index
     return 0
 
@@ -215,22 +219,22 @@ def _orders_by_hash(source: str) -> bool:
 
 def _hoisted(graph: Graph, first: int) -> list[str]:
     """Collect environment variables that libraries read on import and that the notebook sets later, but before it trains."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for statement in graph.statements[first : graph.last_seed + 1 or None]:
-        match statement.node:
-            case cst.SimpleStatementLine(
-                body=[cst.Assign([cst.AssignTarget(cst.Subscript() as target), *_], cst.SimpleString()) as small]
-            ) if dotted(target.value) == "os.environ":
-                name = code(target.slice[0].slice).strip("\"'")
+        match assignment(statement.node):
+            case cst.Subscript(value=owner, slice=[key]) as target, cst.SimpleString() as value if (
+                dotted(owner) == "os.environ"
+            ):
+                name = code(key.slice).strip("\"'")
                 if _IMPORT_TIME.match(name) and not re.search("TOKEN|KEY|SECRET", name):
-                    found[name] = code(small) + "\n"
-    return list(found.values())
+                    lines[name] = f"{code(target)} = {code(value)}\n"
+    return list(lines.values())
 
 
 def _speaks(graph: Graph) -> bool:
     """Return whether code that runs on every process prints."""
     for statement in graph.statements:
-        guarded = statement.role in (Role.MAIN, Role.NODE) and not needs_no_guard(statement, graph)
+        guarded = statement.apart and not needs_no_guard(statement, graph)
         if guarded or statement.role in (Role.DEAD, Role.DROP):
             continue
         if any(site.path == "print" for site in statement.sites):
@@ -241,9 +245,9 @@ def _speaks(graph: Graph) -> bool:
 def _ending(graph: Graph, context: ConversionContext) -> str:
     """Return the end of the script: all processes wait for the last save, then the group is closed."""
     context.cell = None
-    held = sorted(
+    objects = sorted(
         set().union(*(s.usage.writes for s in graph.statements if s.effects & {Effect.TRAINER, Effect.LOAD}), set())
     )
-    names = ", ".join(f'"{name}"' for name in held)
+    names = ", ".join(f'"{name}"' for name in objects)
     note = context.edit("end", "wait for the main process's last work, then leave the process group")
     return f"\n# %%\n{note}\n{context.names['finish']}({names})\n"

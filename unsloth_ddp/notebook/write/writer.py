@@ -55,19 +55,19 @@ def cell_body(
             for p, node in zip(group, nodes, strict=True):
                 pending += _comments(p, node, pending, context)
             continue
-        first = [line for p in group for line in p.statement.before]
-        made = [*_seeds(group, context), *first, *_made(role, group, nodes, graph, context)]
+        first = [line for p in group for line in p.statement.lines_before]
+        statements = [*_seeds(group, context), *first, *_guarded_statements(role, group, nodes, graph, context)]
         if body and waits and _saves_together(group):
             body.pop()  # the next one's wait will do
         waits = _saves_together(group)
         if role in (Role.ALL, Role.FIRST) and any(ENVIRONMENT in graph.stores_of(p.statement.usage) for p in group):
             note = context.edit("environment", "the launcher's variables stay as they were")
-            made.append(lead(parse_line(f"{context.names['keep_launched']}()"), [note]))
+            statements.append(lead(parse_line(f"{context.names['keep_launched']}()"), [note]))
         if pending:
-            top = made[0]
-            made[0] = top.with_changes(leading_lines=[*pending, *top.leading_lines])  # type: ignore[attr-defined]
+            top = statements[0]
+            statements[0] = top.with_changes(leading_lines=[*pending, *top.leading_lines])  # type: ignore[attr-defined]
             pending = []
-        body += made
+        body += statements
     return body, pending
 
 
@@ -85,8 +85,8 @@ def _seeds(group: list[EditedStatement], context: ConversionContext) -> list[cst
     context.cell = group[0].statement.cell
     note = context.edit("seed", "unseeded random choices: every process must make the same")
     number, generators = seed
-    given = ", ".join([str(context.options.seed + number), *(f'"{name}"' for name in generators)])
-    return [lead(parse_line(f"{context.names['same_draws']}({given})"), [note])]
+    arguments = ", ".join([str(context.options.seed + number), *(f'"{name}"' for name in generators)])
+    return [lead(parse_line(f"{context.names['same_draws']}({arguments})"), [note])]
 
 
 def _comments(
@@ -94,10 +94,10 @@ def _comments(
 ) -> list[cst.EmptyLine]:
     """Return the comments above a removed statement, and a note about the removal for the first of several."""
     lines = [line for line in getattr(node, "leading_lines", ()) if line.comment is not None]
-    said = any(
+    noted = any(
         line.comment and line.comment.value.startswith("# ddp: leave out installs") for line in [*pending, *lines]
     )
-    if placed.statement.role is Role.DROP and not said:
+    if placed.statement.role is Role.DROP and not noted:
         context.cell = placed.statement.cell
         note = context.edit("install", "leave out installs and what only they needed; see the requirements at the top")
         lines.append(comment_line(note))
@@ -110,12 +110,12 @@ def _groups(placed: list[EditedStatement], graph: Graph) -> list[list[EditedStat
     for position, item in enumerate(placed):
         role = item.statement.role
         alone = item.statement.share_value or item.statement.stands_in or item.statement.seed is not None
-        before = groups[-1] if groups and not groups[-1][0].statement.stands_in else None
-        first = before[0].statement.role if before else None
-        shares = any(p.statement.share or p.statement.share_value for p in before or ())
+        open_group = groups[-1] if groups and not groups[-1][0].statement.stands_in else None
+        first = open_group[0].statement.role if open_group else None
+        shares = any(p.statement.share or p.statement.share_value for p in open_group or ())
         same = role is first and role is not Role.ALL and not alone and not shares
-        if before and (same or (first is Role.MAIN and _joins(item, placed[position + 1 :], graph))):
-            before.append(item)
+        if open_group and (same or (first is Role.MAIN and _joins(item, placed[position + 1 :], graph))):
+            open_group.append(item)
         else:
             groups.append([item])
     return groups
@@ -143,7 +143,7 @@ def _serves_main(statement: Statement, graph: Graph, *, defines: bool) -> bool:
     return needless and binds and bool(users) and users <= {Role.MAIN, Role.DEAD}
 
 
-def _made(
+def _guarded_statements(
     role: Role, group: list[EditedStatement], nodes: list[cst.BaseStatement], graph: Graph, context: ConversionContext
 ) -> list[cst.BaseStatement]:
     names = context.names
@@ -171,8 +171,7 @@ def needs_no_guard(statement: Statement, graph: Graph) -> bool:
     if statement.effects - {Effect.PRINT, Effect.SHOW} or statement.share or not _is_plain(statement.node):
         return False
     return not any(
-        definition.role in (Role.MAIN, Role.NODE) and not definition.share
-        for definition in (graph.statements[i] for i in statement.uses)
+        definition.apart and not definition.share for definition in (graph.statements[i] for i in statement.uses)
     )
 
 
@@ -240,16 +239,16 @@ def _guard(
     block = cst.If(
         test=cst.parse_expression(test), body=cst.IndentedBlock(body=_unled(nodes)), leading_lines=_leading(nodes)
     )
-    made: list[cst.BaseStatement] = [lead(block, [note])]
+    statements: list[cst.BaseStatement] = [lead(block, [note])]
     for name in share:
         # A block may leave a name unbound: a loop over nothing, a branch not taken.
         bound = any(name in p.statement.usage.writes and not p.statement.conditional for p in group)
         value = name if bound or any(name in p.statement.usage.mutates for p in group) else f'globals().get("{name}")'
-        made.append(parse_line(f"{name} = {names['from_main']}(lambda: {value})"))
+        statements.append(parse_line(f"{name} = {names['from_main']}(lambda: {value})"))
     slow = Effect.INFER in effects and group[-1].index < graph.last_seed
     if not share and (effects & _WAITS or slow):
-        made.append(parse_line(f"{names['wait_for_everyone']}()"))
-    return made
+        statements.append(parse_line(f"{names['wait_for_everyone']}()"))
+    return statements
 
 
 def _with_stand_in(node: cst.BaseStatement, context: ConversionContext) -> cst.BaseStatement:

@@ -21,7 +21,9 @@ GEMMA = (
 NO_SYSTEM = (
     LOOP + "{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}{{ m.content }}" + END + "{% endif %}"
 )
-DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}[SYS]Be kind.{% endif %}" + GEMMA
+OTHER_SYSTEM = "{% if messages[0].role != 'system' %}[SYS]Be kind.{% endif %}" + GEMMA
+DEFAULT_SYSTEM = OTHER_SYSTEM.replace("[SYS]Be kind.", "<start_of_turn>system\n@default@<end_of_turn>\n")
+EMPTY_SYSTEM = DEFAULT_SYSTEM.replace("@default@", "")
 SYSTEM_IN_USER = (
     "{% set s = messages[0].content if messages[0].role == 'system' else '' %}" + LOOP
     + "{% if m.role == 'user' %}[INST]{{ s }} {{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content "
@@ -35,7 +37,7 @@ LAST_ONLY = (
 )  # fmt: skip
 
 
-def derived(source: str) -> str | None:
+def derived(source: str) -> tuple[str, str | None] | None:
     template = jinja2.Environment(keep_trailing_newline=True).from_string(source)  # noqa: S701  # no HTML
 
     def render(messages: list[Any], prompt: bool) -> str:
@@ -51,11 +53,23 @@ def test_a_template_of_one_part_a_message_is_derived() -> None:
     assert derived(GEMMA) == (
         "{{ if .System }}<start_of_turn>system\n{{ .System }}<end_of_turn>\n{{ end }}"
         "{{ if .Prompt }}<start_of_turn>user\n{{ .Prompt }}<end_of_turn>\n{{ end }}"
-        "<start_of_turn>model\n{{ .Response }}<end_of_turn>\n"
+        "<start_of_turn>model\n{{ .Response }}<end_of_turn>\n",
+        None,
     )
 
 
-@pytest.mark.parametrize("source", [NO_SYSTEM, DEFAULT_SYSTEM, SYSTEM_IN_USER, LAST_ONLY])
+def test_a_system_prompt_that_the_template_adds_is_one_of_the_modelfile() -> None:
+    """SmolLM2's template does so; in the TEMPLATE it would be repeated before every question."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    # As SmolLM2's, the tokenizer adds no BOS, and BOS is what begins a turn.
+    tokenizer.bos_token = "<start_of_turn>"
+    tokenizer.chat_template = DEFAULT_SYSTEM.replace("@default@", "Be kind.")
+    text, missing = render_modelfile(tokenizer, "m.gguf", [3], plain=False)
+    assert missing is None and text.startswith('FROM ./m.gguf\nTEMPLATE """{{ if .System }}<start_of_turn>system\n')
+    assert '<end_of_turn>\n"""\nSYSTEM """Be kind."""\nPARAMETER stop "<|end|>"\n' in text
+
+
+@pytest.mark.parametrize("source", [NO_SYSTEM, OTHER_SYSTEM, EMPTY_SYSTEM, SYSTEM_IN_USER, LAST_ONLY])
 def test_what_the_language_cannot_say_is_not_derived(source: str) -> None:
     assert derived(source) is None
 

@@ -76,21 +76,25 @@ SYSTEM, QUESTION, ANSWER, FURTHER = "@system@", "@question@", "@answer@", "@furt
 def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain: bool) -> tuple[str, str | None]:
     """Return the Modelfile for the GGUF file of that name beside it, and a sentence if it lacks the chat template."""
 
+    bos = tokenizer.bos_token if tokenizer.bos_token_id in tokenizer(text="a")["input_ids"] else ""
+
     def render(messages: list[Message], prompt: bool) -> str:
         text = str(tokenizer.apply_chat_template(conversation=messages, add_generation_prompt=prompt, tokenize=False))
-        # llama.cpp puts BOS in front by itself.
-        return text.removeprefix(tokenizer.bos_token or "")
+        # llama.cpp puts BOS in front by itself, where the tokenizer does.
+        return text.removeprefix(bos)
 
-    template = "{{ .Prompt }}" if plain else ollama_template(render)
+    derived = ("{{ .Prompt }}", None) if plain else ollama_template(render)
     missing = None
     lines = [f"FROM ./{file}"]
-    if template is None:
+    if derived is None:
         missing = (
             "The Modelfile has no TEMPLATE, because Ollama's language cannot be derived from this chat template; "
             "Ollama uses its own if it recognizes the model (ollama show --template), otherwise write one."
         )
     else:
+        template, system = derived
         lines.append(f'TEMPLATE """{template}"""')
+        lines += [f'SYSTEM """{system}"""'] if system else []
     stops = dict.fromkeys(
         tokenizer.convert_ids_to_tokens(ids=token) for token in [*stop_tokens, tokenizer.eos_token_id]
     )
@@ -98,11 +102,14 @@ def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain
     return "\n".join(lines) + "\n", missing
 
 
-def ollama_template(render: Callable[[list[Message], bool], str]) -> str | None:
-    """Return a chat template in Ollama's language; None if it is not made of one part for each message.
+def ollama_template(render: Callable[[list[Message], bool], str]) -> tuple[str, str | None] | None:
+    """Return a chat template in Ollama's language, and the system prompt that it adds to a chat without one.
 
     Args:
-        render: renders messages without BOS; if its second argument is set, with what begins an answer.
+        render: renders messages without a BOS that llama.cpp adds; if its second argument is set, with what begins an answer.
+
+    Returns:
+        None if the template is not made of one part for each message.
     """
     system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}
     assistant, further = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": FURTHER}
@@ -112,18 +119,25 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> str | None:
         whole = render([system, user, assistant, further], True)
     except Exception:  # templates raise exceptions of their own, as for a system message
         return None
-    if not (prompt.startswith(question) and with_system.endswith(prompt) and answered.startswith(prompt + ANSWER)):
+    if not (prompt.startswith(question) and answered.startswith(prompt + ANSWER)):
         return None
     begin, end = prompt[len(question) :], answered[len(prompt) + len(ANSWER) :]
-    instruction = with_system[: len(with_system) - len(prompt)]
+    # A template may add a system prompt of its own in front of the first question, but not of a further one.
+    question = whole.partition(ANSWER + end)[2].removesuffix(begin).replace(FURTHER, QUESTION)
+    added, instruction = prompt.removesuffix(question + begin), with_system.removesuffix(question + begin)
     if instruction.count(SYSTEM) != 1 or question.count(QUESTION) != 1:
+        return None
+    before, after = instruction.split(SYSTEM)
+    default = added[len(before) : len(added) - len(after)] or None
+    # Without a system prompt in it, Ollama cannot be told to add the part.
+    if added != (before + default + after if default else ""):
         return None
     # The parts, put together again, have to make a longer chat too.
     if whole != instruction + question + begin + ANSWER + end + question.replace(QUESTION, FURTHER) + begin:
         return None
-    if any(mark in whole for mark in ("{{", "}}", '"""')):
+    if any(mark in whole + added for mark in ("{{", "}}", '"""')):
         return None
     return (
         f"{{{{ if .System }}}}{instruction.replace(SYSTEM, '{{ .System }}')}{{{{ end }}}}"
         f"{{{{ if .Prompt }}}}{question.replace(QUESTION, '{{ .Prompt }}')}{{{{ end }}}}{begin}{{{{ .Response }}}}{end}"
-    )
+    ), default

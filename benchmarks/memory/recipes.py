@@ -47,14 +47,7 @@ RECIPES = {
     "qwen3_vl_4b_images_lora": ("qwen3_vl_4b", "images"),
     "qwen3_vl_8b_images_qlora_24gb": ("qwen3_vl_8b", "images"),
     "gemma3_4b_images_qlora": ("gemma3_4b", "images"),
-    "gemma4_e2b_images_lora_24gb": ("gemma4", "images"),
-    "llama3.2_3b_qlora_16gb": ("llama3.2_3b", "chats"),
-    "qwen3.5_27b_qlora_48gb": ("qwen3.5_27b", "chats"),
-    "gemma4_26b_a4b_lora_80gb": ("gemma_4_26b_a4b", "chats"),
     "qwen3_30b_a3b_lora_80gb": ("qwen3_30b_a3b", "chats"),
-    "gpt_oss_20b_qlora_24gb": ("gpt_oss_20b_bf16", "chats"),
-    "qwen3_1.7b_full_24gb": ("qwen3_1.7b", "chats"),
-    "qwen3_4b_full_80gb": ("qwen3_4b", "chats"),
 }
 # A context takes about so much of a card beside what torch allocates.
 CONTEXT_BYTES = 0.4 * 2**30

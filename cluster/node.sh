@@ -565,6 +565,8 @@ main() {
     75) say "node $NODE_RANK: stopped on request (exit code 75); the same command goes on from the checkpoint" ;;
     *)
       say "node $NODE_RANK of $NNODES ($(hostname)): ended with exit code $code"
+      # Of an elastic job only this node may have ended, whose ranks print nothing.
+      ((code != 2 || min_nodes == 0)) || say "node $NODE_RANK: $(cause)"
       ((begun == 0 || code == 2)) || [[ -n $stop ]] ||
         say "node $NODE_RANK: no start after the checkpoint of step $furthest got further, so the cause is not one that passes" \
           "(--max_restarts $max_restarts): $(cause)"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide
 
@@ -107,15 +108,26 @@ def first_to_tell(sentence: str) -> bool:
     return first
 
 
+def joins_elastic_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher of this first process of a node is in an elastic job that saved no step with it."""
+    path = _code_file(environ)
+    return path is not None and bool(node_range(environ)) and not Path(f"{path}.step").exists()
+
+
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
     """End this process with the code of a UserError or RunError; the main process prints the sentence.
 
-    Launchers end every process as soon as one has failed, so the others wait for the main process to print.
+    Launchers end every process as soon as one has failed, so the others wait for the main process to print. A node that
+    joins an elastic job leaves it at once: its launcher would start the same again, each time with every other node, and
+    end the job for all of them; asked to stop, it leaves the others alone.
     """
-    if is_main and first_to_tell(str(error)):
+    leaves = error.exit_code == EXIT_USER_ERROR and joins_elastic_job()
+    if (is_main or leaves) and first_to_tell(str(error)):
         print(f"train_ddp.py: error: {error}", file=sys.stderr, flush=True)
     elif not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
     note_exit_code(error.exit_code, sentence=f"train_ddp.py: error: {error}")
+    if leaves:
+        os.kill(os.getppid(), signal.SIGTERM)
     os._exit(error.exit_code)

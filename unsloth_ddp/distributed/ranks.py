@@ -78,10 +78,10 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return ranks
 
 
-def node_range() -> range:
+def node_range(environ: Mapping[str, str] = os.environ) -> range:
     """Return the numbers of nodes with which an elastic job may go on (node.sh --min_nodes); empty for other jobs."""
-    least, _, most = os.environ.get("UNSLOTH_DDP_NODES", "").partition(":")
-    return range(int(least), int(most) + 1) if least.isdigit() and most.isdigit() else range(0)
+    lowest, _, highest = environ.get("UNSLOTH_DDP_NODES", "").partition(":")
+    return range(int(lowest), int(highest) + 1) if lowest.isdigit() and highest.isdigit() else range(0)
 
 
 def forget_mpi(environ: MutableMapping[str, str] = os.environ) -> None:

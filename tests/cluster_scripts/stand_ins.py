@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.conftest import REPO
 from tests.waiting import wait_until
 
-# Writes its arguments to calls.txt, then does what SCRIPT says. Asked for a result, it has one after this many questions.
+# Writes its arguments to calls.txt, then does what SCRIPT says. It has a result after this many questions for one.
 LAUNCHER = """#!/bin/bash
 if [[ $1 == - ]]; then echo >>"$CALLS.asked"; (($(wc -l <"$CALLS.asked") > ${FINISHED:-1000})); exit; fi
 printf '%s\\n' "$*" >>"$CALLS"

@@ -22,7 +22,7 @@ from unsloth_ddp.utils.errors import UserError
 
 
 def launchers_report(path, code: int) -> str:
-    """Return what torchrun and accelerate print of a job whose rank 0 ended and whose rank 1 was then ended by the launcher."""
+    """Return what launchers print of a job whose rank 0 ended and whose rank 1 they ended then."""
     failures = {
         0: ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path)),
         1: ProcessFailure(local_rank=1, pid=2, exitcode=-15, error_file=str(path.parent / "none.json")),
@@ -65,7 +65,7 @@ def test_a_new_start_does_not_end_with_the_code_of_the_one_before(tmp_path):
 
 
 def test_a_sentence_that_the_watchdog_has_told_is_not_told_again(monkeypatch, capsys):
-    monkeypatch.setattr(exit_codes, "_told", set())
+    monkeypatch.setattr(exit_codes, "_printed", set())
     monkeypatch.setattr(os, "_exit", lambda code: None)
     exit_with(UserError("max_length is 0."), is_main=True)
     assert capsys.readouterr().err == "train_ddp.py: error: max_length is 0.\n"

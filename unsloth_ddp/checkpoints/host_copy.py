@@ -62,7 +62,11 @@ class HostCopies:
         if type(tensor) is not Tensor:
             # A quantized state that consists of several tensors.
             return tensor.to("cpu", copy=True)
-        kept = self._memory.get(name)
-        if kept is None or (kept.shape, kept.dtype, kept.stride()) != (tensor.shape, tensor.dtype, tensor.stride()):
-            kept = self._memory[name] = torch.empty_like(tensor, device="cpu")
-        return kept.copy_(tensor)
+        copied = self._memory.get(name)
+        if copied is None or (copied.shape, copied.dtype, copied.stride()) != (
+            tensor.shape,
+            tensor.dtype,
+            tensor.stride(),
+        ):
+            copied = self._memory[name] = torch.empty_like(tensor, device="cpu")
+        return copied.copy_(tensor)

@@ -52,8 +52,8 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
     """Write why this process ends for the job's script and for the launcher, which turns every exit code into 1.
 
     The first process of each node writes the code to the file named by UNSLOTH_DDP_EXIT_CODE_FILE, and the sentence
-    beside it and to the file named by TORCHELASTIC_ERROR_FILE, which torch's launcher prints at the end of its own report. Neither
-    is written if its variable is not set.
+    beside it and to the file named by TORCHELASTIC_ERROR_FILE, which torch's launcher prints at the end of its report.
+    Neither is written if its variable is not set.
     """
     if not code or environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -63,10 +63,10 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
             Path(f"{path}.why").write_text(f"{hide(sentence)}\n", encoding="utf-8")
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         # The launcher takes the failure with the earliest time for the cause of the others.
-        reason = hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])
-        told = {"message": {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        message = hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])
+        report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(told), encoding="utf-8")
+            Path(path).write_text(json.dumps(report), encoding="utf-8")
 
 
 def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
@@ -95,7 +95,7 @@ def note_finished(environ: Mapping[str, str] = os.environ) -> None:
 
 
 # Sentences that a thread of this process has printed or is about to print.
-_told: set[str] = set()
+_printed: set[str] = set()
 
 
 def first_to_tell(sentence: str) -> bool:
@@ -103,8 +103,8 @@ def first_to_tell(sentence: str) -> bool:
 
     A process with much to take down may be ended by its watchdog, which prints the error's sentence first.
     """
-    first = sentence not in _told
-    _told.add(sentence)
+    first = sentence not in _printed
+    _printed.add(sentence)
     return first
 
 
@@ -117,9 +117,9 @@ def joins_elastic_job(environ: Mapping[str, str] = os.environ) -> bool:
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
     """End this process with the code of a UserError or RunError; the main process prints the sentence.
 
-    Launchers end every process as soon as one has failed, so the others wait for the main process to print. A node that
-    joins an elastic job leaves it at once: its launcher would start the same again, each time with every other node, and
-    end the job for all of them; asked to stop, it leaves the others alone.
+    Launchers end every process as soon as one has failed, so the others wait for the main process to print. A node
+    that joins an elastic job leaves it at once: its launcher would start the same again, each time with every other
+    node, and end the job for all of them; asked to stop, it leaves the others alone.
     """
     leaves = error.exit_code == EXIT_USER_ERROR and joins_elastic_job()
     if (is_main or leaves) and first_to_tell(str(error)):

@@ -73,7 +73,8 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
         raise UserError(
             f"RANK {ranks.rank} of WORLD_SIZE {ranks.world_size} and LOCAL_RANK {ranks.local_rank} of "
-            f"LOCAL_WORLD_SIZE {ranks.local_world_size} contradict each other; start with accelerate launch or torchrun."
+            f"LOCAL_WORLD_SIZE {ranks.local_world_size} contradict each other; start with accelerate launch or "
+            "torchrun."
         )
     return ranks
 

@@ -82,9 +82,9 @@ class RankStatus:
         self.step, self.progress_count = heartbeat["step"], heartbeat["count"]
         self.phase, self.stack = heartbeat["phase"], heartbeat["stack"]
 
-    def mark_lost(self, reason: str) -> None:
+    def mark_lost(self, cause: str) -> None:
         """Record that the connection ended; of two reasons the first one that says something stays."""
-        self.connection_lost = self.connection_lost or reason
+        self.connection_lost = self.connection_lost or cause
 
     def __str__(self) -> str:
         if self.exit_notice:
@@ -176,8 +176,8 @@ def _diagnose_failure(status: RankStatus) -> Diagnosis:
 def _diagnose_dead(dead: list[RankStatus]) -> Diagnosis:
     names, step = _names(dead), f"at step {dead[0].step} ({dead[0].phase})"
     sentence = (
-        f"{names} died without an error message {step}: killed from outside (kill -9, or out of memory: see dmesg on that "
-        "host) or crashed in native code."
+        f"{names} died without an error message {step}: killed from outside (kill -9, or out of memory: see dmesg on "
+        "that host) or crashed in native code."
     )
     if lost := dead[0].connection_lost:
         sentence = f"{names} cannot be reached any more, {step}: {lost}; the host is down or cut off from the network."
@@ -186,15 +186,15 @@ def _diagnose_dead(dead: list[RankStatus]) -> Diagnosis:
 
 def _diagnose_silent(silent: list[RankStatus], now: float) -> Diagnosis:
     seconds = now - min(s.last_heard for s in silent)
-    one = len(silent) == 1
-    reason = (
-        f"the {'process is' if one else 'processes are'} stopped (SIGSTOP, or a debugger)"
+    single = len(silent) == 1
+    cause = (
+        f"the {'process is' if single else 'processes are'} stopped (SIGSTOP, or a debugger)"
         if all(s.suspended for s in silent)
         else "the process is frozen, or its host is down or cut off from the network"
     )
     sentence = (
-        f"{_names(silent)} {'has' if one else 'have'} not answered for {seconds:.0f} s, since step {silent[0].step} "
-        f"({silent[0].phase}): {reason} (--watch_timeout sets the limit)."
+        f"{_names(silent)} {'has' if single else 'have'} not answered for {seconds:.0f} s, since step {silent[0].step} "
+        f"({silent[0].phase}): {cause} (--watch_timeout sets the limit)."
     )
     return Diagnosis(sentence, _ranks(silent), frozen=True)
 
@@ -211,7 +211,7 @@ def _hang_limit(present: list[RankStatus], limits: Limits) -> tuple[float, str]:
 
 
 def _diagnose_hang(present: list[RankStatus], now: float, limits: Limits) -> Diagnosis | None:
-    """Name the ranks that are behind if no rank has made progress for much longer than usual, or than a collective may take."""
+    """Name the ranks that are behind if no rank has made progress for much longer than usual or than allowed."""
     limit, why = _hang_limit(present, limits)
     if now - max(s.last_progress for s in present) <= limit:
         return None
@@ -259,7 +259,7 @@ def _diagnose_partial_exit(
 
 
 def exit_notice_for(error: BaseException | None, now: float) -> ExitNotice:
-    """Return the notice of a rank that ends with `error`, or without one. It is sent and logged, so secrets are hidden."""
+    """Return the notice of a rank that ends with `error`, or without one, with secrets hidden."""
     if error is None:
         return ExitNotice("finished", "", now)
     if isinstance(error, SystemExit):

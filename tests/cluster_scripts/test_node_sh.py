@@ -268,6 +268,12 @@ def test_a_node_that_may_restart_asks_for_the_result_before_it_waits_for_the_oth
     assert "node 0: the run's folder holds the result of these settings, so nothing is left to do here" in text
 
 
+def test_a_node_that_may_restart_names_a_mistake_in_its_settings_before_others_wait_for_its_ranks(node):
+    code, text = node("--no_preflight --max_restarts 2", **TWO, MISTAKE="train_ddp.py: error: seed is -1.")
+    assert code == 2 and not node.calls()
+    assert "train_ddp.py: error: seed is -1.\n" in text and "ended with exit code 2" in text
+
+
 @pytest.mark.parametrize(
     ("words", "config", "named"),
     [

@@ -62,11 +62,7 @@ class HostCopies:
         if type(tensor) is not Tensor:
             # A quantized state that consists of several tensors.
             return tensor.to("cpu", copy=True)
-        copied = self._memory.get(name)
-        if copied is None or (copied.shape, copied.dtype, copied.stride()) != (
-            tensor.shape,
-            tensor.dtype,
-            tensor.stride(),
-        ):
-            copied = self._memory[name] = torch.empty_like(tensor, device="cpu")
-        return copied.copy_(tensor)
+        host = self._memory.get(name)
+        if host is None or (host.shape, host.dtype, host.stride()) != (tensor.shape, tensor.dtype, tensor.stride()):
+            host = self._memory[name] = torch.empty_like(tensor, device="cpu")
+        return host.copy_(tensor)

@@ -224,9 +224,7 @@ def holds_shards(files: Iterable[str]) -> bool:
 def missing_state(files: Iterable[str]) -> str | None:
     """Return the first of STATE_FILES that a checkpoint lacks under every one of its names."""
     names = list(files)
-    return next(
-        (file for file, patterns in STATE_FILES.items() if not any(_is_named(n, patterns) for n in names)), None
-    )
+    return next((file for file, globs in STATE_FILES.items() if not any(_is_named(n, globs) for n in names)), None)
 
 
 # ---- resuming ----
@@ -257,7 +255,7 @@ def compare_runs(saved: Mapping[str, Any], now: Mapping[str, Any], *, shards: bo
         both = [name for name in names if name in saved and name in now]
         # Earlier releases did not keep the commit of a Hub model.
         both = [name for name in both if not name.endswith("model_revision") or saved[name] is not None]
-        return [f"{name} {_shown(saved[name])} -> {_shown(now[name])}" for name in both if saved[name] != now[name]]
+        return _changes(saved, now, both)
 
     files = _changed_files(saved.get("files"), now.get("files"))
     result = Comparison(refused=changes(GUARDED + GUARDED_FACTS) + files, reported=changes(SAID))
@@ -333,8 +331,16 @@ def _changed_fields(saved: Any, now: Any) -> list[str]:
     """Return the changes of those fields of trainer_args that the optimizer's saved state holds."""
     if not isinstance(saved, dict) or not isinstance(now, dict):
         return []
-    names = [name for name in KEPT_FIELDS if saved.get(name) != now.get(name)]
-    return [f"{name} {_shown(saved.get(name, 'default'))} -> {_shown(now.get(name, 'default'))}" for name in names]
+    return _changes(saved, now, KEPT_FIELDS, absent="default")
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str], absent: str = "none") -> list[str]:
+    """Return "NAME OLD -> NEW" for each of these names whose value changed."""
+    return [
+        f"{_shown(name)} {_shown(saved.get(name, absent))} -> {_shown(now.get(name, absent))}"
+        for name in names
+        if saved.get(name) != now.get(name)
+    ]
 
 
 def _shown(value: Any) -> str:
@@ -344,11 +350,7 @@ def _shown(value: Any) -> str:
 
 def differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
-    return [
-        f"{_shown(name)} {_shown(version)} -> {now.get(name, 'none')}"
-        for name, version in saved.items()
-        if now.get(name) != version
-    ]
+    return _changes(saved, now, saved)
 
 
 def newest(

@@ -57,16 +57,21 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
     """
     if not code or environ.get("LOCAL_RANK", "0") != "0":
         return
-    if path := _code_file(environ):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(f"{code}\n", encoding="utf-8")
-            Path(f"{path}.why").write_text(f"{hide(sentence)}\n", encoding="utf-8")
+    _note("", code, environ)
+    _note(".why", hide(sentence), environ)
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         # The launcher takes the failure with the earliest time for the cause of the others.
         message = hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])
         report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(report), encoding="utf-8")
+
+
+def _note(suffix: str, content: object, environ: Mapping[str, str]) -> None:
+    """Write a line into the file of the exit code, or into one beside it with this suffix."""
+    if path := _code_file(environ):
+        with contextlib.suppress(OSError):
+            Path(f"{path}{suffix}").write_text(f"{content}\n", encoding="utf-8")
 
 
 def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
@@ -78,20 +83,13 @@ def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def note_saved_step(step: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the step of a complete checkpoint for the job's script, which counts only restarts without a new one.
-
-    The first process of each node writes it beside the file of note_exit_code.
-    """
-    if path := _code_file(environ):
-        with contextlib.suppress(OSError):
-            Path(f"{path}.step").write_text(f"{step}\n", encoding="utf-8")
+    """Write the step of a complete checkpoint for the job's script, which counts only restarts without a new one."""
+    _note(".step", step, environ)
 
 
 def note_finished(environ: Mapping[str, str] = os.environ) -> None:
     """Tell the job's script that the result is written: a process that dies after that is no reason to start again."""
-    if path := _code_file(environ):
-        with contextlib.suppress(OSError):
-            Path(f"{path}.done").touch()
+    _note(".done", "", environ)
 
 
 # Sentences that a thread of this process has printed or is about to print.

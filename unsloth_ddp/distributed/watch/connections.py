@@ -36,20 +36,16 @@ class Peer:
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived; the end of the connection is noted in `status.connection_lost`."""
+        data = b""
         try:
             data = self.socket.recv(1 << 16)
-        except TimeoutError as error:
-            # Raised by this side's own timeout without a number, by the kernel's with ETIMEDOUT.
-            if error.errno is None:
-                return []
-            data = b""
-            self.status.mark_lost("Connection timed out")
-        except ConnectionResetError:
-            # A process that dies with unread messages resets its connections.
-            data = b""
         except OSError as error:
-            data = b""
-            self.status.mark_lost(error.strerror or str(error))
+            # This side's own timeout has no number, the kernel's has ETIMEDOUT.
+            if isinstance(error, TimeoutError) and error.errno is None:
+                return []
+            # A process that dies with unread messages resets its connections.
+            if not isinstance(error, ConnectionResetError):
+                self.status.mark_lost(error.strerror or str(error))
         if not data:
             self.status.mark_lost("")
         *lines, self.buffer = (self.buffer + data).split(b"\n")

@@ -132,15 +132,14 @@ def judge(
     """
     everybody = list(statuses.values())
     exited = sorted((s for s in everybody if s.exit_notice), key=lambda s: s.exit_notice.at if s.exit_notice else now)
-    for status in exited:
-        if status.exit_kind == "failed":
-            return _diagnose_failure(status)
+    if failed := next((s for s in exited if s.exit_kind == "failed"), None):
+        return _diagnose_failure(failed)
     dead = [s for s in everybody if s.connection_lost is not None and s.exit_notice is None]
     if dead:
         return _diagnose_dead(dead)
     present = [s for s in everybody if s.exit_notice is None]
     failure_known = failure_known or any(s.exit_kind == "secondary" for s in exited)
-    silent = [s for s in present if now - s.last_heard > _longest_silence(s, limits, failure_known)]
+    silent = [s for s in present if now - s.last_heard > limits.silence * _patience(s, failure_known)]
     if silent:
         return _diagnose_silent(silent, now)
     if present and all(s.phase == present[0].phase for s in present):
@@ -152,9 +151,8 @@ def judge(
     return None
 
 
-def _longest_silence(status: RankStatus, limits: Limits, failure_known: bool) -> float:
-    responsive = failure_known or status.suspended or status.phase in RESPONSIVE_PHASES
-    return limits.silence if responsive else limits.silence * BUSY_FACTOR
+def _patience(status: RankStatus, failure_known: bool) -> int:
+    return 1 if failure_known or status.suspended or status.phase in RESPONSIVE_PHASES else BUSY_FACTOR
 
 
 def _names(statuses: list[RankStatus]) -> str:

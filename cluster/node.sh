@@ -450,13 +450,19 @@ is_named() {
   [[ -n $config ]] && grep -Es '^run_name *:' "$config" | grep -Eiqv '^run_name *: *(null|none|~)? *(#.*)?$'
 }
 
-# Check whether the run's folder holds the result of these settings.
+# Check whether the run's folder holds the result of these settings; 2: they hold a mistake, named in settings.txt.
 has_result() {
-  timeout 60 python - "${train_arguments[@]}" "${restart_arguments[@]}" >/dev/null 2>&1 <<'PYTHON'
+  timeout 60 python - "${train_arguments[@]}" "${restart_arguments[@]}" >/dev/null 2>"$folder/settings.txt" <<'PYTHON'
 import sys
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.run.folder import is_finished
-sys.exit(not is_finished(parse_settings(sys.argv[1:], "")))
+from unsloth_ddp.utils.errors import UserError
+try:
+    settings = parse_settings(sys.argv[1:], "")
+except UserError as error:
+    print(f"train_ddp.py: error: {error}", file=sys.stderr)
+    sys.exit(2)
+sys.exit(not is_finished(settings))
 PYTHON
 }
 
@@ -530,10 +536,21 @@ main() {
   local restarts=0 begun=0 furthest=0
   while :; do
     code=0 trained=0
-    # A node that was lost at the end of the job would wait for others that have ended.
-    if ((max_restarts)) && [[ -z $stop ]] && has_result; then
-      say "node $NODE_RANK: the run's folder holds the result of these settings, so nothing is left to do here"
-      break
+    # A node that was lost at the end of the job would wait for others that have ended, and others would wait for one
+    # that ends before its ranks have met theirs.
+    if ((max_restarts)) && [[ -z $stop ]]; then
+      has_result
+      case $? in
+        0)
+          say "node $NODE_RANK: the run's folder holds the result of these settings, so nothing is left to do here"
+          break
+          ;;
+        2)
+          code=2
+          tail -n 1 "$folder/settings.txt" >&2
+          break
+          ;;
+      esac
     fi
     [[ -n $stop ]] || check_job
     ((code == 0)) && [[ -z $stop ]] && trained=1 && train
@@ -565,6 +582,8 @@ main() {
     75) say "node $NODE_RANK: stopped on request (exit code 75); the same command goes on from the checkpoint" ;;
     *)
       say "node $NODE_RANK of $NNODES ($(hostname)): ended with exit code $code"
+      # Of an elastic job only this node may have ended, whose ranks print nothing.
+      ((code != 2 || min_nodes == 0 || trained == 0)) || say "node $NODE_RANK: $(cause)"
       ((begun == 0 || code == 2)) || [[ -n $stop ]] ||
         say "node $NODE_RANK: no start after the checkpoint of step $furthest got further, so the cause is not one that passes" \
           "(--max_restarts $max_restarts): $(cause)"

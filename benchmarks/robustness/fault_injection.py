@@ -12,9 +12,9 @@ its signal is repeated with another moment.
 Counts damaged offers (the checkpoint that the next start would resume from lacks a file that the uninterrupted job's
 checkpoints have, or holds one that cannot be read), hangs, failed starts, jobs that never finished, and final weights
 that are not bit-identical to the uninterrupted job's. `--peer trl` does the same to TRL's SFTTrainer with
-`resume_from_checkpoint=True` whenever it finds a checkpoint. `--peer cuda_graphs` is the kit on two GPUs, with packs and
-CUDA graphs, which run one case at a time. Moments are the same fractions of the peer's own duration, measured on its
-latest undisturbed start. The same command continues a results file that a time limit (`--seconds`) left unfinished.
+`resume_from_checkpoint=True` whenever it finds a checkpoint. `--peer cuda_graphs` is the kit on two GPUs, with packs
+and CUDA graphs, which run one case at a time. Moments are the same fractions of the peer's own duration, measured on
+its latest undisturbed start. The same command continues a results file that `--seconds` left unfinished.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Callable[[], None]]:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Describe the uninterrupted job: duration, checksum of its weights, files of a checkpoint, kilobytes of all files."""
+    """Describe the uninterrupted job: seconds, checksum of its weights, files of a checkpoint, kilobytes of all."""
 
     seconds: float
     weights: str

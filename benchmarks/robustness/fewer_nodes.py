@@ -3,8 +3,9 @@
     python -m benchmarks.robustness.fewer_nodes --sharding fsdp2 --json benchmarks/results/robustness/fewer_nodes.json
     python -m benchmarks.robustness.fewer_nodes --sharding none --cpu --json FILE
 
-The "nodes" are one GPU of this machine each (see benchmarks/scaling/nodes.py), under `cluster/node.sh --min_nodes 1`. The second one
-is killed after two checkpoints, and started again when the first has saved two more. SGD in fp32; the adapters are compared.
+The "nodes" are one GPU of this machine each (see benchmarks/scaling/nodes.py), under `cluster/node.sh --min_nodes 1`.
+The second one is killed after two checkpoints, and started again when the first has saved two more. SGD in fp32; the
+adapters are compared.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ PORT = 6301
 # Seconds that anything may take.
 PATIENCE = 400.0
 OPTIONS = (
-    "--no_preflight --config recipes/demo.yaml --precision fp32 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 "
-    "--optim sgd --learning_rate 0.02 --seed 5 --max_length 128 --compare_answers 0 --eval_strategy no --report_to none "
-    "--global_batch_size 32 --per_device_train_batch_size 1 --logging_steps 1 --save_steps 5"
+    "--no_preflight --config recipes/demo.yaml --precision fp32 --lr_scheduler_type constant --warmup_steps 0 "
+    "--max_grad_norm 0 --optim sgd --learning_rate 0.02 --seed 5 --max_length 128 --compare_answers 0 --eval_strategy "
+    "no --report_to none --global_batch_size 32 --per_device_train_batch_size 1 --logging_steps 1 --save_steps 5"
 )
 
 

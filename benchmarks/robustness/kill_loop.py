@@ -2,9 +2,9 @@
 
     python -m benchmarks.robustness.kill_loop --kills 20 --json benchmarks/results/robustness/kill_loop.json
 
-The demo's model trains on one GPU with packed rows and CUDA graphs, under `cluster/node.sh --max_restarts 3`; `--cpu` leaves
-both out. A rank is killed with SIGKILL as soon as it has taken a step behind a new checkpoint. The weights are compared
-with those of an uninterrupted run, which goes beside it, on the last GPU. The results are written after each kill.
+The demo's model trains on one GPU with packed rows and CUDA graphs, under `cluster/node.sh --max_restarts 3`; `--cpu`
+leaves both out. A rank is killed with SIGKILL as soon as it has taken a step behind a new checkpoint. The weights are
+compared with those of an uninterrupted run, which goes beside it, on the last GPU. The results are written after each kill.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def command(name: str, kills: int, work: Path, *, cpu: bool) -> list[str]:
     """Return the command of a run with a checkpoint for each kill."""
     steps = SAVE_STEPS * (kills + 2)
     text = (
-        f"bash {REPO}/cluster/node.sh --no_preflight --max_restarts 3 --config {REPO}/recipes/demo.yaml --compare_answers 0 "
-        f"--max_steps {steps} --save_steps {SAVE_STEPS} --logging_steps 1 --global_batch_size 16 --report_to none "
-        f"--output_dir {work}/outputs --run_name {name} --eval_strategy no "
+        f"bash {REPO}/cluster/node.sh --no_preflight --max_restarts 3 --config {REPO}/recipes/demo.yaml "
+        f"--compare_answers 0 --max_steps {steps} --save_steps {SAVE_STEPS} --logging_steps 1 --global_batch_size 16 "
+        f"--report_to none --output_dir {work}/outputs --run_name {name} --eval_strategy no "
     )
     text += "--cpu" if cpu else "--packing on --max_length 256 --cuda_graphs on"
     return text.split()

@@ -60,7 +60,7 @@ def is_a(victim: str, pid: int) -> bool:
 
 @dataclass
 class LoopbackHost:
-    """A group of processes that stands for a host, known by a variable that they inherit; see tests.cluster.hosts.Host."""
+    """A group of processes that stands for a host (tests.cluster.hosts.Host), known by a variable they inherit."""
 
     # 127.0.0.1 as a number: node.sh refuses names that mean "this machine" on every node.
     name: ClassVar[str] = "2130706433"

@@ -40,9 +40,9 @@ STEPS, SAVE_STEPS, EVAL_STEPS = 3600, 20, 100
 WARM_UP = 0.2
 MIB_PER_1000_STEPS = 4.0
 OPTIONS = (
-    "--model demo/model --dataset demo/train.jsonl --eval_dataset demo/eval.jsonl --max_length 64 --learning_rate 0.001 "
-    f"--global_batch_size 2 --logging_steps 1 --save_steps {SAVE_STEPS} --save_total_limit 2 --eval_steps {EVAL_STEPS} "
-    "--report_to tensorboard --gradient_checkpointing none --use_cpu"
+    "--model demo/model --dataset demo/train.jsonl --eval_dataset demo/eval.jsonl --max_length 64 --learning_rate "
+    f"0.001 --global_batch_size 2 --logging_steps 1 --save_steps {SAVE_STEPS} --save_total_limit 2 --eval_steps "
+    f"{EVAL_STEPS} --report_to tensorboard --gradient_checkpointing none --use_cpu"
 )
 
 

@@ -26,7 +26,10 @@ import psutil
 from benchmarks.common.runs import REPO, launch_command, write_results
 from unsloth_ddp.parity.processes import kill_tree
 
-OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 100000 --logging_steps 10 --save_steps 50 --global_batch_size 8"
+OPTIONS = (
+    "--config recipes/demo.yaml --compare_answers 0 --max_steps 100000 --logging_steps 10 --save_steps 50 "
+    "--global_batch_size 8"
+)
 OPTIONS += " --per_device_train_batch_size 1 --eval_strategy no"
 
 

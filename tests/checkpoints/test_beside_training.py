@@ -33,7 +33,7 @@ SAVED = (4, 7)
 
 
 def train_while_writing(argv: list[str], cwd: str, kill_at: int = 0) -> None:
-    """train_ddp.py that writes checkpoint-4 only after step 6 has begun, and is killed while it writes that of `kill_at`."""
+    """train_ddp.py that writes checkpoint-4 only once step 6 has begun; killed while it writes that of `kill_at`."""
     begun, begin, complete = threading.Event(), ReportProgress.on_step_begin, Checkpoints._complete
 
     def note(self: ReportProgress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

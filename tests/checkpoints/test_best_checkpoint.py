@@ -160,7 +160,7 @@ def test_a_run_stops_early_where_the_loss_has_not_fallen_and_a_resumed_one_count
 def test_the_best_checkpoint_that_a_state_names_is_taken_of_the_same_run_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, run: dict[str, Any] | None, said: str | None
 ) -> None:
-    """An edited state, or one of a checkpoint from elsewhere, would make another run's weights the result of this one."""
+    """An edited state, or one from elsewhere, would make another run's weights the result of this one."""
     named = tmp_path / folder
     named.mkdir(parents=True)
     if run is not None:

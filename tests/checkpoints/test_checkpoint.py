@@ -60,7 +60,7 @@ def train_after_the_time_limit(argv: list[str], cwd: str) -> None:
 
 
 def train_and_stop_in_evaluation(argv: list[str], cwd: str, batch: int) -> None:
-    """train_ddp.py whose rank 1 is asked to stop during its evaluation batch number `batch` (counted from this start)."""
+    """train_ddp.py whose rank 1 is asked to stop during evaluation batch `batch`, counted from this start."""
     interrupt, batches = StopRequest.interrupt_evaluation, itertools.count(1)
 
     def request(self: StopRequest) -> None:
@@ -250,7 +250,7 @@ def train_on_a_disk_of_its_own(argv: list[str], cwd: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_no_node_trains_from_a_copy_that_the_main_process_has_not_verified(job, whole_run, place):
-    """Node 1 has no checkpoint, one without optimizer, one with the optimizer of another step, and one that is whole."""
+    """Node 1 has no checkpoint, one without optimizer, one with that of another step, and one that is whole."""
     options, run = f"{WHOLE_RUN} --save_steps 4", "outputs/disks"
     job(options, "disks", 2, target=train_on_a_disk_of_its_own)
     first, second = (place / f"disk-{rank}" / run for rank in (0, 1))

@@ -1,4 +1,4 @@
-"""Nodes with disks of their own: each resumes from the files that the main process verified, whatever its own folder holds."""
+"""Nodes with disks of their own resume from the files that the main process verified, whatever their folders hold."""
 
 from __future__ import annotations
 

@@ -239,12 +239,20 @@ def test_trained_weights_are_known_by_names_and_shapes_whoever_holds_them():
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [
-        ({"learning_rate": 0.1, "optim": "a"}, {"learning_rate": 0.2, "optim": "b"}, "learning_rate 0.1 -> 0.2, optim a -> b:"),
+        (
+            {"learning_rate": 0.1, "optim": "a"},
+            {"learning_rate": 0.2, "optim": "b"},
+            "learning_rate 0.1 -> 0.2, optim a -> b:",
+        ),
         ({"trainer_args": {}}, {"trainer_args": {"adam_beta2": 0.9}}, "adam_beta2 default -> 0.9:"),
         ({"trainer_args": {"optim_args": "x"}}, {"trainer_args": {"seed": 1}}, "optim_args x -> default:"),
         ({"trainer_args": {"adam_beta2": 0.9}}, {"trainer_args": {"adam_beta2": 0.9, "x": 1}}, None),
         ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "cosine"}, None),
-        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type linear -> red"),
+        (
+            {"lr_scheduler_type": "linear"},
+            {"lr_scheduler_type": "reduce_lr_on_plateau"},
+            "lr_scheduler_type linear -> red",
+        ),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}, None),
         ({}, {"lr_scheduler_type": "reduce_lr_on_plateau", "trainer_args": {"adam_beta2": 0.9}, "optim": "a"}, None),
     ],

@@ -42,7 +42,7 @@ def job(uneven_rows: Path) -> Job:
 
 @pytest.fixture(scope="session")
 def one_host(can_make_hosts: None, job: Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The same training on one host, without a variable and without interruption: the run's folder, and what was said."""
+    """The same training on one host, without a variable or interruption: the run's folder, and the output."""
     folder = tmp_path_factory.mktemp("one_host")
     with make_hosts(1) as hosts:
         words = [*job.words, "--no_preflight", "--run_name", "one"]

@@ -1,4 +1,4 @@
-"""The commands of the files for SkyPilot, dstack and Kubernetes, with the variables of their platforms, train on two hosts.
+"""The commands of the files for SkyPilot, dstack and Kubernetes train on two hosts, with their platforms' variables.
 
 The platforms themselves are not here: tests/cluster_scripts/platforms.py sets what they set.
 """

@@ -1,4 +1,4 @@
-"""The commands of cluster/skypilot.yaml, dstack.yml, jobset.yaml and trainjob.yaml, and what each platform sets for them.
+"""The commands of cluster/skypilot.yaml, dstack.yml, jobset.yaml and trainjob.yaml, and what each platform sets.
 
 Variables are those of SkyPilot 0.14, dstack 0.22, JobSet 0.12 and Kubeflow Trainer 2.3, read from their sources.
 """

@@ -118,7 +118,8 @@ def test_one_machine_needs_no_variable(node):
     config = REPO / "accelerate_configs" / "multi_node.yaml"
     assert node.calls() == [
         f"--config_file {config} --num_machines 1 --num_processes 2 --machine_rank 0 --main_process_port 0 "
-        f"--rdzv_backend c10d --rdzv_conf store_type=file {REPO}/train_ddp.py --model ./model --dataset rows.jsonl --max_steps 3"
+        f"--rdzv_backend c10d --rdzv_conf store_type=file {REPO}/train_ddp.py --model ./model --dataset rows.jsonl "
+        "--max_steps 3"
     ]
 
 
@@ -182,7 +183,8 @@ def test_its_exit_code_is_the_trainings(node, noted):
 
 
 def test_a_stop_before_the_first_step_may_be_started_again(node):
-    script = 'trap \'echo 1 >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1\' USR1; echo ready >>"$CALLS"; while :; do sleep 0.05; done'
+    script = 'trap \'echo 1 >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1\' USR1; echo ready >>"$CALLS"'
+    script += "; while :; do sleep 0.05; done"
     process = node.begin("--cpu --no_preflight", SCRIPT=script)
     node.wait_for("ready")
     process.send_signal(signal.SIGUSR1)
@@ -231,7 +233,8 @@ def test_restarts(node):
     assert "start 2 of at most 2 again, from the last complete checkpoint" in text
     assert "node 0: no start after the checkpoint of step 0 got further" in text
     # Five starts, of which each saves a later step but the last, which is the first restart without progress.
-    later = 'n=$(cat n 2>/dev/null || echo 1); echo $((n < 4 ? n + 1 : 4)) >n; echo "${n}0" >"$UNSLOTH_DDP_EXIT_CODE_FILE.step"; exit 1'
+    later = "n=$(cat n 2>/dev/null || echo 1); echo $((n < 4 ? n + 1 : 4)) >n; "
+    later += 'echo "${n}0" >"$UNSLOTH_DDP_EXIT_CODE_FILE.step"; exit 1'
     code, text = node("--cpu --no_preflight --max_restarts 1", SCRIPT=later)
     assert code == 1 and len(node.calls()) == 5
     assert text.count("start 1 of at most 1 again") == 4 and text.count("--no_overwrite") == 0
@@ -263,6 +266,12 @@ def test_a_node_that_may_restart_asks_for_the_result_before_it_waits_for_the_oth
     )
     assert code == 0 and len(node.calls()) == starts
     assert "node 0: the run's folder holds the result of these settings, so nothing is left to do here" in text
+
+
+def test_a_node_that_may_restart_names_a_mistake_in_its_settings_before_others_wait_for_its_ranks(node):
+    code, text = node("--no_preflight --max_restarts 2", **TWO, MISTAKE="train_ddp.py: error: seed is -1.")
+    assert code == 2 and not node.calls()
+    assert "train_ddp.py: error: seed is -1.\n" in text and "ended with exit code 2" in text
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def test_the_variables_of_the_platform_become_those_of_node_sh(place, name):
     assert process.returncode == 0, text
     launch, secret, words = place.calls()
     assert (
-        f"--num_machines 2 --num_processes 16 --machine_rank 1 --main_process_ip 10.9.8.7 --main_process_port {PORTS[name]} "
-        in launch
+        "--num_machines 2 --num_processes 16 --machine_rank 1 --main_process_ip 10.9.8.7 --main_process_port "
+        f"{PORTS[name]} " in launch
     )
     assert secret == "told to nobody, none"
     assert '<--trainer_args><{"a": "b c"}>' in words

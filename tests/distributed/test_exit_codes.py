@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -15,12 +16,13 @@ from unsloth_ddp.distributed.exit_codes import (
     first_to_tell,
     forget_exit_code,
     note_exit_code,
+    note_saved_step,
 )
 from unsloth_ddp.utils.errors import UserError
 
 
 def launchers_report(path, code: int) -> str:
-    """Return what torchrun and accelerate print of a job whose rank 0 ended and whose rank 1 was then ended by the launcher."""
+    """Return what launchers print of a job whose rank 0 ended and whose rank 1 they ended then."""
     failures = {
         0: ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path)),
         1: ProcessFailure(local_rank=1, pid=2, exitcode=-15, error_file=str(path.parent / "none.json")),
@@ -63,7 +65,7 @@ def test_a_new_start_does_not_end_with_the_code_of_the_one_before(tmp_path):
 
 
 def test_a_sentence_that_the_watchdog_has_told_is_not_told_again(monkeypatch, capsys):
-    monkeypatch.setattr(exit_codes, "_told", set())
+    monkeypatch.setattr(exit_codes, "_printed", set())
     monkeypatch.setattr(os, "_exit", lambda code: None)
     exit_with(UserError("max_length is 0."), is_main=True)
     assert capsys.readouterr().err == "train_ddp.py: error: max_length is 0.\n"
@@ -71,6 +73,22 @@ def test_a_sentence_that_the_watchdog_has_told_is_not_told_again(monkeypatch, ca
     assert first_to_tell("seed is -1.")
     exit_with(UserError("seed is -1."), is_main=True)
     assert capsys.readouterr().err == ""
+
+
+def test_only_a_node_that_joins_an_elastic_job_asks_its_launcher_to_stop(tmp_path, monkeypatch):
+    code_file, signals = tmp_path / "code", []
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    monkeypatch.setenv("UNSLOTH_DDP_EXIT_CODE_FILE", str(code_file))
+    exit_with(UserError("seed is -1."), is_main=True)
+    assert not signals
+    monkeypatch.setenv("UNSLOTH_DDP_NODES", "1:2")
+    exit_with(UserError("seed is -2."), is_main=False)
+    assert signals.pop() == (os.getppid(), signal.SIGTERM) and code_file.read_text() == "2\n"
+    # After a checkpoint the mistake came with another node, and the launcher starts this one again.
+    note_saved_step(4)
+    exit_with(UserError("seed is -3."), is_main=True)
+    assert not signals
 
 
 def test_the_exit_code_that_the_shell_sees_is_said():

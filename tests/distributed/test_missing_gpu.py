@@ -20,8 +20,8 @@ TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading"
 )
 NO_FABRIC = (
-    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might "
-    "have already set an error? Error 802: system not yet initialized"
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that "
+    "might have already set an error? Error 802: system not yet initialized"
 )
 FOUND = "CUDA_VISIBLE_DEVICES is {}, but torch finds no GPU"
 
@@ -29,17 +29,18 @@ FOUND = "CUDA_VISIBLE_DEVICES is {}, but torch finds no GPU"
 @pytest.mark.parametrize(
     ("visible", "driver", "torch_cuda", "reason", "sentence"),
     [
-        ("0", False, "13.0", NO_DRIVER, FOUND.format("0") + " (Found no NVIDIA driver on your system), so the CPU is used; check "
-         "nvidia-smi (a container needs --gpus all)."),
+        ("0", False, "13.0", NO_DRIVER, FOUND.format("0") + " (Found no NVIDIA driver on your system), so the CPU is "
+         "used; check nvidia-smi (a container needs --gpus all)."),
         ("GPU-8f2a,1", False, "13.0", "", FOUND.format("GPU-8f2a,1") + ", so"),
         ("7", True, "13.0", "No CUDA GPUs are available", FOUND.format("7") + " (No CUDA GPUs are available), so"),
-        ("0", True, None, "", "CUDA_VISIBLE_DEVICES is 0, but this torch is built without CUDA, so the CPU is used; install the "
-         "kit's own with uv sync."),
+        ("0", True, None, "", "CUDA_VISIBLE_DEVICES is 0, but this torch is built without CUDA, so the CPU is used; "
+         "install the kit's own with uv sync."),
         (None, True, None, "", "This machine has an NVIDIA driver, but this torch is built without CUDA, so"),
-        (None, True, "13.0", TOO_OLD, "This machine has an NVIDIA driver, but torch finds no GPU (The NVIDIA driver on your system is "
-         "too old (found version 12020)), so the CPU is used; update the driver to one for CUDA 13.0, or install torch for this driver: "),
-        (None, True, "13.0", NO_FABRIC, "This machine has an NVIDIA driver, but torch finds no GPU (Error 802: system not yet "
-         "initialized), so"),
+        (None, True, "13.0", TOO_OLD, "This machine has an NVIDIA driver, but torch finds no GPU (The NVIDIA driver "
+         "on your system is too old (found version 12020)), so the CPU is used; update the driver to one for CUDA "
+         "13.0, or install torch for this driver: "),
+        (None, True, "13.0", NO_FABRIC, "This machine has an NVIDIA driver, but torch finds no GPU (Error 802: system "
+         "not yet initialized), so"),
     ],
 )  # fmt: skip
 def test_a_gpu_that_torch_cannot_use_is_explained(visible, driver, torch_cuda, reason, sentence):
@@ -52,7 +53,8 @@ def test_gpus_that_are_hidden_are_hidden_on_purpose(visible):
     found = explain_missing_gpu(visible, True, "13.0", "No CUDA GPUs are available")
     assert found is not None and found.hidden
     assert found.warning == (
-        f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides this machine's GPUs, so the CPU is used; unset it to use them."
+        f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides this machine's GPUs, so the CPU is used; unset it to use "
+        "them."
     )
 
 
@@ -103,7 +105,7 @@ def test_a_machine_with_a_driver_and_a_torch_for_the_cpu_is_told_so(monkeypatch)
     monkeypatch.setattr(missing_gpu, "has_nvidia", lambda: True)
     monkeypatch.setattr("torch.version", SimpleNamespace(cuda=None, hip=None))
     found = missing_gpu.find_missing_gpu()
-    assert found is not None and "is built without CUDA" in found.reason
+    assert found is not None and "is built without CUDA" in found.cause
     monkeypatch.setattr(missing_gpu, "has_nvidia", lambda: False)
     assert missing_gpu.find_missing_gpu() is None
 

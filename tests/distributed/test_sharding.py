@@ -242,9 +242,9 @@ def test_sizes_of_parallelism_config_are_copies_and_parts():
     ("sizes", "reason"),
     [
         ({"DP_REPLICATE_SIZE": "3"}, "dp_replicate_size 3 does not fit 8 processes on 2 nodes.* use .*hybrid.yaml"),
-        ({"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2"}, "dp_replicate_size 2 x dp_shard_size 2 does not fit 8 processes"),
+        ({"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2"}, "_size 2 x dp_shard_size 2 does not fit 8 processes"),
         ({"DP_SHARD_SIZE": "4"}, "dp_shard_size 4 does not fit 8 processes"),
-        ({"DP_REPLICATE_SIZE": "8"}, "leaves one of 8 processes for each replica .*use .*fsdp2.yaml, or without sharding multi_node.yaml"),
+        ({"DP_REPLICATE_SIZE": "8"}, "leaves one of 8 processes for each replica .*fsdp2.yaml, or .* multi_node.yaml"),
         ({"DP_REPLICATE_SIZE": "two"}, "dp_replicate_size is two, but it takes a whole number above 0, or nodes"),
         ({"DP_SHARD_SIZE": "-1"}, "dp_shard_size is -1, but it takes a whole number above 0.$"),
         ({"TP_SIZE": "2"}, "parallelism_config with tp_size 2 is not supported with sharding fsdp2; use"),

@@ -131,7 +131,7 @@ def test_only_what_nohup_and_shells_have_ignored_stays_ignored(tmp_path, number,
 
 
 def signal_after_compiling(told: str, cache: str) -> None:
-    """Compile a Triton kernel between two steps of a training rank; write to the file `told` what it takes SIGUSR1 for."""
+    """Compile a Triton kernel between two steps of a rank; write to the file `told` what it takes SIGUSR1 for."""
     os.environ["TRITON_CACHE_DIR"] = cache
     import triton
     import triton.language as tl

@@ -123,7 +123,7 @@ def test_when_all_leave_for_one_reason_nobody_is_accused():
 def test_a_mistake_of_all_ranks_is_left_to_the_main_process(main, own, prints):
     # Its connection may close before its exit notice is read.
     notices = [rank(number, exit_notice=kind and exited(kind, 1)) for number, kind in enumerate((main, own))]
-    watchdog = SimpleNamespace(own=notices[1], neighbours=[], ranks=SimpleNamespace(rank=1))
+    watchdog = SimpleNamespace(status=notices[1], neighbours=[], ranks=SimpleNamespace(rank=1))
     assert Watchdog._prints_for_node(watchdog, notices[0]) is prints
 
 

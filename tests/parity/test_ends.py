@@ -1,4 +1,4 @@
-"""A parity check that is ended, or ends a launch, leaves no process behind: the ranks of a launcher are in sessions of their own."""
+"""A parity check that is ended, or ends a launch, leaves no process behind; ranks are in sessions of their own."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == "preflight: error: command line: there is no option no_such_option; python -m unsloth_ddp.preflight --help and "
-        "train_ddp.py --help list them all.\n"
+        == "preflight: error: command line: there is no option no_such_option; python -m unsloth_ddp.preflight --help "
+        "and train_ddp.py --help list them all.\n"
     )
     assert (tmp_path / "code").read_text() == "2\n"
 

@@ -62,7 +62,7 @@ class HostCopies:
         if type(tensor) is not Tensor:
             # A quantized state that consists of several tensors.
             return tensor.to("cpu", copy=True)
-        kept = self._memory.get(name)
-        if kept is None or (kept.shape, kept.dtype, kept.stride()) != (tensor.shape, tensor.dtype, tensor.stride()):
-            kept = self._memory[name] = torch.empty_like(tensor, device="cpu")
-        return kept.copy_(tensor)
+        host = self._memory.get(name)
+        if host is None or (host.shape, host.dtype, host.stride()) != (tensor.shape, tensor.dtype, tensor.stride()):
+            host = self._memory[name] = torch.empty_like(tensor, device="cpu")
+        return host.copy_(tensor)

@@ -140,14 +140,14 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
 
 
-def describe_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, tuple[int, str]]:
+def describe_files(folder: Path, digests_by_path: Mapping[str, str] | None = None) -> dict[str, tuple[int, str]]:
     """Return size and checksum of every file below `folder`, the manifest left out.
 
     Args:
-        known: checksums by path below `folder`, of files that their writers have read.
+        digests_by_path: checksums by path below `folder`, of files that their writers have read.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in list_files(folder)}
-    digests = dict(known or {})
+    digests = dict(digests_by_path or {})
     unknown = [name for name in paths if name not in digests]
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests |= zip(unknown, pool.map(lambda name: checksum(paths[name]), unknown), strict=True)
@@ -224,7 +224,7 @@ def holds_shards(files: Iterable[str]) -> bool:
 def missing_state(files: Iterable[str]) -> str | None:
     """Return the first of STATE_FILES that a checkpoint lacks under every one of its names."""
     names = list(files)
-    return next((file for file, found in STATE_FILES.items() if not any(_is_named(n, found) for n in names)), None)
+    return next((file for file, globs in STATE_FILES.items() if not any(_is_named(n, globs) for n in names)), None)
 
 
 # ---- resuming ----
@@ -244,7 +244,7 @@ class Comparison:
     instead: str = "go back to the first value"
 
 
-def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: bool = False) -> Comparison:
+def compare_runs(saved: Mapping[str, Any], now: Mapping[str, Any], *, shards: bool = False) -> Comparison:
     """Compare the identities of two runs; a name that only one of them holds is not compared.
 
     Args:
@@ -252,83 +252,95 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
     """
 
     def changes(names: tuple[str, ...]) -> list[str]:
-        both = [name for name in names if name in before and name in now]
+        both = [name for name in names if name in saved and name in now]
         # Earlier releases did not keep the commit of a Hub model.
-        both = [name for name in both if not name.endswith("model_revision") or before[name] is not None]
-        return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
+        both = [name for name in both if not name.endswith("model_revision") or saved[name] is not None]
+        return _changes(saved, now, both)
 
-    files = _changed_files(before.get("files"), now.get("files"))
+    files = _changed_files(saved.get("files"), now.get("files"))
     result = Comparison(refused=changes(GUARDED + GUARDED_FACTS) + files, reported=changes(SAID))
-    packs, processes = before.get("global_batch_size"), now.get("world_size")
-    packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
+    packs, processes = saved.get("global_batch_size"), now.get("world_size")
+    packed = "off" not in (saved.get("packing", "off"), now.get("packing", "off"))
     if packed and packs and processes and packs % processes:
-        result.instead = f"its steps hold {counted(packs, 'pack')}, which {counted(processes, 'process')} cannot share: start as many as divide {packs}"
+        result.instead = (
+            f"its steps hold {counted(packs, 'pack')}, which {counted(processes, 'process')} cannot share: start as "
+            f"many as divide {packs}"
+        )
     moved = ("model_revision", "reference_model_revision", "sources_revision")
-    kept = [name for name in moved if before.get(name) and any(c.startswith(f"{name} ") for c in result.refused)]
-    if kept:
-        option = {"sources_revision": "dataset_revision"}.get(kept[0], kept[0])
-        values = before[kept[0]] if isinstance(before[kept[0]], list) else [before[kept[0]]]
+    revisions = [name for name in moved if saved.get(name) and any(c.startswith(f"{name} ") for c in result.refused)]
+    if revisions:
+        option = {"sources_revision": "dataset_revision"}.get(revisions[0], revisions[0])
+        values = saved[revisions[0]] if isinstance(saved[revisions[0]], list) else [saved[revisions[0]]]
         result.instead = f"give --{option} {' '.join(map(printable, map(str, values)))} to read the same commit again"
     elif files or any(
         change.removeprefix("reference_").startswith(("model_weights", "model_config", "model_tokenizer"))
         for change in result.refused
     ):
         result.instead = "put the earlier files of the model back"
-    kept = [*changes(KEPT), *_changed_fields(before.get("trainer_args"), now.get("trainer_args"))]
-    schedules = [run.get("lr_scheduler_type") for run in (before, now)]
+    in_optimizer = [*changes(KEPT), *_changed_fields(saved.get("trainer_args"), now.get("trainer_args"))]
+    schedules = [run.get("lr_scheduler_type") for run in (saved, now)]
     if PLATEAU in schedules and None not in schedules:
-        kept += changes(("lr_scheduler_type",))
-    if kept:
+        in_optimizer += changes(("lr_scheduler_type",))
+    if in_optimizer:
         result.impossible.append(
-            f"{', '.join(kept)}: the saved state of the optimizer and its schedule holds the first value, and another would do "
-            "nothing; go back to the first value"
+            f"{', '.join(in_optimizer)}: the saved state of the optimizer and its schedule holds the first value, and "
+            "another would do nothing; go back to the first value"
         )
-    if "trained" in before and "trained" in now and before["trained"] != now["trained"]:
+    if "trained" in saved and "trained" in now and saved["trained"] != now["trained"]:
         # A LoRA adapter's tensors that do not fit would partly be left out without an error.
-        changed = ", ".join(result.refused) or f"{before['trained']} -> {now['trained']}"
+        changed = ", ".join(result.refused) or f"{saved['trained']} -> {now['trained']}"
         result.impossible.append(
-            f"other weights are trained than before ({changed}), and those of the checkpoint do not fit; go back to the "
-            "first value"
+            f"other weights are trained than before ({changed}), and those of the checkpoint do not fit; go back to "
+            "the first value"
         )
-    old, new = before.get("sharding", "none"), now.get("sharding", "none")
+    old, new = saved.get("sharding", "none"), now.get("sharding", "none")
     if shards and new == "none":
         result.reported += [f"sharding {old} -> {new}"]
     elif old != new:
         result.impossible.append(
             f"sharding {old} -> {new}: the optimizer's files of one cannot be read by the other; start with {old}"
         )
-    elif (kept := before.get("offload", "none")) != now.get("offload", "none"):
+    elif (offload := saved.get("offload", "none")) != now.get("offload", "none"):
         result.impossible.append(
-            f"offload {kept} -> {now.get('offload', 'none')}: reading the optimizer's files elsewhere than they were written "
-            f"has not been tried; start with accelerate_configs/{old}{'' if kept == 'none' else '_offload'}.yaml"
+            f"offload {offload} -> {now.get('offload', 'none')}: reading the optimizer's files elsewhere than they "
+            "were written has not been tried; start with "
+            f"accelerate_configs/{old}{'' if offload == 'none' else '_offload'}.yaml"
         )
-    elif old in FIXED_WORLD and before.get("world_size") != now.get("world_size"):
+    elif old in FIXED_WORLD and saved.get("world_size") != now.get("world_size"):
         result.impossible.append(
-            f"world_size {before.get('world_size')} -> {now.get('world_size')}: DeepSpeed's optimizer files are one a "
-            f"process; start {counted(before.get('world_size') or 1, 'process')}"
+            f"world_size {saved.get('world_size')} -> {now.get('world_size')}: DeepSpeed's optimizer files are one a "
+            f"process; start {counted(saved.get('world_size') or 1, 'process')}"
         )
     return result
 
 
-def _changed_files(before: Any, now: Any) -> list[str]:
+def _changed_files(saved: Any, now: Any) -> list[str]:
     """Return the changes of the files that loading opened (see model/files/identity.py).
 
     A file that only this start opens has changed if it was not there. Another release of a library may open more files.
     """
-    if not isinstance(before, dict) or not isinstance(now, dict):
+    if not isinstance(saved, dict) or not isinstance(now, dict):
         return []
-    parts = {name.partition("/")[0] for name in before} - {"hub"}
-    first = {name: MISSING for name in now if name.partition("/")[0] in parts} | before
+    parts = {name.partition("/")[0] for name in saved} - {"hub"}
+    first = {name: MISSING for name in now if name.partition("/")[0] in parts} | saved
     opened = [name for name in now if now[name] != UNREAD and first.get(name, UNREAD) not in (UNREAD, now[name])]
     return [f"{_shown(name)} {_shown(first[name])} -> {now[name]}" for name in sorted(opened)]
 
 
-def _changed_fields(before: Any, now: Any) -> list[str]:
+def _changed_fields(saved: Any, now: Any) -> list[str]:
     """Return the changes of those fields of trainer_args that the optimizer's saved state holds."""
-    if not isinstance(before, dict) or not isinstance(now, dict):
+    if not isinstance(saved, dict) or not isinstance(now, dict):
         return []
-    names = [name for name in KEPT_FIELDS if before.get(name) != now.get(name)]
-    return [f"{name} {_shown(before.get(name, 'default'))} -> {_shown(now.get(name, 'default'))}" for name in names]
+    return _changes(saved, now, KEPT_FIELDS, absent="default")
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str], absent: str = "none") -> list[str]:
+    """Return "NAME OLD -> NEW" for each of these names whose value changed."""
+    return [
+        f"{_shown(name)} {_shown(saved.get(name, absent))} -> {_shown(now.get(name, absent))}"
+        for name in names
+        if saved.get(name) != now.get(name)
+    ]
 
 
 def _shown(value: Any) -> str:
@@ -336,25 +348,21 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
-    return [
-        f"{_shown(name)} {_shown(version)} -> {now.get(name, 'none')}"
-        for name, version in before.items()
-        if now.get(name) != version
-    ]
+    return _changes(saved, now, saved)
 
 
 def newest(
-    found: Mapping[int, Path], read: Callable[[Path], T]
+    folders: Mapping[int, Path], read: Callable[[Path], T]
 ) -> tuple[tuple[Path, T] | None, list[tuple[Path, str]]]:
-    """Return the checkpoint of the highest step for which `read` does not raise Damaged, with its result, and those skipped."""
+    """Return the newest checkpoint for which `read` does not raise Damaged, with its result, and those skipped."""
     skipped: list[tuple[Path, str]] = []
-    for step in sorted(found, reverse=True):
+    for step in sorted(folders, reverse=True):
         try:
-            return (found[step], read(found[step])), skipped
+            return (folders[step], read(folders[step])), skipped
         except Damaged as error:
-            skipped.append((found[step], str(error)))
+            skipped.append((folders[step], str(error)))
     return None, skipped
 
 

@@ -37,24 +37,25 @@ class ResumePoint:
         """Return a sentence for each difference between the checkpoint's run and this one.
 
         Raises:
-            UserError: a difference changes what is learned and `anyway` is not set, or this run cannot read the checkpoint.
+            UserError: a difference changes what is learned without `anyway`, or this run cannot read the checkpoint.
         """
         shards = manifest.holds_shards(self.manifest.files)
-        found = manifest.compare_runs(self.manifest.run, identity, shards=shards)
-        if found.impossible:
+        comparison = manifest.compare_runs(self.manifest.run, identity, shards=shards)
+        if comparison.impossible:
             raise UserError(
-                f"{self.folder} cannot be resumed: {found.impossible[0]}, or start again with another --run_name."
+                f"{self.folder} cannot be resumed: {comparison.impossible[0]}, or start again with another --run_name."
             )
-        if found.refused and not anyway:
+        if comparison.refused and not anyway:
             raise UserError(
-                f"{self.folder} was written by another run ({', '.join(found.refused)}); {found.instead}, start "
-                "again with another --run_name, or give --resume_anyway."
+                f"{self.folder} was written by another run ({', '.join(comparison.refused)}); {comparison.instead}, "
+                "start again with another --run_name, or give --resume_anyway."
             )
-        sentences = [f"resume_anyway: {change}." for change in found.refused]
-        if found.reported:
+        sentences = [f"resume_anyway: {change}." for change in comparison.refused]
+        if comparison.reported:
             sentences.append(
-                f"Changed since the checkpoint: {', '.join(found.reported)}. A step takes the same rows as before; "
-                "numbers are the same up to rounding, and dropout draws anew where processes or rows a device changed."
+                f"Changed since the checkpoint: {', '.join(comparison.reported)}. A step takes the same rows as "
+                "before; numbers are the same up to rounding, and dropout draws anew where processes or rows a device "
+                "changed."
             )
         if packages := manifest.differing(self.manifest.versions, versions()):
             sentences.append(
@@ -76,38 +77,39 @@ def find_resume_point(settings: Settings, runtime: Runtime, run_folder: Path, co
     return runtime.broadcast_from_main(lambda: _find(settings, run_folder, continues))
 
 
-def named_folder(wanted: str) -> Path | None:
+def named_folder(resume: str) -> Path | None:
     """Return the checkpoint folder that --resume names; None for auto and no.
 
     Raises:
         UserError: there is no such folder, or it is a run's folder, which holds checkpoints, or no checkpoint.
     """
-    if wanted in ("auto", "no"):
+    if resume in ("auto", "no"):
         return None
-    folder = Path(wanted).expanduser().resolve()
+    folder = Path(resume).expanduser().resolve()
     if not folder.is_dir():
-        raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+        raise UserError(f"resume {resume}: there is no such folder; give a checkpoint folder, auto or no.")
     if steps := step_folders(folder):
-        newest = Path(wanted) / steps[max(steps)].name
+        newest = Path(resume) / steps[max(steps)].name
         raise UserError(
-            f"resume {wanted} is the folder of a run; give one of its checkpoints, such as --resume {newest}, or leave --resume "
-            f"out and give --run_name {folder.name} to resume that run."
+            f"resume {resume} is the folder of a run; give one of its checkpoints, such as --resume {newest}, or leave "
+            f"--resume out and give --run_name {folder.name} to resume that run."
         )
     if not (folder / manifest.FILE_NAME).is_file():
         raise UserError(
-            f"resume {wanted} is not a complete checkpoint: it has no {manifest.FILE_NAME}; give another folder, auto or no."
+            f"resume {resume} is not a complete checkpoint: it has no {manifest.FILE_NAME}; give another folder, auto "
+            "or no."
         )
     return folder
 
 
 def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint | None:
-    wanted = settings.resume
-    if folder := named_folder(wanted):
+    resume = settings.resume
+    if folder := named_folder(resume):
         try:
             point = ResumePoint(folder, _verify(folder), folder.parent == run_folder)
         except Damaged as error:
             raise UserError(
-                f"resume {wanted} is not a complete checkpoint: {error}; give another, auto or no."
+                f"resume {resume} is not a complete checkpoint: {error}; give another, auto or no."
             ) from None
         # The run's own folder is this user's; one from elsewhere may hold files that run what they hold.
         if (
@@ -116,11 +118,11 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
             and (name := manifest.pickled_file(point.manifest.files))
         ):
             raise UserError(
-                f"{folder} lies outside this run's folder, and reading {name} can run code; if you trust its source add "
-                "--trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
+                f"{folder} lies outside this run's folder, and reading {name} can run code; if you trust its source "
+                "add --trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
             )
         return _with_state(point)
-    if wanted == "no" or not continues:
+    if resume == "no" or not continues:
         return None
     newest, skipped = manifest.newest(step_folders(run_folder), _verify)
     for damaged, problem in skipped:
@@ -132,9 +134,9 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
 
 
 def _verify(folder: Path) -> Manifest:
-    found = manifest.verify(folder)
-    check_trainer_state(folder, found)
-    return found
+    verified = manifest.verify(folder)
+    check_trainer_state(folder, verified)
+    return verified
 
 
 def _with_state(point: ResumePoint) -> ResumePoint:
@@ -144,8 +146,8 @@ def _with_state(point: ResumePoint) -> ResumePoint:
     """
     if missing := manifest.missing_state(point.manifest.files):
         raise UserError(
-            f"{point.folder} holds no {missing}, so a run cannot resume from it (save_only_model leaves that out); give "
-            "--resume another checkpoint, or start again with another --run_name."
+            f"{point.folder} holds no {missing}, so a run cannot resume from it (save_only_model leaves that out); "
+            "give --resume another checkpoint, or start again with another --run_name."
         )
     return point
 
@@ -156,7 +158,7 @@ def check_resume(point: ResumePoint, identity: dict[str, Any], settings: Setting
 
 
 def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
-    """Return the checkpoint as this node sees it: the main process sends its files to nodes that do not hold them whole.
+    """Return the checkpoint as this node sees it; the main process sends its files to nodes that lack some.
 
     The main process has verified its own folder. A node that sees another one verifies that too: with an optimizer of
     another step, or without one, its ranks would train other weights. A copy lies in a temporary folder of the node and
@@ -168,8 +170,8 @@ def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
     ranks = runtime.ranks
     if is_shared(runtime, point.folder):
         return point
-    own = runtime.on_main(lambda: None if ranks.is_main else _why_not_here(point), per_node=True)
-    problems = runtime.gather(own)
+    problem_here = runtime.on_main(lambda: None if ranks.is_main else _why_not_here(point), per_node=True)
+    problems = runtime.gather(problem_here)
     if not any(problems):
         return point
     if ranks.is_main:
@@ -177,7 +179,7 @@ def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
             if why:
                 print(f"Node {node} is sent {point.folder.name} by node 0: {why}.", flush=True)
     copy: Path | None = None
-    if own:
+    if problem_here:
         copy = Path(tempfile.mkdtemp(prefix="unsloth_ddp_checkpoint_"))
         runtime.cleanup.callback(shutil.rmtree, copy, ignore_errors=True)
     for name, (size, _) in point.manifest.files.items():
@@ -194,8 +196,8 @@ def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
         raise UserError(
             f"{point.folder} did not reach every node complete ({failed[0]}); check their temporary folders."
         )
-    here = runtime.broadcast_from_node_main(lambda: copy and str(copy))
-    return point if here is None else dataclasses.replace(point, folder=Path(here))
+    node_copy = runtime.broadcast_from_node_main(lambda: copy and str(copy))
+    return point if node_copy is None else dataclasses.replace(point, folder=Path(node_copy))
 
 
 def _why_not_here(point: ResumePoint) -> str | None:

@@ -1,9 +1,9 @@
 """Save and load the trained weights and the optimizer of a sharded run, each rank its own part.
 
 Every number that is split as its weight is goes to the shards, which any number of ranks can read. The rest of an
-optimizer's state is what is the same on all ranks (counters, options), in optimizer.pt, and what is packed in a way of its
-own (torchao's 8-bit states), in optimizer_rank_N.pt, which the same number of ranks has to read. Of several copies of a
-model the ranks of the first one write, and all read.
+optimizer's state is what is the same on all ranks (counters, options), in optimizer.pt, and what is packed in a way of
+its own (torchao's 8-bit states), in optimizer_rank_N.pt, which the same number of ranks has to read. Of several copies
+of a model the ranks of the first one write, and all read.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what training changes: trainable weights and, where no weight is frozen, buffers."""
-    found: dict[str, Tensor] = {
+    tensors: dict[str, Tensor] = {
         plain_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad
     }
     if all(weight.requires_grad for weight in model.parameters()):
-        found |= {plain_name(name): buffer for name, buffer in persistent_buffers(model)}
-    return found
+        tensors |= {plain_name(name): buffer for name, buffer in persistent_buffers(model)}
+    return tensors
 
 
 def has_shards(checkpoint: Path) -> bool:
@@ -109,7 +109,7 @@ def save_optimizer(
     split: dict[str, Tensor] = {}
     split_keys: dict[str, list[str]] = {}
     common: dict[str, dict[str, Any]] = {}
-    own: dict[str, dict[str, Any]] = {}
+    unsplit: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         name = names[parameter]
         for key, value in state.items():
@@ -119,7 +119,7 @@ def save_optimizer(
             elif not isinstance(value, Tensor) or value.dim() == 0:
                 common.setdefault(name, {})[key] = value
             else:
-                own.setdefault(name, {})[key] = value
+                unsplit.setdefault(name, {})[key] = value
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -132,10 +132,10 @@ def save_optimizer(
 
     if rank == 0:
         attempt(
-            lambda: save(OPTIMIZER_FILE, {"groups": groups, "state": common, "split": split_keys, "own": bool(own)})
+            lambda: save(OPTIMIZER_FILE, {"groups": groups, "state": common, "split": split_keys, "own": bool(unsplit)})
         )
-    if own:
-        attempt(lambda: save(_own_file(rank), {"world_size": parts, "state": own}))
+    if unsplit:
+        attempt(lambda: save(_own_file(rank), {"world_size": parts, "state": unsplit}))
     attempt(lambda: written.append(write_shards(checkpoint / OPTIMIZER, split, rank, parts)))
     return written
 
@@ -150,20 +150,20 @@ def load_optimizer(
     """
     names = _names(model)
     saved = torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-    own: dict[str, dict[str, Any]] = {}
+    unsplit: dict[str, dict[str, Any]] = {}
     if saved["own"]:
         file = checkpoint / _own_file(rank % parts)
         mine: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}
         if mine.get("world_size") != parts:
             raise MissingTensor(
-                f"the state of this optimizer in {checkpoint} can be read by as many processes as wrote it only; start as "
-                "many, or choose another optimizer for a run that changes their number"
+                f"the state of this optimizer in {checkpoint} can be read by as many processes as wrote it only; start "
+                "as many, or choose another optimizer for a run that changes their number"
             )
-        own = mine["state"]
+        unsplit = mine["state"]
     groups = {frozenset(group["params"]): group for group in saved["groups"]}
     shards = Shards(checkpoint / OPTIMIZER)
     state: dict[int, dict[str, Any]] = {}
-    wanted: dict[str, Tensor] = {}
+    split: dict[str, Tensor] = {}
     param_groups = []
     index = 0
     for group in optimizer.param_groups:
@@ -173,16 +173,16 @@ def load_optimizer(
         param_groups.append({**same, "params": list(range(index, index + len(group["params"])))})
         for parameter in group["params"]:
             name = names[parameter]
-            values = {**saved["state"].get(name, {}), **own.get(name, {})}
+            values = {**saved["state"].get(name, {}), **unsplit.get(name, {})}
             for key in saved["split"].get(name, ()):
                 full = f"{name}.{key}"
                 if full not in shards.names:
                     raise MissingTensor(f"{checkpoint} holds no {full}")
-                values[key] = wanted[full] = torch.zeros_like(parameter, dtype=shards.dtype(full), requires_grad=False)
+                values[key] = split[full] = torch.zeros_like(parameter, dtype=shards.dtype(full), requires_grad=False)
             if values:
                 state[index] = values
             index += 1
-    shards.read_into(wanted)
+    shards.read_into(split)
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 

@@ -4,10 +4,10 @@
     optimizer/shard-00000-of-00002.safetensors   the same of the optimizer's state
 
 The format is that of torch's HuggingFaceStorageWriter: a part stands under the name of its tensor, and the header tells
-where in the tensor it begins. torch's own reader reads it here, and nothing is unpickled: torch's other format keeps its
-index as a pickle. The files are not written by torch, because its writer builds the whole file of a rank in host memory,
-twice, and sends plans between the ranks as pickles; parts that are written one by one need neither. No rank waits for
-another while it writes.
+where in the tensor it begins. torch's own reader reads it here, and nothing is unpickled: torch's other format keeps
+its index as a pickle. The files are not written by torch, because its writer builds the whole file of a rank in host
+memory, twice, and sends plans between the ranks as pickles; parts that are written one by one need neither. No rank
+waits for another while it writes.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ class Shards:
             self._metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise MissingTensor(f"the shards in {folder} cannot be read: {error}") from None
-        self._known: Any = self._metadata.state_dict_metadata
+        self._tensors: Any = self._metadata.state_dict_metadata
 
     @property
     def names(self) -> list[str]:
-        return list(self._known)
+        return list(self._tensors)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._known[name].properties.dtype
+        return self._tensors[name].properties.dtype
 
     def shape(self, name: str) -> torch.Size:
-        return self._known[name].size
+        return self._tensors[name].size
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill each tensor, or this rank's part of it, with what was saved; every rank reads by itself.
@@ -128,12 +128,12 @@ class Shards:
             MissingTensor: a tensor was not saved whole, or in another shape.
         """
         for name, tensor in tensors.items():
-            if name not in self._known:
+            if name not in self._tensors:
                 raise MissingTensor(f"{self.folder} holds no {name}")
             if self.shape(name) != tensor.shape:
                 raise MissingTensor(f"{name} in {self.folder} is {list(self.shape(name))} and not {list(tensor.shape)}")
             # torch's reader leaves what no file holds as it is.
-            if sum(math.prod(part.sizes) for part in self._known[name].chunks) != tensor.numel():
+            if sum(math.prod(part.sizes) for part in self._tensors[name].chunks) != tensor.numel():
                 raise MissingTensor(f"{self.folder} holds only a part of {name}")
         if not tensors:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def _are_callbacks(value: Any) -> bool:
     """Return whether these are the states of callbacks: one of each class, or a list of them."""
     if not isinstance(value, dict):
         return False
-    states = [one for state in value.values() for one in (state if isinstance(state, list) else [state])]
+    states = [callback for state in value.values() for callback in (state if isinstance(state, list) else [state])]
     parts = [state.get(name) for state in states if isinstance(state, dict) for name in ("args", "attributes")]
     return len(parts) == 2 * len(states) and all(isinstance(part, dict) for part in parts)
 
@@ -99,17 +99,16 @@ def check_trainer_state(folder: Path, manifest: Manifest) -> None:
         raise Damaged(f"{FILE_NAME} is not JSON") from None
     if not isinstance(state, dict):
         raise Damaged(f"{FILE_NAME} holds no mapping")
-    if wrong := first_wrong(state, (field.name for field in dataclasses.fields(TrainerState))):
+    if wrong := first_wrong(state, [field.name for field in dataclasses.fields(TrainerState)]):
         raise Damaged(f"{wrong} in {FILE_NAME} has a value that no run writes")
     if state.get("global_step") != manifest.step:
         raise Damaged(f"global_step in {FILE_NAME} is {str(state.get('global_step'))[:40]} and not {manifest.step}")
 
 
-def first_wrong(state: Mapping[str, Any], known: Iterable[str]) -> str | None:
+def first_wrong(state: Mapping[str, Any], fields: Collection[str]) -> str | None:
     """Return the first field of a state that is not known or has an impossible value; None if all are possible."""
-    names = set(known)
     for name, value in state.items():
-        if name not in names or not CHECKS.get(name, lambda _: True)(value):
+        if name not in fields or not CHECKS.get(name, lambda _: True)(value):
             return name[:100]
     saved = (state.get("stateful_callbacks") or {}).get("SavedTotals")
     return None if saved is None or _are_totals(saved) else "SavedTotals"

@@ -77,13 +77,14 @@ def check_shared(runtime: Runtime, run_folder: Path, shared: bool) -> None:
     what, nodes = f"{run_folder} is not the same folder everywhere", runtime.ranks.nodes
     if runtime.sharding != "none":
         raise UserError(
-            f"sharding {runtime.sharding} over {nodes} nodes needs an output_dir that all of them share, because every node "
-            f"writes shards of each checkpoint, but {what}; put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+            f"sharding {runtime.sharding} over {nodes} nodes needs an output_dir that all of them share, because every "
+            f"node writes shards of each checkpoint, but {what}; put --output_dir on a shared disk, or use "
+            "multi_node.yaml (DDP)."
         )
     if node_range():
         raise UserError(
-            f"--min_nodes needs an output_dir that all {nodes} nodes share, because any of them may have to go on from the "
-            f"checkpoint, but {what}; put --output_dir on a shared disk, or leave --min_nodes out."
+            f"--min_nodes needs an output_dir that all {nodes} nodes share, because any of them may have to go on from "
+            f"the checkpoint, but {what}; put --output_dir on a shared disk, or leave --min_nodes out."
         )
 
 
@@ -93,13 +94,13 @@ def to_remove(steps: list[int], written: int, best: int | None, limit: int | Non
     Later steps belong to a course that this run left by resuming at an earlier one. Among the rest the oldest go
     first; the one just written and the best one stay.
     """
-    left = [step for step in steps if step > written]
+    later = [step for step in steps if step > written]
     rest = sorted(step for step in steps if step <= written)
     if limit is None:
-        return left
-    kept = {written, best} & set(rest)
-    spare = [step for step in rest if step not in kept]
-    return left + spare[: max(0, len(rest) - max(limit, len(kept)))]
+        return later
+    protected = {written, best} & set(rest)
+    spare = [step for step in rest if step not in protected]
+    return later + spare[: max(0, len(rest) - max(limit, len(protected)))]
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ class Checkpoints:
         identity: what identifies the run (see identity.run_identity); written into every manifest.
         versions: package versions.
         limit: how many to keep; None keeps all.
-        least_bytes: what the first checkpoint has at least; a save is not begun without room for that, or for another one
-            as large as the last.
+        least_bytes: what the first checkpoint has at least; a save is not begun without room for that, or for another
+            one as large as the last.
     """
 
     runtime: Runtime
@@ -146,7 +147,7 @@ class Checkpoints:
     _completion: Completion | None = field(default=None, init=False)
 
     def open(self) -> None:
-        """Find out whether all nodes see the run's folder, which exists by now, and remove what a killed save left there.
+        """Find out whether all nodes see the run's folder, which exists, and remove what a killed save left there.
 
         Raises:
             UserError: the sharding needs a shared folder, and there is none.
@@ -176,7 +177,7 @@ class Checkpoints:
         """Begin the checkpoint of `step` on all ranks; `settle` waits for its end.
 
         Args:
-            write: writes checkpoint-<step>/ into the folder that it is given, or leaves that to `later`; runs on every rank.
+            write: writes checkpoint-<step>/ into its folder, or leaves that to `later`; runs on every rank.
             best: returns the step of the best checkpoint, which is kept; called after the write.
             undo: is called on every rank if the checkpoint could not be written.
         """
@@ -203,7 +204,7 @@ class Checkpoints:
         self._completion = Completion(step, _begin(complete) if ranks.is_main else None, undo)
 
     def later(self, work: Callable[[], None]) -> None:
-        """Leave a part of a write to the thread that completes the checkpoint; only in the main process, within `write`."""
+        """Leave a part of a write, in the main process, to the thread that completes the checkpoint."""
         self._later.append(work)
 
     def settle(self) -> None:
@@ -318,7 +319,7 @@ class Checkpoints:
         return replaced(torch, "save", lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs)))
 
     def attempt(self, work: Callable[[], Any]) -> bool:
-        """Run `work`, and return whether it worked; a failed write is recorded, because the other ranks wait for this one."""
+        """Return whether `work` worked; a failed write is recorded, because the other ranks wait for this one."""
         problem = self._try(work)
         self._failure = self._failure or problem
         return problem is None
@@ -350,7 +351,7 @@ class Checkpoints:
             return 0
 
     def wrote(self, paths: Iterable[Path]) -> None:
-        """Record checksums of files of the checkpoint that this rank wrote, so that the main process need not read them."""
+        """Record checksums of files that this rank wrote, so that the main process need not read them."""
         for path in paths:
             self._digests[str(path)] = checksum(path)
 
@@ -370,7 +371,7 @@ class Checkpoints:
         flush_one(self.folder)
 
     def _tidy(self, step: int, best: int | None) -> None:
-        """Remove checkpoints over the limit, damaged or left behind; they are renamed first, because removing is slow."""
+        """Remove checkpoints over the limit, damaged or left behind; rename them first, as removing is slow."""
         folders = step_folders(self.folder)
         whole = [number for number, path in folders.items() if is_whole(path)]
         damaged = [number for number in folders if number not in whole]
@@ -384,8 +385,8 @@ class Checkpoints:
 
     def _give_up(self, step: int, aside: Path, problem: str) -> None:
         shutil.rmtree(aside, ignore_errors=True)
-        kept = f"{self.last.name} stays the last complete one" if self.last else "there is no earlier one"
-        print(f"{_not_written(step, problem)}; {kept}. The next save tries again.", flush=True)
+        remains = f"{self.last.name} stays the last complete one" if self.last else "there is no earlier one"
+        print(f"{_not_written(step, problem)}; {remains}. The next save tries again.", flush=True)
 
 
 def _begin(complete: Callable[[], str | None]) -> Future[str | None]:

@@ -19,8 +19,8 @@ DECIDED_BY_MAIN = ("run_name",)
 
 def code_facts() -> dict[str, str]:
     """Return what identifies the code that this process runs: the kit's files, Python and the packages."""
-    found = versions()
-    return {"the kit's files": kit_checksum()[:12], **found, "python": found["python"].rpartition(".")[0]}
+    packages = versions()
+    return {"the kit's files": kit_checksum()[:12], **packages, "python": packages["python"].rpartition(".")[0]}
 
 
 def option_facts(settings: Settings) -> dict[str, str]:
@@ -66,6 +66,6 @@ def check_alike(
         differ += [f"another {name}" for name in first_options if their_options.get(name) != first_options[name]]
         if differ:
             raise UserError(
-                f"{locations[rank]} was started with {', '.join(differ[:5])} as rank 0; start every node with the same kit, "
-                "environment (uv sync --locked), accelerate config and options."
+                f"{locations[rank]} was started with {', '.join(differ[:5])} as rank 0; start every node with the same "
+                "kit, environment (uv sync --locked), accelerate config and options."
             )

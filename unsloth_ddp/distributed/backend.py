@@ -39,14 +39,14 @@ def import_backend(runtime: Runtime, settings: Settings) -> None:
 
 
 def _import_unsloth() -> None:
-    """Import Unsloth, and have it rewrite SFTTrainer, of which the kit's trainer is a subclass, but no other trainer of TRL.
+    """Import Unsloth, and have it rewrite SFTTrainer, the base of the kit's trainer, but no other trainer of TRL.
 
     Rewriting the others takes 3 to 8 s of a start (benchmarks/results/speed/whole_jobs_3.json).
     """
     import torch
 
-    # With this variable, which is for machines without a GPU, Unsloth rewrites none of them. It would also take AMD's GPUs for
-    # NVIDIA's.
+    # With this variable, which is for machines without a GPU, Unsloth rewrites none of them. It would also take AMD's
+    # GPUs for NVIDIA's.
     variable = "UNSLOTH_ALLOW_CPU"
     if torch.version.cuda is None or not torch.cuda.is_available() or variable in os.environ:
         import unsloth
@@ -107,7 +107,7 @@ def _clear_compiled_modules(folder: Path) -> None:
         other = Path.cwd()
     if other is not None:
         raise UserError(
-            f"compiled_cache_dir {folder} holds {other.name}, which is not a compiled module, so clear_compiled_cache leaves "
-            "it alone; name a folder that holds nothing else."
+            f"compiled_cache_dir {folder} holds {other.name}, which is not a compiled module, so clear_compiled_cache "
+            "leaves it alone; name a folder that holds nothing else."
         )
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Compare the trainable weights of all ranks bit by bit: after a start's first step, every few steps, and in every save.
+"""Compare the trainable weights of all ranks bit by bit: after the first step, every few steps, and in every save.
 
 Data parallel ranks start from the same weights and take the same steps, so their weights stay identical. A broken GPU,
 a bad cable or a rank that skipped a gradient makes them drift apart, which no loss curve shows. Each trainable tensor
@@ -31,16 +31,16 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
     It is the sum, modulo 2^64, of each element's raw bits times a pseudo-random odd number that belongs to its
     position. Equal weights give equal checksums; one changed bit or two exchanged elements give another one.
     """
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
     positions: Tensor | None = None
     for tensor in tensors:
         needed = min(CHUNK, tensor.numel() * (2 if tensor.element_size() >= 8 else 1))
         if positions is None or positions.device != tensor.device or len(positions) < needed:
             positions = position_weights(needed, tensor.device)
-        found.append(_checksum(tensor, positions))
-    if not found:
+        sums.append(_checksum(tensor, positions))
+    if not sums:
         return torch.zeros(0, dtype=torch.int64)
-    return torch.stack([one.to(found[0].device) for one in found])
+    return torch.stack([checksum.to(sums[0].device) for checksum in sums])
 
 
 def position_weights(count: int, device: torch.device | str) -> Tensor:
@@ -68,9 +68,8 @@ def combine(numbers: Tensor) -> int:
 
 def find_outliers(values: list[Any]) -> tuple[list[int], int]:
     """Return the ranks whose value differs from the most frequent one (rank 0's if tied), and a rank that has it."""
-    counts = Counter(values)
-    most = max(counts.values())
-    usual = values[0] if counts[values[0]] == most else next(v for v in values if counts[v] == most)
+    # Of equally frequent values the first one counted comes first.
+    usual = Counter(values).most_common(1)[0][0]
     return [rank for rank, value in enumerate(values) if value != usual], values.index(usual)
 
 
@@ -90,7 +89,7 @@ class DriftCheck:
         self.compared = False
 
     def due(self, step: int) -> bool:
-        """Return whether the weights are to be compared after this step; the first one shows what was loaded differently."""
+        """Return whether to compare the weights after this step; the first shows what was loaded differently."""
         return bool(self.every) and (step % self.every == 0 or not self.compared)
 
     def check(self, step: int) -> None:
@@ -113,16 +112,16 @@ class DriftCheck:
         self.compared = True
 
     def _describe(self, step: int, part: int, values: list[int], numbers: list[list[int]]) -> str:
-        found, usual = find_outliers(values[part :: self.parts])
-        outliers, usual = [part + self.parts * rank for rank in found], part + self.parts * usual
+        outlying, usual = find_outliers(values[part :: self.parts])
+        outliers, usual = [part + self.parts * rank for rank in outlying], part + self.parts * usual
         names = [name for name, _ in self.named]
         first = next(i for i in range(len(names)) if numbers[outliers[0]][i] != numbers[usual][i])
         differing = sum(a != b for a, b in zip(numbers[outliers[0]], numbers[usual], strict=True))
         who = ", ".join(str(self.runtime.locations[rank]) for rank in outliers)
         return (
-            f"{who} {'has' if len(outliers) == 1 else 'have'} other weights than rank {usual} after step {step}, first in "
-            f"{names[first]} ({differing:,} of {len(names):,} trainable tensors differ), although data parallel ranks "
-            "take the same steps; look for GPU errors on that host (nvidia-smi -q -d ECC, Xid lines in dmesg) and for "
-            "different packages (the preflight compares them). The weights are compared before each save, so the last "
-            "checkpoint is from before."
+            f"{who} {'has' if len(outliers) == 1 else 'have'} other weights than rank {usual} after step {step}, first "
+            f"in {names[first]} ({differing:,} of {len(names):,} trainable tensors differ), although data parallel "
+            "ranks take the same steps; look for GPU errors on that host (nvidia-smi -q -d ECC, Xid lines in dmesg) "
+            "and for different packages (the preflight compares them). The weights are compared before each save, so "
+            "the last checkpoint is from before."
         )

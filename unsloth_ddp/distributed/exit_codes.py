@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from unsloth_ddp.distributed.ranks import node_range
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide
 
@@ -51,21 +52,26 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
     """Write why this process ends for the job's script and for the launcher, which turns every exit code into 1.
 
     The first process of each node writes the code to the file named by UNSLOTH_DDP_EXIT_CODE_FILE, and the sentence
-    beside it and to the file named by TORCHELASTIC_ERROR_FILE, which torch's launcher prints at the end of its own report. Neither
-    is written if its variable is not set.
+    beside it and to the file named by TORCHELASTIC_ERROR_FILE, which torch's launcher prints at the end of its report.
+    Neither is written if its variable is not set.
     """
     if not code or environ.get("LOCAL_RANK", "0") != "0":
         return
-    if path := _code_file(environ):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(f"{code}\n", encoding="utf-8")
-            Path(f"{path}.why").write_text(f"{hide(sentence)}\n", encoding="utf-8")
+    _note("", code, environ)
+    _note(".why", hide(sentence), environ)
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         # The launcher takes the failure with the earliest time for the cause of the others.
-        reason = hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])
-        told = {"message": {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        message = hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])
+        report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(told), encoding="utf-8")
+            Path(path).write_text(json.dumps(report), encoding="utf-8")
+
+
+def _note(suffix: str, content: object, environ: Mapping[str, str]) -> None:
+    """Write a line into the file of the exit code, or into one beside it with this suffix."""
+    if path := _code_file(environ):
+        with contextlib.suppress(OSError):
+            Path(f"{path}{suffix}").write_text(f"{content}\n", encoding="utf-8")
 
 
 def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
@@ -77,24 +83,17 @@ def forget_exit_code(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def note_saved_step(step: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the step of a complete checkpoint for the job's script, which counts only restarts without a new one.
-
-    The first process of each node writes it beside the file of note_exit_code.
-    """
-    if path := _code_file(environ):
-        with contextlib.suppress(OSError):
-            Path(f"{path}.step").write_text(f"{step}\n", encoding="utf-8")
+    """Write the step of a complete checkpoint for the job's script, which counts only restarts without a new one."""
+    _note(".step", step, environ)
 
 
 def note_finished(environ: Mapping[str, str] = os.environ) -> None:
     """Tell the job's script that the result is written: a process that dies after that is no reason to start again."""
-    if path := _code_file(environ):
-        with contextlib.suppress(OSError):
-            Path(f"{path}.done").touch()
+    _note(".done", "", environ)
 
 
 # Sentences that a thread of this process has printed or is about to print.
-_told: set[str] = set()
+_printed: set[str] = set()
 
 
 def first_to_tell(sentence: str) -> bool:
@@ -102,20 +101,31 @@ def first_to_tell(sentence: str) -> bool:
 
     A process with much to take down may be ended by its watchdog, which prints the error's sentence first.
     """
-    first = sentence not in _told
-    _told.add(sentence)
+    first = sentence not in _printed
+    _printed.add(sentence)
     return first
+
+
+def joins_elastic_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher of this first process of a node is in an elastic job that saved no step with it."""
+    path = _code_file(environ)
+    return path is not None and bool(node_range(environ)) and not Path(f"{path}.step").exists()
 
 
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
     """End this process with the code of a UserError or RunError; the main process prints the sentence.
 
-    Launchers end every process as soon as one has failed, so the others wait for the main process to print.
+    Launchers end every process as soon as one has failed, so the others wait for the main process to print. A node
+    that joins an elastic job leaves it at once: its launcher would start the same again, each time with every other
+    node, and end the job for all of them; asked to stop, it leaves the others alone.
     """
-    if is_main and first_to_tell(str(error)):
+    leaves = error.exit_code == EXIT_USER_ERROR and joins_elastic_job()
+    if (is_main or leaves) and first_to_tell(str(error)):
         print(f"train_ddp.py: error: {error}", file=sys.stderr, flush=True)
     elif not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
     note_exit_code(error.exit_code, sentence=f"train_ddp.py: error: {error}")
+    if leaves:
+        os.kill(os.getppid(), signal.SIGTERM)
     os._exit(error.exit_code)

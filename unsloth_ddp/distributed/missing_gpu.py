@@ -26,19 +26,19 @@ class MissingGpu:
         hidden: CUDA_VISIBLE_DEVICES hides the machine's GPUs, as someone sets it who wants the CPU.
     """
 
-    reason: str
+    cause: str
     fix: str
     hidden: bool = False
 
     @property
     def warning(self) -> str:
         """Return the sentence for what goes on with the CPU."""
-        return f"{self.reason}, so the CPU is used; {self.fix}."
+        return f"{self.cause}, so the CPU is used; {self.fix}."
 
     @property
     def refusal(self) -> str:
         """Return the sentence for what does not use the CPU unasked."""
-        return f"{self.reason}; {self.fix}, or give --use_cpu to train on the CPU."
+        return f"{self.cause}; {self.fix}, or give --use_cpu to train on the CPU."
 
 
 def has_nvidia() -> bool:
@@ -46,14 +46,16 @@ def has_nvidia() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or bool(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def explain_missing_gpu(visible: str | None, driver: bool, torch_cuda: str | None, reason: str) -> MissingGpu | None:
+def explain_missing_gpu(
+    visible: str | None, driver: bool, torch_cuda: str | None, torch_error: str
+) -> MissingGpu | None:
     """Return why torch sees no GPU; None where nothing speaks for one, as on a machine without GPUs.
 
     Args:
         visible: CUDA_VISIBLE_DEVICES; None where it is not set.
         driver: the machine has NVIDIA's driver loaded, or a GPU's device file.
         torch_cuda: torch.version.cuda; None for a build without CUDA.
-        reason: what torch gives as its reason for seeing none; "" if it gives none.
+        torch_error: what torch gives as its reason for seeing none; "" if it gives none.
     """
     names = visible is not None and A_DEVICE.match(visible) is not None
     if visible is not None and not names:
@@ -65,8 +67,8 @@ def explain_missing_gpu(visible: str | None, driver: bool, torch_cuda: str | Non
     if torch_cuda is None:
         return MissingGpu(f"{expected}, but this torch is built without CUDA", "install the kit's own with uv sync")
     # "Error 802: system not yet initialized" stands behind a question.
-    numbered = NUMBERED.search(reason)
-    first = (numbered[0] if numbered else reason.partition(". ")[0]).rstrip(".")
+    numbered = NUMBERED.search(torch_error)
+    first = (numbered[0] if numbered else torch_error.partition(". ")[0]).rstrip(".")
     found_none = f"{expected}, but torch finds no GPU" + (f" ({first})" if first else "")
     if "too old" in first:
         install = "uv venv --clear, uv pip install --torch-backend=auto -e ., and begin commands with uv run --no-sync"
@@ -84,13 +86,13 @@ def find_missing_gpu(environ: Mapping[str, str] = os.environ) -> MissingGpu | No
     # ROCm reads CUDA_VISIBLE_DEVICES too, and its reasons are others.
     if (visible is None and not driver) or torch.version.hip is not None:
         return None
-    reason = ""
+    torch_error = ""
     if torch.version.cuda is not None:
         try:
             torch.cuda.init()
         except Exception as error:
-            reason = one_line(error)
-    return explain_missing_gpu(visible, driver, torch.version.cuda, reason)
+            torch_error = one_line(error)
+    return explain_missing_gpu(visible, driver, torch.version.cuda, torch_error)
 
 
 def check_cpu_is_meant(settings: Settings) -> None:

@@ -73,15 +73,16 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
         raise UserError(
             f"RANK {ranks.rank} of WORLD_SIZE {ranks.world_size} and LOCAL_RANK {ranks.local_rank} of "
-            f"LOCAL_WORLD_SIZE {ranks.local_world_size} contradict each other; start with accelerate launch or torchrun."
+            f"LOCAL_WORLD_SIZE {ranks.local_world_size} contradict each other; start with accelerate launch or "
+            "torchrun."
         )
     return ranks
 
 
-def node_range() -> range:
+def node_range(environ: Mapping[str, str] = os.environ) -> range:
     """Return the numbers of nodes with which an elastic job may go on (node.sh --min_nodes); empty for other jobs."""
-    least, _, most = os.environ.get("UNSLOTH_DDP_NODES", "").partition(":")
-    return range(int(least), int(most) + 1) if least.isdigit() and most.isdigit() else range(0)
+    lowest, _, highest = environ.get("UNSLOTH_DDP_NODES", "").partition(":")
+    return range(int(lowest), int(highest) + 1) if lowest.isdigit() and highest.isdigit() else range(0)
 
 
 def forget_mpi(environ: MutableMapping[str, str] = os.environ) -> None:

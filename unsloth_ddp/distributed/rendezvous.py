@@ -63,12 +63,12 @@ def rendezvous(ranks: Ranks, seconds: float) -> Iterator[dict[str, Any]]:
     name = job_name(os.environ)
     if ranks.is_main:
         remove_abandoned(folder)
-        own = _open_meeting(folder, name)
+        meeting = _open_meeting(folder, name)
     else:
         with told_after(TOLD_SECONDS, ranks):
-            own = _find_meeting(folder, name, seconds)
-    yield {"init_method": f"file://{own / 'store'}", "rank": ranks.rank, "world_size": ranks.world_size}
-    _leave(own, ranks)
+            meeting = _find_meeting(folder, name, seconds)
+    yield {"init_method": f"file://{meeting / 'store'}", "rank": ranks.rank, "world_size": ranks.world_size}
+    _leave(meeting, ranks)
 
 
 @contextlib.contextmanager
@@ -103,13 +103,13 @@ def private_folder() -> Path:
     folder = Path(base, f"unsloth_ddp-{os.geteuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise UserError(
             f"{folder}, where the ranks of this machine meet, cannot be made: {os_reason(error)}; set TMPDIR to a "
             "folder that can be written."
         ) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UserError(
             f"{folder}, where the ranks of this machine meet, is not a folder that only user {os.geteuid()} can open; "
             "remove it, or set TMPDIR to a folder of your own."
@@ -134,10 +134,10 @@ def job_name(environ: Mapping[str, str]) -> str:
 
 def _open_meeting(folder: Path, name: str) -> Path:
     """Make the meeting of a job, as its rank 0: a new folder, locked for as long as this process lives."""
-    if any(is_held(one) for one in folder.glob(f"{name}.*")):
+    if any(is_held(meeting) for meeting in folder.glob(f"{name}.*")):
         raise UserError(
-            f"Another job on this machine uses MASTER_PORT {os.environ.get('MASTER_PORT')}; wait for its end, or give each "
-            "job a port of its own."
+            f"Another job on this machine uses MASTER_PORT {os.environ.get('MASTER_PORT')}; wait for its end, or give "
+            "each job a port of its own."
         )
     aside = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
     lock = os.open(aside / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -150,10 +150,8 @@ def _open_meeting(folder: Path, name: str) -> Path:
         ) from None
     # A forked child (a loader of data) would hold the lock for longer than this process lives.
     os.register_at_fork(after_in_child=lambda: _close(lock))
-    own = folder / f"{name}.{secrets.token_hex(8)}"
     # Others look for the final name, and find it locked.
-    aside.rename(own)
-    return own
+    return aside.rename(folder / f"{name}.{secrets.token_hex(8)}")
 
 
 def _close(lock: int) -> None:
@@ -165,9 +163,9 @@ def _find_meeting(folder: Path, name: str, seconds: float) -> Path:
     """Return the meeting that rank 0 of this job holds, once it does."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for one in folder.glob(f"{name}.*"):
-            if is_held(one):
-                return one
+        for meeting in folder.glob(f"{name}.*"):
+            if is_held(meeting):
+                return meeting
         time.sleep(POLL_SECONDS)
     raise UserError(
         f"Rank 0 did not reach {folder} within {seconds:.0f} s; check its output, and check that all ranks of this "
@@ -176,7 +174,7 @@ def _find_meeting(folder: Path, name: str, seconds: float) -> Path:
 
 
 def is_held(meeting: Path) -> bool:
-    """Return whether the rank 0 that made a meeting is alive; the operating system drops the lock of a process that ends."""
+    """Return whether the rank 0 that made a meeting is alive; the lock of a process that ends is dropped."""
     try:
         lock = os.open(meeting / "lock", os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -192,15 +190,15 @@ def is_held(meeting: Path) -> bool:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the meetings that killed jobs left."""
-    for one in folder.glob("[0-9a-f]*.*"):
-        if not is_held(one):
+    for meeting in folder.glob("[0-9a-f]*.*"):
+        if not is_held(meeting):
             # Renamed first, so that nobody finds a meeting that is half removed.
             with contextlib.suppress(OSError):
-                aside = one.rename(folder / f".old-{secrets.token_hex(8)}")
+                aside = meeting.rename(folder / f".old-{secrets.token_hex(8)}")
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def _leave(own: Path, ranks: Ranks) -> None:
+def _leave(meeting: Path, ranks: Ranks) -> None:
     """Say that this rank needs the meeting no more; rank 0 removes it once all have said so.
 
     Where one does not, the folder stays until the next job of this user removes it: a store that is gone would hold
@@ -208,12 +206,12 @@ def _leave(own: Path, ranks: Ranks) -> None:
     """
     with contextlib.suppress(OSError):
         if not ranks.is_main:
-            (own / f"left-{ranks.rank}").touch()
+            (meeting / f"left-{ranks.rank}").touch()
             return
         deadline = time.monotonic() + LEAVE_SECONDS
         while time.monotonic() < deadline:
-            if len(list(own.glob("left-*"))) == ranks.world_size - 1:
-                shutil.rmtree(own, ignore_errors=True)
+            if len(list(meeting.glob("left-*"))) == ranks.world_size - 1:
+                shutil.rmtree(meeting, ignore_errors=True)
                 return
             time.sleep(POLL_SECONDS)
 
@@ -237,7 +235,7 @@ def check_secret(gather: Callable[[Any], list[Any]], ranks: Ranks, secret: str, 
     holders = gather(bool(secret))
     if not any(holders):
         return
-    challenges = [str(one) for one in gather(secrets.token_hex(16))]
+    challenges = [str(text) for text in gather(secrets.token_hex(16))]
     proofs = gather(proof(secret, ranks.rank, challenges) if secret else "")
     if secret:
         wrong = [r for r, p in enumerate(proofs) if not hmac.compare_digest(str(p), proof(secret, r, challenges))]
@@ -246,6 +244,6 @@ def check_secret(gather: Callable[[Any], list[Any]], ranks: Ranks, secret: str, 
     # Each rank judges for itself; what they found is not exchanged, since a stranger would have a say in it.
     if wrong:
         raise UserError(
-            f"{places[wrong[0]]} does not hold the secret of this job ({SECRET}), so it may not belong to this job; start "
-            f"every node with the same launch file, or set {SECRET} to the same text on each, or on none."
+            f"{places[wrong[0]]} does not hold the secret of this job ({SECRET}), so it may not belong to this job; "
+            f"start every node with the same launch file, or set {SECRET} to the same text on each, or on none."
         )

@@ -46,7 +46,7 @@ Backend = Literal["unsloth", "transformers"]
 
 
 def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the CPU was chosen, by the option, the accelerate config, or Unsloth's variable for its CPU backend."""
+    """Return whether the CPU was chosen: by the option, the accelerate config, or Unsloth's variable for it."""
     return settings.use_cpu or is_on(environ, "ACCELERATE_USE_CPU") or environ.get("UNSLOTH_FORCE_CPU") == "1"
 
 
@@ -203,7 +203,8 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     if cuda and ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
             f"{counted(ranks.local_world_size, 'process')} were started on this machine, but torch sees "
-            f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one process per GPU (--num_processes, --nproc_per_node)."
+            f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one process per GPU (--num_processes, "
+            "--nproc_per_node)."
         )
     runtime = Runtime(
         ranks=ranks,
@@ -253,7 +254,7 @@ def single_process(settings: Settings) -> Runtime:
 
 
 def let_idle_threads_sleep() -> None:
-    """Make OpenMP threads that wait for each other spin for a short time before they sleep; call this before torch is imported.
+    """Make OpenMP threads that wait for each other spin shortly before they sleep; call this before importing torch.
 
     On a busy machine a spinning thread keeps the thread that it waits for off its core. On an idle machine a thread
     that sleeps at once (OMP_WAIT_POLICY=PASSIVE) wakes up too late. Measured with the demo on two threads of two cores
@@ -277,24 +278,24 @@ def keep_tuned_kernels() -> None:
 def let_memory_segments_grow() -> None:
     """Have torch's allocator grow its segments; call this before torch is imported.
 
-    Rows of other lengths would leave pieces of memory that no later tensor fits into: a step ran out of memory with 2 GiB unused.
-    Unsloth sets this too.
+    Rows of other lengths would leave pieces of memory that no later tensor fits into: a step ran out of memory with
+    2 GiB unused. Unsloth sets this too.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def quiet_imports() -> None:
-    """Silence messages of libraries at import on which no user can act: deprecations in torchao, missing CPU kernels."""
+    """Silence messages at import on which no user can act: deprecations in torchao, missing CPU kernels."""
     for library in ("torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
-def _choose_precision(wanted: str, cuda: bool) -> Precision:
+def _choose_precision(option: str, cuda: bool) -> Precision:
     import torch
 
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    return choose_precision(wanted, torch.cuda.get_device_name() if cuda else None, bf16)
+    return choose_precision(option, torch.cuda.get_device_name() if cuda else None, bf16)
 
 
 def control_timeout(settings: Settings) -> timedelta:
@@ -318,7 +319,8 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
     mixed = "no" if runtime.precision == "fp32" else runtime.precision
     if launcher_precision not in ("no", mixed):
         print(
-            f"mixed_precision {launcher_precision} of the accelerate config is overridden by precision {runtime.precision}."
+            f"mixed_precision {launcher_precision} of the accelerate config is overridden by precision "
+            f"{runtime.precision}."
         )
     # Transformers reads this variable after its own arguments, so it would win silently.
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed
@@ -336,8 +338,8 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
         state = PartialState(cpu=cpu, **meeting)
     if state.num_processes != ranks.world_size:
         raise UserError(
-            f"The launcher announced WORLD_SIZE {ranks.world_size}, but {counted(state.num_processes, 'process')} formed a group; "
-            "use one of accelerate_configs/, which are tested, or torchrun."
+            f"The launcher announced WORLD_SIZE {ranks.world_size}, but {counted(state.num_processes, 'process')} "
+            "formed a group; use one of accelerate_configs/, which are tested, or torchrun."
         )
     if ranks.world_size > 1:
         import torch.distributed as dist

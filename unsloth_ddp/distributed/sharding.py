@@ -82,15 +82,16 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     for name, harmless in SPLITS_OF_UNSLOTH.items():
         if (value := environ.get(name, "").strip()).lower() not in harmless:
             raise UserError(
-                f"{name}={value} lets Unsloth split the model over the ranks itself, which the kit cannot train; unset it, and "
-                "shard with accelerate_configs/fsdp2.yaml (or UNSLOTH_FSDP2=1 under torchrun)."
+                f"{name}={value} lets Unsloth split the model over the ranks itself, which the kit cannot train; unset "
+                "it, and shard with accelerate_configs/fsdp2.yaml (or UNSLOTH_FSDP2=1 under torchrun)."
             )
     sharding, sizes = _sharding(environ), _parallelism(environ)
-    given = ", ".join(f"{name.lower()} {size}" for name, size in sizes.items())
+    described = ", ".join(f"{name.lower()} {size}" for name, size in sizes.items())
     if sizes.keys() - {COPIES, PARTS} or (sizes and sharding != "fsdp2"):
         raise UserError(
-            f"parallelism_config with {given} is not supported with sharding {sharding}; use accelerate_configs/fsdp2_hybrid.yaml "
-            "(dp_replicate_size and dp_shard_size with FSDP2), or leave it out of the accelerate config."
+            f"parallelism_config with {described} is not supported with sharding {sharding}; use "
+            "accelerate_configs/fsdp2_hybrid.yaml (dp_replicate_size and dp_shard_size with FSDP2), or leave it out of "
+            "the accelerate config."
         )
     return sharding
 
@@ -104,37 +105,38 @@ def copies_from_environment(environ: Mapping[str, str], world_size: int, nodes: 
     sizes = _parallelism(environ)
     if sharding_from_environment(environ) != "fsdp2" or world_size == 1 or not sizes:
         return 1
-    wanted = {COPIES: "1", PARTS: "1", **sizes}
-    if wanted[COPIES] == "nodes":
-        wanted[COPIES] = str(nodes)
-    for name, size in wanted.items():
+    by_name = {COPIES: "1", PARTS: "1", **sizes}
+    if by_name[COPIES] == "nodes":
+        by_name[COPIES] = str(nodes)
+    for name, size in by_name.items():
         if not re.fullmatch(r"0*[1-9]\d{0,8}", size):
             words = ", or nodes" if name == COPIES else ""
             raise UserError(f"{name.lower()} is {size}, but it takes a whole number above 0{words}.")
-    copies, parts = int(wanted[COPIES]), int(wanted[PARTS])
+    copies, parts = int(by_name[COPIES]), int(by_name[PARTS])
     if PARTS not in sizes and world_size % copies == 0:
         parts = world_size // copies
     if copies * parts != world_size:
-        given = " x ".join(f"{name.lower()} {wanted[name]}" for name in (COPIES, PARTS) if name in sizes)
+        described = " x ".join(f"{name.lower()} {by_name[name]}" for name in (COPIES, PARTS) if name in sizes)
         raise UserError(
-            f"{given} does not fit {world_size} processes on {counted(nodes, 'node')}, whose number is the product of "
-            "dp_replicate_size and dp_shard_size; use accelerate_configs/fsdp2_hybrid.yaml (one replica per node), or fsdp2.yaml."
+            f"{described} does not fit {world_size} processes on {counted(nodes, 'node')}, whose number is the product "
+            "of dp_replicate_size and dp_shard_size; use accelerate_configs/fsdp2_hybrid.yaml (one replica per node), "
+            "or fsdp2.yaml."
         )
     if parts == 1:
         raise UserError(
-            f"dp_replicate_size {copies} leaves one of {world_size} processes for each replica of the model, so that nothing is "
-            "sharded; use accelerate_configs/fsdp2.yaml, or without sharding multi_node.yaml."
+            f"dp_replicate_size {copies} leaves one of {world_size} processes for each replica of the model, so that "
+            "nothing is sharded; use accelerate_configs/fsdp2.yaml, or without sharding multi_node.yaml."
         )
     if copies > 1 and offload_from_environment(environ) != "none":
         raise UserError(
-            f"dp_replicate_size {copies} with parameters in host memory has not been tried; use accelerate_configs/fsdp2_offload.yaml "
-            "or fsdp2_hybrid.yaml."
+            f"dp_replicate_size {copies} with parameters in host memory has not been tried; use "
+            "accelerate_configs/fsdp2_offload.yaml or fsdp2_hybrid.yaml."
         )
     return copies
 
 
 def _parallelism(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the sizes of parallelism_config that are not 1, by name, as DP_SHARD_SIZE; UNSLOTH_FSDP2 switches it on too."""
+    """Return the sizes of parallelism_config that are not 1, by name; UNSLOTH_FSDP2 switches it on too."""
     if not (is_on(environ, PARALLELISM_SWITCH) or is_on(environ, "UNSLOTH_FSDP2")):
         return {}
     sizes = {name.removeprefix(PARALLELISM): size for name, size in environ.items() if name.startswith(PARALLELISM)}
@@ -176,7 +178,8 @@ def offload_from_environment(environ: Mapping[str, str]) -> Offload:
         devices[part] = str((_zero_section(environ).get(section) or {}).get("device", default)).lower()
         if devices[part] not in ("none", "cpu"):
             raise UserError(
-                f"{section}_device {devices[part]} is not supported; use cpu (accelerate_configs/{sharding}_offload.yaml) or none."
+                f"{section}_device {devices[part]} is not supported; use cpu "
+                f"(accelerate_configs/{sharding}_offload.yaml) or none."
             )
     if devices["param"] == "cpu":
         if sharding == "zero2":
@@ -185,7 +188,8 @@ def offload_from_environment(environ: Mapping[str, str]) -> Offload:
             )
         if devices["optimizer"] == "none":
             raise UserError(
-                "offload_param_device cpu without offload_optimizer_device cpu is not supported; use zero3_offload.yaml."
+                "offload_param_device cpu without offload_optimizer_device cpu is not supported; use "
+                "zero3_offload.yaml."
             )
         return "parameters"
     return "optimizer" if devices["optimizer"] == "cpu" else "none"
@@ -220,13 +224,13 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, wor
         )
     if settings.reference_model and sharding != "fsdp2":
         raise UserError(
-            f"reference_model {settings.reference_model} does not work with sharding {sharding}, as DeepSpeed prepares one model; use "
-            "accelerate_configs/fsdp2.yaml or ddp.yaml."
+            f"reference_model {settings.reference_model} does not work with sharding {sharding}, as DeepSpeed prepares "
+            "one model; use accelerate_configs/fsdp2.yaml or ddp.yaml."
         )
     if settings.reference_model and settings.streaming:
         raise UserError(
-            f"reference_model {settings.reference_model} does not work with sharding {sharding} and streaming, as a step would gather "
-            "two models; leave --streaming out, or use accelerate_configs/ddp.yaml."
+            f"reference_model {settings.reference_model} does not work with sharding {sharding} and streaming, as a "
+            "step would gather two models; leave --streaming out, or use accelerate_configs/ddp.yaml."
         )
     if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
@@ -238,24 +242,25 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, wor
         )
     if sharding == "fsdp2" and _reads_whole_weights(settings.optim):
         raise UserError(
-            f"optim {settings.optim} cannot be combined with sharding fsdp2, whose sharded weights it cannot update; give --optim "
-            "adamw_torch_fused, or adamw_torch_8bit for 8-bit states."
+            f"optim {settings.optim} cannot be combined with sharding fsdp2, whose sharded weights it cannot update; "
+            "give --optim adamw_torch_fused, or adamw_torch_8bit for 8-bit states."
         )
     if sharding in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
         raise UserError(f"sharding {sharding} needs DeepSpeed, which is not installed; run uv sync --extra deepspeed.")
     if sharding == "zero3" and settings.method == "qlora":
         raise UserError(
-            "method qlora cannot be combined with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
+            "method qlora cannot be combined with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, "
+            "or zero2."
         )
     if shards_weights(sharding) and settings.gradient_checkpointing == "unsloth":
         raise UserError(
-            f"gradient_checkpointing unsloth cannot be combined with sharding {sharding}: what it moves to host memory is "
-            "recomputed when the weights are already sharded again; use --gradient_checkpointing torch."
+            f"gradient_checkpointing unsloth cannot be combined with sharding {sharding}: what it moves to host memory "
+            "is recomputed when the weights are already sharded again; use --gradient_checkpointing torch."
         )
 
 
 def _reads_whole_weights(optimizer: str) -> bool:
-    """Return whether an optimizer, by its Transformers name, cannot step on DTensors: Adafactor, and bitsandbytes' kernels."""
+    """Return whether an optimizer cannot step on DTensors: Adafactor, and bitsandbytes' kernels."""
     if optimizer.startswith("adamw_torch"):
         return False
     return optimizer in ("adafactor", "ademamix") or any(
@@ -270,38 +275,39 @@ def check_offload(offload: Offload, sharding: Sharding, settings: Settings, devi
     config = f"accelerate_configs/{sharding}.yaml"
     if device_type != "cuda":
         raise UserError(
-            f"sharding {sharding} with {offload} in host memory needs GPUs to compute on, and none is used here; use {config}."
+            f"sharding {sharding} with {offload} in host memory needs GPUs to compute on, and none is used here; use "
+            f"{config}."
         )
     if offload == "parameters" and settings.method == "qlora":
         raise UserError(
-            f"method qlora cannot be combined with parameters in host memory, because 4-bit weights have no CPU kernels; use {config}, "
-            "or --method lora."
+            "method qlora cannot be combined with parameters in host memory, because 4-bit weights have no CPU "
+            f"kernels; use {config}, or --method lora."
         )
     if sharding == "fsdp2":
         if "8bit" in settings.optim or "4bit" in settings.optim or settings.optim.startswith("paged"):
             raise UserError(
-                f"optim {settings.optim} needs a GPU, but with parameters in host memory the optimizer runs on the CPU; give "
-                f"--optim adamw_torch_fused, or use {config}."
+                f"optim {settings.optim} needs a GPU, but with parameters in host memory the optimizer runs on the "
+                f"CPU; give --optim adamw_torch_fused, or use {config}."
             )
         return
     if settings.optim not in CPU_ADAM:
         raise UserError(
-            f"optim {settings.optim} cannot be combined with an optimizer in host memory, because DeepSpeed uses its own CPU Adam there; give "
-            f"--optim adamw_torch, or use {config}."
+            f"optim {settings.optim} cannot be combined with an optimizer in host memory, because DeepSpeed uses its "
+            f"own CPU Adam there; give --optim adamw_torch, or use {config}."
         )
     compiler = os.environ.get("CXX") or "c++"
     if not (shutil.which(compiler) or shutil.which("g++")):
         raise UserError(
-            f"sharding {sharding} with its optimizer in host memory compiles DeepSpeed's Adam for the CPU, and this machine has "
-            f"no C++ compiler ({compiler}); install g++, or use {config}."
+            f"sharding {sharding} with its optimizer in host memory compiles DeepSpeed's Adam for the CPU, and this "
+            f"machine has no C++ compiler ({compiler}); install g++, or use {config}."
         )
 
 
 def describe_sharding(sharding: Sharding, offload: Offload, copies: int = 1, world_size: int = 1) -> str:
     """Return the sharding in words, with the number of copies and what lies in host memory."""
-    kept = {"optimizer": "optimizer", "parameters": "parameters and optimizer"}
+    offloaded = {"optimizer": "optimizer", "parameters": "parameters and optimizer"}
     hybrid = [f"{copies} copies, each split over {counted(world_size // copies, 'process')}"] if copies > 1 else []
-    return ", ".join([sharding, *hybrid, *([f"{kept[offload]} in host memory"] if offload != "none" else [])])
+    return ", ".join([sharding, *hybrid, *([f"{offloaded[offload]} in host memory"] if offload != "none" else [])])
 
 
 def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies: int = 1) -> list[str]:
@@ -319,8 +325,9 @@ def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies
         faster = "zero2.yaml" if sharding == "zero3" else "fsdp2_hybrid.yaml"
         where = "the model fits on each GPU" if sharding == "zero3" else "it fits on a node"
         warnings.append(
-            f"Sharding {sharding} over {nodes} nodes gathers every layer's weights over the network in every step, because no "
-            f"node holds the whole model; unless InfiniBand or the like joins the nodes, use {faster} where {where}."
+            f"Sharding {sharding} over {nodes} nodes gathers every layer's weights over the network in every step, "
+            f"because no node holds the whole model; unless InfiniBand or the like joins the nodes, use {faster} where "
+            f"{where}."
         )
     return warnings
 

@@ -231,7 +231,7 @@ class StopRequest:
             self._print_and_end(f"{name}: stopped before the first step; nothing is lost.", EXIT_FAILURE)
 
     def _has_lost_launcher(self) -> bool:
-        """Return whether the signal told of the launcher's death; the kernel sends it before the last thread has ended."""
+        """Return whether the signal told of the launcher's death; it comes before the last thread has ended."""
         deadline = time.monotonic() + DEATH_SECONDS
         while not self._signals.orphaned and self._launcher is not None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -283,13 +283,13 @@ def parse_duration(text: str) -> float:
     Raises:
         UserError: `text` is none of them, or zero.
     """
-    given = text.strip().lower()
+    duration = text.strip().lower()
     number = r"(\d{1,9}(?:\.\d{1,6})?)"
-    units = re.fullmatch(rf"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s)?", given, re.ASCII)
-    slurm = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", given, re.ASCII)
+    units = re.fullmatch(rf"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s)?", duration, re.ASCII)
+    slurm = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", duration, re.ASCII)
     seconds = 0.0
-    if re.fullmatch(number, given, re.ASCII):
-        seconds = float(given)
+    if re.fullmatch(number, duration, re.ASCII):
+        seconds = float(duration)
     elif units:
         seconds = sum(float(n) * unit for n, unit in zip(units.groups(), (86400, 3600, 60, 1), strict=True) if n)
     elif slurm:

@@ -120,12 +120,12 @@ def all_gather(value: T, group: Any) -> list[T]:
     import torch
     import torch.distributed as dist
 
-    payload = _tensor(value)
+    payload = encode(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
     counts = [int(size) for size in sizes]
     received = [torch.empty(max(counts), dtype=torch.uint8) for _ in counts]
-    dist.all_gather(received, _padded(payload, max(counts)), group=group)
+    dist.all_gather(received, _tensor(payload, max(counts)), group=group)
     return [_value(buffer, count) for buffer, count in zip(received, counts, strict=True)]
 
 
@@ -135,25 +135,20 @@ def scatter(values: Sequence[T] | None, group: Any) -> T:
     import torch.distributed as dist
 
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    payloads = [_tensor(value) for value in values] if values is not None else []
+    payloads = [encode(value) for value in values] if values is not None else []
     sizes = torch.tensor([len(p) for p in payloads]) if payloads else torch.zeros(world_size, dtype=torch.int64)
     dist.broadcast(sizes, group_src=0, group=group)
     longest = int(sizes.max())
     received = torch.empty(longest, dtype=torch.uint8)
-    dist.scatter(received, [_padded(p, longest) for p in payloads] or None, group_src=0, group=group)
+    dist.scatter(received, [_tensor(p, longest) for p in payloads] or None, group_src=0, group=group)
     return _value(received, int(sizes[rank]))
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(payload: bytes, size: int) -> Any:
+    """Return a message as a tensor of this size, filled up with zeros."""
     import torch
 
-    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-
-
-def _padded(payload: Any, size: int) -> Any:
-    import torch
-
-    return torch.nn.functional.pad(payload, (0, size - len(payload)))
+    return torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def _value(buffer: Any, count: int) -> Any:

@@ -71,18 +71,18 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
     Raises:
         UserError: a mistake in the options, or the command was given to a launcher.
     """
-    given, rest = make_parser().parse_known_args(argv)
+    options, rest = make_parser().parse_known_args(argv)
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         raise UserError("The check starts the launchers itself; start it with plain python, once, on one machine.")
     if sharding_from_environment(os.environ) != "none":
         raise UserError("The check compares DDP with one process; unset the variables that ask for sharding.")
     settings = parse_settings(rest, __doc__ or "", make_parser())
     for name in ("processes", "steps", "tolerance", "timeout"):
-        value = getattr(given, name)
+        value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name} is {value:g}, but it has to be a number above 0.")
-    if not given.script.is_file():
-        raise UserError(f"--script {given.script}: there is no such file.")
+    if not options.script.is_file():
+        raise UserError(f"--script {options.script}: there is no such file.")
     rows = check_files(settings, 1)
     use_cache_if_hub_is_unreachable(settings)
     import torch
@@ -91,7 +91,7 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
     if not cuda and not asks_for_cpu(settings):
         check_cpu_is_meant(settings)
     gpus = visible_gpus(os.environ, torch.cuda.device_count()) if cuda else []
-    processes = given.processes or (len(gpus) if gpus else 2)
+    processes = options.processes or (len(gpus) if gpus else 2)
     if gpus and processes > len(gpus):
         raise UserError(
             f"--processes is {processes}, but this machine shows {counted(len(gpus), 'GPU')}; give at most that many."
@@ -101,16 +101,16 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
         settings = with_backend(settings, images=rows.images)
     backend, _ = choose_backend(BackendFacts(settings, cuda))
     precision = choose_precision(settings, backend)
-    sizes = given.micro_batches or [1, max(2, settings.rows_at_once)]
+    sizes = options.micro_batches or [1, max(2, settings.rows_at_once)]
     if min(sizes) <= 0:
         raise UserError(f"--micro_batches holds {min(sizes)}, but every number of rows has to be above 0.")
     launches = plan_launches(processes, sizes)
     tolerance = choose_tolerance(backend, precision, settings.task)
-    if given.tolerance:
-        tolerance = Tolerance(given.tolerance, "given on the command line")
+    if options.tolerance:
+        tolerance = Tolerance(options.tolerance, "given on the command line")
     return ParityCheck(
-        settings, launches, gpus, given.script.resolve(), given.steps, precision, tolerance, given.timeout
-    ), given
+        settings, launches, gpus, options.script.resolve(), options.steps, precision, tolerance, options.timeout
+    ), options
 
 
 def run_in_temporary_folder(check: ParityCheck) -> tuple[list[LaunchComparison], Tolerance, list[str]]:
@@ -125,14 +125,15 @@ def run_in_temporary_folder(check: ParityCheck) -> tuple[list[LaunchComparison],
             return run_launches(check, Path(folder))
     except OSError as error:
         raise UserError(
-            f"The launches cannot be run: {one_line(error)}; their files go to the temporary folder, set TMPDIR to use another."
+            f"The launches cannot be run: {one_line(error)}; their files go to the temporary folder, set TMPDIR to use "
+            "another."
         ) from None
 
 
 def main(argv: list[str]) -> int:
     """Run the check; return the exit code."""
     try:
-        check, given = read_command_line(argv)
+        check, options = read_command_line(argv)
         for sentence in describe_omissions(check.settings, check.precision, bool(check.gpus)):
             print(fit_text(sentence))
         count = len(check.gpus)
@@ -146,9 +147,9 @@ def main(argv: list[str]) -> int:
         for text in errors:
             print(f"\n{text}\n")
         print(fit_text(sentence))
-        print(fit_text(f"Tolerance {tolerance.value:.1e}: {tolerance.reason}."))
-        if given.json:
-            write_result(given.json, rows, check, tolerance, agree, errors)
+        print(fit_text(f"Tolerance {tolerance.value:.1e}: {tolerance.basis}."))
+        if options.json:
+            write_result(options.json, rows, check, tolerance, agree, errors)
     except UserError as error:
         print(f"parity: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR

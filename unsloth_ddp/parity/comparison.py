@@ -20,7 +20,7 @@ class Tolerance:
     """The relative difference allowed between the updates and losses of two layouts, and its reason."""
 
     value: float
-    reason: str
+    basis: str
 
 
 # docs/parity.md has what was measured: how far rounding goes depends on the model and the rows.
@@ -29,7 +29,7 @@ AUTOCAST = "16-bit products depend on the shape of the batch, so this shows gros
 
 
 def choose_tolerance(backend: str, precision: str, task: str = "sft") -> Tolerance:
-    """Return the tolerance for launches of a backend in a precision; differences of log-probabilities round more than losses."""
+    """Return the tolerance for launches; differences of log-probabilities round more than losses."""
     if precision != "fp32":
         return Tolerance(6e-2, AUTOCAST)
     return Tolerance(5e-6 if backend == "unsloth" or task != "sft" else 1e-6, FP32)
@@ -39,9 +39,7 @@ def widen_tolerance(tolerance: Tolerance, floor: float) -> Tolerance:
     """Add `floor`, the share of the update that the rounding of stored weights hides, to a tolerance."""
     if not floor:
         return tolerance
-    return Tolerance(
-        tolerance.value + floor, f"{tolerance.reason}; {floor:.1e} more for the rounding of stored weights"
-    )
+    return Tolerance(tolerance.value + floor, f"{tolerance.basis}; {floor:.1e} more for the rounding of stored weights")
 
 
 @dataclass
@@ -98,8 +96,8 @@ def compare_launch(
     update, floor = update_difference(reference.folder, outcome.folder, initial, len(reference.losses))
     if floor > COARSEST_FLOOR:
         raise UserError(
-            f"The saved weights are rounded so coarsely ({floor:.0%} of the update) that the updates cannot be compared; "
-            "use --backend transformers, or --method lora."
+            f"The saved weights are rounded so coarsely ({floor:.0%} of the update) that the updates cannot be "
+            "compared; use --backend transformers, or --method lora."
         )
     allowed = widen_tolerance(tolerance, floor)
     loss = loss_difference(outcome.losses, reference.losses)

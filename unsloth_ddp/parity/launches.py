@@ -134,18 +134,22 @@ def launch_settings(
 
 def describe_omissions(settings: Settings, precision: str, on_gpus: bool = False) -> list[str]:
     """Return a sentence for each setting of the run that the check, in `precision`, leaves out."""
-    said = []
+    sentences = []
     if settings.lora_dropout:
-        said.append(f"lora_dropout {settings.lora_dropout} is left out: every layout draws it differently.")
+        sentences.append(f"lora_dropout {settings.lora_dropout} is left out: every layout draws it differently.")
     if settings.trainer_args:
-        said.append(f"trainer_args are left out ({', '.join(settings.trainer_args)}).")
+        sentences.append(f"trainer_args are left out ({', '.join(settings.trainer_args)}).")
     if settings.streaming:
-        said.append("streaming is left out: the rows of these few steps are read before the launches.")
+        sentences.append("streaming is left out: the rows of these few steps are read before the launches.")
     in_16_bit = precision != "fp32" or (settings.precision == "auto" and on_gpus)
     if settings.packing == "auto" and in_16_bit:
-        said.append("packing auto is left out: it depends on the number of processes; --packing on checks packed rows.")
+        sentences.append(
+            "packing auto is left out: it depends on the number of processes; --packing on checks packed rows."
+        )
     if settings.method != "full" and settings.lora_modules_to_save:
-        said.append(f"lora_modules_to_save ({', '.join(settings.lora_modules_to_save)}) are trained but not compared.")
+        sentences.append(
+            f"lora_modules_to_save ({', '.join(settings.lora_modules_to_save)}) are trained but not compared."
+        )
     if settings.method == "full" and settings.full_weights == "bf16":
-        said.append("full_weights bf16 is left out: 16-bit weights would lose most of a step to rounding.")
-    return said
+        sentences.append("full_weights bf16 is left out: 16-bit weights would lose most of a step to rounding.")
+    return sentences

@@ -28,21 +28,21 @@ class StoppedBySignal(BaseException):
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Raise StoppedBySignal on the first signal that would end this process, and ignore the next ones."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for one in SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
         raise StoppedBySignal(number)
 
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         # Under nohup a closed terminal must not end the check.
         if handler != signal.SIG_IGN:
             signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -72,16 +72,16 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
             tree = _suspend_tree(psutil.Process(process.pid))
-    for one in reversed(tree):
+    for member in reversed(tree):
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            member.kill()
     process.kill()
     process.wait()
     # Processes that a launch left in its session when it ended by itself.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + KILL_SECONDS
-    while any(_is_alive(one) for one in tree) and time.monotonic() < deadline:
+    while any(_is_alive(member) for member in tree) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -89,13 +89,13 @@ def _suspend_tree(first: psutil.Process) -> list[psutil.Process]:
     """Suspend a process and its descendants, so that none can start another, and return them."""
     tree: list[psutil.Process] = []
     while True:
-        new = [one for one in (first, *first.children(recursive=True)) if one not in tree]
+        new = [member for member in (first, *first.children(recursive=True)) if member not in tree]
         if not new:
             return tree
-        for one in new:
-            tree.append(one)
+        for member in new:
+            tree.append(member)
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.suspend()
+                member.suspend()
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -50,16 +50,17 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
     """
     global_batch = check.launches[0].per_device * check.launches[0].accumulation
     # The last step is not full, as at the end of an epoch, and its rows do not divide evenly.
-    wanted = (check.steps - 1) * global_batch + global_batch // 2 + 1
+    rows_needed = (check.steps - 1) * global_batch + global_batch // 2 + 1
     unit = "pack" if check.settings.packing == "on" else "row"
     if unit == "pack":
-        wanted *= ROWS_A_PACK
+        rows_needed *= ROWS_A_PACK
     rows_file = folder / "rows.jsonl"
-    found = write_rows(check.settings, wanted, rows_file)
+    rows_written = write_rows(check.settings, rows_needed, rows_file)
     settings = with_image_folders(check.settings)
     count = len(check.launches)
     print(
-        f"{counted(count, 'launch')} of {counted(check.steps, 'step')} of {counted(global_batch, unit)}, from {counted(found, 'row')}:",
+        f"{counted(count, 'launch')} of {counted(check.steps, 'step')} of {counted(global_batch, unit)}, from "
+        f"{counted(rows_written, 'row')}:",
         flush=True,
     )
 
@@ -70,10 +71,10 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
         config = folder / f"{launch.name}.yaml"
         launch_settings(launch, settings, check.steps, check.precision, rows_file, folder).save(config)
         outcome = run_launch(launch, check.script, config, folder, check.gpus[: launch.processes], check.timeout)
-        told = launch.name_for_people
-        print(f"  {told}: {'FAILED' if outcome.error else 'done'}, {outcome.seconds:.0f} s", flush=True)
+        name = launch.name_for_people
+        print(f"  {name}: {'FAILED' if outcome.error else 'done'}, {outcome.seconds:.0f} s", flush=True)
         if outcome.error:
-            errors.append(f"{told} failed {outcome.error}")
+            errors.append(f"{name} failed {outcome.error}")
         if reference is None:
             reference = outcome
             # A Hub model is in the cache now, unless this launch failed.
@@ -102,7 +103,7 @@ def with_image_folders(settings: Settings) -> Settings:
     """Return settings that name the folders of the rows' images, since a copy of the rows lies elsewhere."""
     checked = checked_files(settings.dataset, streaming=settings.streaming)
     folders = ImageFiles.of(settings, [file for _, files in checked for file in files if is_file(file)]).folders
-    return dataclasses.replace(settings, image_folder=[str(one.absolute()) for one in folders])
+    return dataclasses.replace(settings, image_folder=[str(folder.absolute()) for folder in folders])
 
 
 def _as_text(value: Any) -> str:
@@ -131,8 +132,8 @@ def read_outcome(launch: Launch, seconds: float, folder: Path, failure: str, log
     if not failure and not (folder / "trainer_state.json").is_file():
         failure = "nothing was saved"
     if failure:
-        said = last_lines(log) or "It printed nothing."
-        return LaunchOutcome(launch, seconds, folder, error=f"({failure})\n{said}")
+        output = last_lines(log) or "It printed nothing."
+        return LaunchOutcome(launch, seconds, folder, error=f"({failure})\n{output}")
     return LaunchOutcome(launch, seconds, folder, read_losses(folder))
 
 

@@ -28,10 +28,12 @@ def make_parser() -> Parser:
     """Return the parser of preflight's own options; all others are those of train_ddp.py."""
     parser = make_command_parser("python -m unsloth_ddp.preflight", __doc__)
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="also write the result to FILE as JSON; without FILE, print it instead of the table"
+        "--json", nargs="?", const="-", metavar="FILE",
+        help="also write the result to FILE as JSON; without FILE, print it instead of the table",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", default=str(PreflightOptions.timeout), metavar="SECONDS", help=f"time to wait for the other nodes [{PreflightOptions.timeout}]"
+        "--timeout", default=str(PreflightOptions.timeout), metavar="SECONDS",
+        help=f"time to wait for the other nodes [{PreflightOptions.timeout}]",
     )  # fmt: skip
     return parser
 
@@ -42,16 +44,16 @@ def parse(argv: list[str]) -> tuple[PreflightOptions, Settings]:
     Raises:
         UserError: an unknown option, a value of the wrong type, or settings that contradict each other.
     """
-    own, others = make_parser().parse_known_args(argv)
+    options, others = make_parser().parse_known_args(argv)
     try:
-        timeout = float(own.timeout)
+        timeout = float(options.timeout)
         if not 0 < timeout <= A_DAY:
             raise ValueError
     except ValueError:
         raise UserError(
-            f"--timeout is {own.timeout}, but it takes a number of seconds above 0, at most {A_DAY}."
+            f"--timeout is {options.timeout}, but it takes a number of seconds above 0, at most {A_DAY}."
         ) from None
-    return PreflightOptions(timeout, own.json), parse_settings(others, __doc__ or "", make_parser())
+    return PreflightOptions(timeout, options.json), parse_settings(others, __doc__ or "", make_parser())
 
 
 def main() -> None:
@@ -69,7 +71,8 @@ def main() -> None:
         code = 130
     except Exception as error:
         print_message(
-            f"preflight: error: preflight itself failed ({type(error).__name__}: {error}); this says nothing about the node."
+            f"preflight: error: preflight itself failed ({type(error).__name__}: {error}); this says nothing about the "
+            "node."
         )
         code = 1
     if code and prints:

@@ -1,4 +1,4 @@
-"""Run checks with a time limit, merge them over nodes, and write them as a table for people and as JSON for programs."""
+"""Run checks with a time limit, merge them over nodes, and write them as a table and as JSON."""
 
 import dataclasses
 import json
@@ -102,9 +102,9 @@ def name_nodes(nodes: Iterable[int]) -> str:
     return f"node {text}" if len(numbers) == 1 else f"nodes {text}"
 
 
-def not_checked(reason: str) -> Finding:
+def not_checked(cause: str) -> Finding:
     """Return a warning for a check that could not run; it says nothing about the node."""
-    return warning(f"not checked: {reason}", "Preflight could not check this; check it by hand.")
+    return warning(f"not checked: {cause}", "Preflight could not check this; check it by hand.")
 
 
 def summarize_checks(checks: Sequence[Check]) -> str:

@@ -30,8 +30,8 @@ def check_environment(environ: Mapping[str, str]) -> Finding:
 
 def node_problems(environ: Mapping[str, str]) -> list[str]:
     """Return one sentence for each fault of the variables that a user sets on each node."""
-    problems = _not_numbers(environ, ("NNODES", "GPUS_PER_NODE", "MASTER_PORT"), least=1)
-    problems += _not_numbers(environ, ("NODE_RANK",), least=0)
+    problems = _not_numbers(environ, ("NNODES", "GPUS_PER_NODE", "MASTER_PORT"), lowest=1)
+    problems += _not_numbers(environ, ("NODE_RANK",), lowest=0)
     if problems:
         return problems
     nodes, rank = int(environ.get("NNODES") or 1), environ.get("NODE_RANK")
@@ -57,36 +57,36 @@ def place_problems(environ: Mapping[str, str]) -> list[str]:
         return [str(error)]
     if ranks.world_size % ranks.local_world_size:
         return [
-            f"LOCAL_WORLD_SIZE {ranks.local_world_size} does not divide WORLD_SIZE {ranks.world_size}; start the same number "
-            "on every node."
+            f"LOCAL_WORLD_SIZE {ranks.local_world_size} does not divide WORLD_SIZE {ranks.world_size}; start the same "
+            "number on every node."
         ]
-    return _not_numbers(environ, ("MASTER_PORT",), least=1)
+    return _not_numbers(environ, ("MASTER_PORT",), lowest=1)
 
 
 def launcher_problems(environ: Mapping[str, str]) -> list[str]:
     """Return one sentence for each fault of a launcher's variables and of the user's beside them."""
     problems = place_problems(environ) or [
-        *_not_numbers(environ, ("NNODES", "GPUS_PER_NODE"), least=1),
-        *_not_numbers(environ, ("NODE_RANK",), least=0),
+        *_not_numbers(environ, ("NNODES", "GPUS_PER_NODE"), lowest=1),
+        *_not_numbers(environ, ("NODE_RANK",), lowest=0),
     ]
     if problems:
         return problems
     ranks = ranks_from_environment(environ)
-    for name, found, meaning in (
+    for name, actual, meaning in (
         ("NNODES", ranks.nodes, "the launcher started"),
         ("NODE_RANK", ranks.node_rank, "to the launcher this is"),
         ("GPUS_PER_NODE", ranks.local_world_size, "processes on this node are"),
     ):
-        if environ.get(name) and int(environ[name]) != found:
-            problems.append(f"{name} is {environ[name]}, but {meaning} {found}; give the launcher the same number.")
+        if environ.get(name) and int(environ[name]) != actual:
+            problems.append(f"{name} is {environ[name]}, but {meaning} {actual}; give the launcher the same number.")
     return problems
 
 
-def _not_numbers(environ: Mapping[str, str], names: Sequence[str], least: int) -> list[str]:
+def _not_numbers(environ: Mapping[str, str], names: Sequence[str], lowest: int) -> list[str]:
     return [
-        f"{name} is {environ[name]!r}, but it takes a whole number of at least {least}; correct it."
+        f"{name} is {environ[name]!r}, but it takes a whole number of at least {lowest}; correct it."
         for name in names
-        if environ.get(name) and not (environ[name].isdecimal() and int(environ[name]) >= least)
+        if environ.get(name) and not (environ[name].isdecimal() and int(environ[name]) >= lowest)
     ]
 
 

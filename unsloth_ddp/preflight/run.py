@@ -143,12 +143,12 @@ class Preflight:
             meeting.leave()
         return code
 
-    def _show_alone(self, checks: list[Check], reason: str, remedies: Sequence[str] = ()) -> int:
+    def _show_alone(self, checks: list[Check], cause: str, remedies: Sequence[str] = ()) -> int:
         """Show this node's own checks, and what is to be done once more below them."""
         if not self.ranks.is_local_main:
             return 1
         number, host = self.ranks.node_rank, self.process.host
-        code = self._show(checks, f"Preflight of node {number} ({host}) alone: {reason}", {number: host}, [])
+        code = self._show(checks, f"Preflight of node {number} ({host}) alone: {cause}", {number: host}, [])
         for remedy in remedies:
             print_message(remedy)
         return code
@@ -156,10 +156,10 @@ class Preflight:
     def _compare_and_measure(self, meeting: Rendezvous, checks: list[Check]) -> int:
         """Send this node's report, take part in the measurement, and return rank 0's exit code."""
         ranks, folder = self.ranks, disks.output_folder(self.settings)
-        own = None
+        written = None
         if ranks.is_main:
-            own = run_or_none(lambda: disks.write_token(folder), FOLDER_SECONDS)
-            meeting.put("token", None if own is None else [own[0].name, own[1]])
+            written = run_or_none(lambda: disks.write_token(folder), FOLDER_SECONDS)
+            meeting.put("token", None if written is None else [written[0].name, written[1]])
         if ranks.is_local_main:
             report = self._report(checks, True if ranks.is_main else None)
             token = None if ranks.is_main else meeting.get("token", REPORT_SECONDS)
@@ -167,7 +167,7 @@ class Preflight:
                 report["shared"] = run_or_none(lambda: disks.find_token(folder, *token), FOLDER_SECONDS)
             meeting.put(f"node/{ranks.node_rank}", report)
         if ranks.is_main:
-            return self._judge(meeting, None if own is None else own[0])
+            return self._judge(meeting, None if written is None else written[0])
         if backend := meeting.get("go", START_SECONDS):
             self._measure(meeting, backend)
         result = meeting.get("result", MEASURE_SECONDS + 2 * SPARE_SECONDS)
@@ -192,8 +192,8 @@ class Preflight:
         blockers = bandwidth.find_blockers(rows)
         if blockers:
             meeting.put("go", "")
-            reason = f"{', '.join(dict.fromkeys(blockers))} failed"
-            rows.append(bandwidth.not_measured(reason, "Fix that first.", sorted(reports), "warning"))
+            cause = f"{', '.join(dict.fromkeys(blockers))} failed"
+            rows.append(bandwidth.not_measured(cause, "Fix that first.", sorted(reports), "warning"))
         else:
             backend = "nccl" if not self.cpu and all(r["identity"].get("gpus") for r in reports.values()) else "gloo"
             meeting.put("go", backend)

@@ -40,34 +40,34 @@ def accept_ranks(
     listener.settimeout(POLL_SECONDS)
     while len(admitted) < len(expected):
         if time.monotonic() >= deadline:
-            for one in admitted.values():
-                one.close()
+            for connection in admitted.values():
+                connection.close()
             raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect")
         with contextlib.suppress(TimeoutError):
             guest, _ = listener.accept()
             until = min(deadline, time.monotonic() + GUEST_SECONDS)
             threading.Thread(
-                target=lambda one=guest, until=until: proved.put((_rank_of(one, key, until), one)), daemon=True
+                target=lambda guest=guest, until=until: proved.put((_rank_of(guest, key, until), guest)), daemon=True
             ).start()
         while not proved.empty():
-            rank, one = proved.get()
+            rank, connection = proved.get()
             if rank in expected and rank not in admitted:
-                admitted[rank] = one
+                admitted[rank] = connection
             else:
-                one.close()
+                connection.close()
     return admitted
 
 
-def _rank_of(one: socket.socket, key: bytes, deadline: float) -> int:
+def _rank_of(connection: socket.socket, key: bytes, deadline: float) -> int:
     """Return the rank that a caller proves to be; -1 for a stranger."""
-    own = secrets.token_hex(32)
+    challenge_to_rank = secrets.token_hex(32)
     try:
-        one.sendall(f"{own}\n".encode())
-        number, challenge, proof = _line(one, deadline).split()
+        connection.sendall(f"{challenge_to_rank}\n".encode())
+        number, challenge, proof = _line(connection, deadline).split()
         rank = int(number)
-        if not hmac.compare_digest(proof.encode(), answer(key, rank, "rank", own).encode()):
+        if not hmac.compare_digest(proof.encode(), answer(key, rank, "rank", challenge_to_rank).encode()):
             return -1
-        one.sendall(f"{answer(key, rank, 'main', challenge)}\n".encode())
+        connection.sendall(f"{answer(key, rank, 'main', challenge)}\n".encode())
     except (OSError, ValueError):
         return -1
     return rank
@@ -91,24 +91,26 @@ def call_main(address: str, port: int, key: bytes, rank: int, seconds: float) ->
 
 
 def _call_once(address: str, port: int, key: bytes, rank: int, deadline: float) -> socket.socket:
-    one = socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic()))
+    connection = socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic()))
     try:
-        challenge, own = _line(one, deadline), secrets.token_hex(32)
-        one.sendall(f"{rank} {own} {answer(key, rank, 'rank', challenge)}\n".encode())
-        if not hmac.compare_digest(_line(one, deadline).encode(), answer(key, rank, "main", own).encode()):
+        challenge, challenge_to_main = _line(connection, deadline), secrets.token_hex(32)
+        connection.sendall(f"{rank} {challenge_to_main} {answer(key, rank, 'rank', challenge)}\n".encode())
+        if not hmac.compare_digest(
+            _line(connection, deadline).encode(), answer(key, rank, "main", challenge_to_main).encode()
+        ):
             raise ConnectionRefusedError("another program answers there")
     except BaseException:
-        one.close()
+        connection.close()
         raise
-    return one
+    return connection
 
 
-def _line(one: socket.socket, deadline: float) -> str:
+def _line(connection: socket.socket, deadline: float) -> str:
     """Read one line, byte by byte: what follows it belongs to whoever uses the connection next."""
     line = b""
     while not line.endswith(b"\n"):
-        one.settimeout(max(0.001, deadline - time.monotonic()))
-        byte = one.recv(1)
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        byte = connection.recv(1)
         if not byte or len(line) >= MAX_LINE or time.monotonic() >= deadline:
             raise ConnectionResetError("the connection was closed before both sides had proved themselves")
         line += byte

@@ -36,20 +36,16 @@ class Peer:
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived; the end of the connection is noted in `status.connection_lost`."""
+        data = b""
         try:
             data = self.socket.recv(1 << 16)
-        except TimeoutError as error:
-            # Raised by this side's own timeout without a number, by the kernel's with ETIMEDOUT.
-            if error.errno is None:
-                return []
-            data = b""
-            self.status.mark_lost("Connection timed out")
-        except ConnectionResetError:
-            # A process that dies with unread messages resets its connections.
-            data = b""
         except OSError as error:
-            data = b""
-            self.status.mark_lost(error.strerror or str(error))
+            # This side's own timeout has no number, the kernel's has ETIMEDOUT.
+            if isinstance(error, TimeoutError) and error.errno is None:
+                return []
+            # A process that dies with unread messages resets its connections.
+            if not isinstance(error, ConnectionResetError):
+                self.status.mark_lost(error.strerror or str(error))
         if not data:
             self.status.mark_lost("")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
@@ -65,9 +61,9 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
     ranks, sockets, problem = runtime.ranks, {}, None
     listener = _listen(ranks.nodes == 1) if ranks.is_main else None
     offer = (listener.getsockname()[1], secrets.token_hex(32)) if listener else None
-    told = runtime.gather(offer)[0]
-    assert told is not None
-    port, token = told
+    offer_of_main = runtime.gather(offer)[0]
+    assert offer_of_main is not None
+    port, token = offer_of_main
     # The token has gone over the network in the clear; the secret of the launch files, where there is one, has not.
     key = hmac.new(secret_of().encode(), token.encode(), hashlib.sha256).digest()
     try:
@@ -83,13 +79,13 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
             listener.close()
     problems = [text for text in runtime.gather(problem) if text]
     if problems:
-        for one in sockets.values():
-            one.close()
+        for connection in sockets.values():
+            connection.close()
         if ranks.is_main:
             print(f"The ranks are not watched, because they cannot reach port {port} of rank 0 ({problems[-1]}).")
         return None
-    for one in sockets.values():
-        _set_timeouts(one, settings.watch_timeout)
+    for connection in sockets.values():
+        _set_timeouts(connection, settings.watch_timeout)
     return sockets
 
 
@@ -103,10 +99,10 @@ def _listen(one_node: bool) -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _set_timeouts(one: socket.socket, seconds: int) -> None:
+def _set_timeouts(connection: socket.socket, seconds: int) -> None:
     """Let the kernel give up on a host that no longer acknowledges, whatever the process on that host is doing."""
-    one.settimeout(5)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.settimeout(5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)

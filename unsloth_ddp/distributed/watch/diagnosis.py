@@ -82,9 +82,9 @@ class RankStatus:
         self.step, self.progress_count = heartbeat["step"], heartbeat["count"]
         self.phase, self.stack = heartbeat["phase"], heartbeat["stack"]
 
-    def mark_lost(self, reason: str) -> None:
+    def mark_lost(self, cause: str) -> None:
         """Record that the connection ended; of two reasons the first one that says something stays."""
-        self.connection_lost = self.connection_lost or reason
+        self.connection_lost = self.connection_lost or cause
 
     def __str__(self) -> str:
         if self.exit_notice:
@@ -132,15 +132,14 @@ def judge(
     """
     everybody = list(statuses.values())
     exited = sorted((s for s in everybody if s.exit_notice), key=lambda s: s.exit_notice.at if s.exit_notice else now)
-    for status in exited:
-        if status.exit_kind == "failed":
-            return _diagnose_failure(status)
+    if failed := next((s for s in exited if s.exit_kind == "failed"), None):
+        return _diagnose_failure(failed)
     dead = [s for s in everybody if s.connection_lost is not None and s.exit_notice is None]
     if dead:
         return _diagnose_dead(dead)
     present = [s for s in everybody if s.exit_notice is None]
     failure_known = failure_known or any(s.exit_kind == "secondary" for s in exited)
-    silent = [s for s in present if now - s.last_heard > _longest_silence(s, limits, failure_known)]
+    silent = [s for s in present if now - s.last_heard > limits.silence * _patience(s, failure_known)]
     if silent:
         return _diagnose_silent(silent, now)
     if present and all(s.phase == present[0].phase for s in present):
@@ -152,9 +151,8 @@ def judge(
     return None
 
 
-def _longest_silence(status: RankStatus, limits: Limits, failure_known: bool) -> float:
-    responsive = failure_known or status.suspended or status.phase in RESPONSIVE_PHASES
-    return limits.silence if responsive else limits.silence * BUSY_FACTOR
+def _patience(status: RankStatus, failure_known: bool) -> int:
+    return 1 if failure_known or status.suspended or status.phase in RESPONSIVE_PHASES else BUSY_FACTOR
 
 
 def _names(statuses: list[RankStatus]) -> str:
@@ -176,8 +174,8 @@ def _diagnose_failure(status: RankStatus) -> Diagnosis:
 def _diagnose_dead(dead: list[RankStatus]) -> Diagnosis:
     names, step = _names(dead), f"at step {dead[0].step} ({dead[0].phase})"
     sentence = (
-        f"{names} died without an error message {step}: killed from outside (kill -9, or out of memory: see dmesg on that "
-        "host) or crashed in native code."
+        f"{names} died without an error message {step}: killed from outside (kill -9, or out of memory: see dmesg on "
+        "that host) or crashed in native code."
     )
     if lost := dead[0].connection_lost:
         sentence = f"{names} cannot be reached any more, {step}: {lost}; the host is down or cut off from the network."
@@ -186,15 +184,15 @@ def _diagnose_dead(dead: list[RankStatus]) -> Diagnosis:
 
 def _diagnose_silent(silent: list[RankStatus], now: float) -> Diagnosis:
     seconds = now - min(s.last_heard for s in silent)
-    one = len(silent) == 1
-    reason = (
-        f"the {'process is' if one else 'processes are'} stopped (SIGSTOP, or a debugger)"
+    single = len(silent) == 1
+    cause = (
+        f"the {'process is' if single else 'processes are'} stopped (SIGSTOP, or a debugger)"
         if all(s.suspended for s in silent)
         else "the process is frozen, or its host is down or cut off from the network"
     )
     sentence = (
-        f"{_names(silent)} {'has' if one else 'have'} not answered for {seconds:.0f} s, since step {silent[0].step} "
-        f"({silent[0].phase}): {reason} (--watch_timeout sets the limit)."
+        f"{_names(silent)} {'has' if single else 'have'} not answered for {seconds:.0f} s, since step {silent[0].step} "
+        f"({silent[0].phase}): {cause} (--watch_timeout sets the limit)."
     )
     return Diagnosis(sentence, _ranks(silent), frozen=True)
 
@@ -211,7 +209,7 @@ def _hang_limit(present: list[RankStatus], limits: Limits) -> tuple[float, str]:
 
 
 def _diagnose_hang(present: list[RankStatus], now: float, limits: Limits) -> Diagnosis | None:
-    """Name the ranks that are behind if no rank has made progress for much longer than usual, or than a collective may take."""
+    """Name the ranks that are behind if no rank has made progress for much longer than usual or than allowed."""
     limit, why = _hang_limit(present, limits)
     if now - max(s.last_progress for s in present) <= limit:
         return None
@@ -259,7 +257,7 @@ def _diagnose_partial_exit(
 
 
 def exit_notice_for(error: BaseException | None, now: float) -> ExitNotice:
-    """Return the notice of a rank that ends with `error`, or without one. It is sent and logged, so secrets are hidden."""
+    """Return the notice of a rank that ends with `error`, or without one, with secrets hidden."""
     if error is None:
         return ExitNotice("finished", "", now)
     if isinstance(error, SystemExit):

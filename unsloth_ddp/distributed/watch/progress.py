@@ -61,12 +61,12 @@ class Progress:
     @contextlib.contextmanager
     def doing(self, phase: Literal["evaluating", "saving"]) -> Iterator[None]:
         """Enter a phase, and return to the one before at the end of the block."""
-        before = self.phase
+        outer = self.phase
         self.enter(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(outer)
 
 
 def seconds_since_start() -> float:

@@ -71,7 +71,9 @@ def describe_stack(thread: int) -> str:
 
 def log_path() -> str | None:
     """Return the path of this rank's log file, None before there is one."""
-    files = (one.baseFilename for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler))
+    files = (
+        handler.baseFilename for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)
+    )
     return next(files, None)
 
 
@@ -109,13 +111,13 @@ class Watchdog:
         self.ranks = runtime.ranks
         self.limits = limits
         self.peers = {rank: Peer(s, RankStatus(runtime.locations[rank], now, now)) for rank, s in sockets.items()}
-        self.own = RankStatus(runtime.locations[self.ranks.rank], now, now)
-        here = this_location(self.ranks)
+        self.status = RankStatus(runtime.locations[self.ranks.rank], now, now)
+        location = this_location(self.ranks)
         # The other ranks on this machine.
         self.neighbours = [
             other
             for other in runtime.locations
-            if other.host == here.host and other.node == here.node and other.rank != here.rank
+            if other.host == location.host and other.node == location.node and other.rank != location.rank
         ]
         self.training_thread = threading.get_ident()
         self.released = threading.Event()
@@ -138,7 +140,7 @@ class Watchdog:
         if error is not None and notice.kind in ("failed", "secondary") and log_path():
             logger.error("this rank failed: %s", notice.text, exc_info=error)
         self._send_heartbeat()
-        self.own.exit_notice = notice
+        self.status.exit_notice = notice
         # The others learn of a failure of the main process from its diagnosis.
         if not self.ranks.is_main or notice.kind in ("user_error", "signalled"):
             self._send_to_all(_exit_message(notice))
@@ -181,9 +183,9 @@ class Watchdog:
                 self._send_heartbeat()
                 self._report_suspended_neighbours()
                 due = time.monotonic() + self.limits.interval
-            wanted = max(0.0, due - time.monotonic())
-            asked = time.monotonic()
-            for key, _ in selector.select(timeout=wanted):
+            timeout = max(0.0, due - time.monotonic())
+            waiting_since = time.monotonic()
+            for key, _ in selector.select(timeout=timeout):
                 if key.data is None:
                     self.wake_reader.recv(4096)
                     continue
@@ -191,7 +193,7 @@ class Watchdog:
                 if key.data.status.connection_lost is not None:
                     selector.unregister(key.data.socket)
             now = time.monotonic()
-            if now - asked > wanted + 2 * self.limits.interval:
+            if now - waiting_since > timeout + 2 * self.limits.interval:
                 # This process was itself suspended (with the whole job, say); the others' messages are still unread.
                 for peer in self.peers.values():
                     peer.status.last_heard = peer.status.last_progress = now
@@ -213,8 +215,8 @@ class Watchdog:
     def _decide(self, now: float) -> None:
         """End the run if something is wrong, and this thread once every rank has finished."""
         if self.ranks.is_main:
-            self.own.update(self._heartbeat(), now)
-            everybody = {self.ranks.rank: self.own, **{rank: peer.status for rank, peer in self.peers.items()}}
+            self.status.update(self._heartbeat(), now)
+            everybody = {self.ranks.rank: self.status, **{rank: peer.status for rank, peer in self.peers.items()}}
             diagnosis = judge(everybody, now, self.limits)
             if diagnosis is not None:
                 self._announce_and_end(diagnosis)
@@ -224,7 +226,7 @@ class Watchdog:
             return
         main = self.peers[0].status
         # The diagnosis of the main process comes before its exit notice, so only its own state is judged here.
-        failure_known = self.own.exit_kind == "secondary"
+        failure_known = self.status.exit_kind == "secondary"
         diagnosis = judge({0: main, self.ranks.rank: self._healthy_self(now)}, now, self.limits, failure_known)
         if diagnosis is not None:
             frozen = [0] if diagnosis.frozen else []
@@ -234,10 +236,10 @@ class Watchdog:
 
     def _healthy_self(self, now: float) -> RankStatus:
         """Return a status of this rank with no fault, so that only the main process is judged."""
-        notice = self.own.exit_notice
+        notice = self.status.exit_notice
         if notice is not None and notice.kind not in ("user_error", "signalled", "finished"):
             notice = None
-        return RankStatus(self.own.location, now, now, step=self.runtime.progress.step, exit_notice=notice)
+        return RankStatus(self.status.location, now, now, step=self.runtime.progress.step, exit_notice=notice)
 
     def _heartbeat(self) -> dict[str, Any]:
         progress = self.runtime.progress
@@ -268,7 +270,7 @@ class Watchdog:
         """Return whether this rank is the first one left on its node, now that the main process is gone."""
         # Every rank raises a UserError, and the main process tells it even if its exit notice is lost with its
         # connection.
-        if main.exit_kind in ("user_error", "failed") or self.own.exit_kind == "user_error":
+        if main.exit_kind in ("user_error", "failed") or self.status.exit_kind == "user_error":
             return False
         others = [o.rank for o in self.neighbours if o.rank != 0 and _process_state(o) is not None]
         return self.ranks.rank == min([self.ranks.rank, *others])
@@ -302,7 +304,7 @@ class Watchdog:
         parts = [diagnosis.traceback.rstrip() + "\n"] if diagnosis.traceback else []
         parts.append(f"train_ddp.py: error: {diagnosis.sentence}\n")
         if diagnosis.code != EXIT_USER_ERROR:
-            everybody = [self.own, *(peer.status for peer in self.peers.values())]
+            everybody = [self.status, *(peer.status for peer in self.peers.values())]
             everybody.sort(key=lambda s: (s.location.rank not in diagnosis.ranks, s.location.rank))
             parts += [f"  {s}\n" for s in sorted(everybody[:RANKS_LISTED], key=lambda s: s.location.rank)]
             if len(everybody) > RANKS_LISTED:
@@ -358,13 +360,13 @@ def _close_in_children(watchdog: Watchdog) -> None:
     reference = weakref.ref(watchdog)
 
     def close() -> None:
-        found = reference()
-        if found is None:
+        watchdog = reference()
+        if watchdog is None:
             return
-        for peer in found.peers.values():
+        for peer in watchdog.peers.values():
             peer.socket.close()
-        found.wake_writer.close()
-        found.wake_reader.close()
-        found.runtime.progress.notify = None
+        watchdog.wake_writer.close()
+        watchdog.wake_reader.close()
+        watchdog.runtime.progress.notify = None
 
     os.register_at_fork(after_in_child=close)

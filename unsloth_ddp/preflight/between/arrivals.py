@@ -33,12 +33,14 @@ def check_arrivals(
     """
     per_node = max(1, world_size // nodes)
     problems = _contradictions(world_size, nodes, per_node, present)
-    problems += _absences(world_size, nodes, per_node, {one.rank for one in present}, waited, address, in_time=in_time)
+    problems += _absences(
+        world_size, nodes, per_node, {arrival.rank for arrival in present}, waited, address, in_time=in_time
+    )
     values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
-    for one in present:
-        if one.rank % per_node == 0 or one.node_rank not in values:
-            before = values.get(one.node_rank, "did not arrive")
-            values[one.node_rank] = one.host if before == "did not arrive" else f"{before} and {one.host}"
+    for arrival in present:
+        if arrival.rank % per_node == 0 or arrival.node_rank not in values:
+            earlier = values.get(arrival.node_rank, "did not arrive")
+            values[arrival.node_rank] = arrival.host if earlier == "did not arrive" else f"{earlier} and {arrival.host}"
     return Check(
         "arrived", dict(sorted(values.items())), "failure" if problems else "ok", "\n".join(dict.fromkeys(problems))
     )
@@ -48,26 +50,28 @@ def _contradictions(world_size: int, nodes: int, per_node: int, present: Sequenc
     """Return a sentence for each rank that came twice, and for each process that belongs to a job of another shape."""
     problems = []
     by_rank: dict[int, list[Arrival]] = {}
-    for one in present:
-        by_rank.setdefault(one.rank, []).append(one)
+    for arrival in present:
+        by_rank.setdefault(arrival.rank, []).append(arrival)
     for rank, several in sorted(by_rank.items()):
         if len(several) > 1 and rank % per_node == 0:
-            hosts = " and ".join(sorted(one.host for one in several))
+            hosts = " and ".join(sorted(arrival.host for arrival in several))
             problems.append(
                 f"Node rank {several[0].node_rank} was taken {len(several)} times, by {hosts}: "
                 "give every node a NODE_RANK of its own."
             )
-    for one in present:
-        if one.nodes != nodes:
-            problems.append(f"{one.host} has NNODES {one.nodes}, node 0 has {nodes}; set the same on every node.")
-        elif one.world_size != world_size or one.local_world_size != per_node:
+    for arrival in present:
+        if arrival.nodes != nodes:
             problems.append(
-                f"{one.host} starts {counted(one.local_world_size, 'process')} of {one.world_size}, but node 0 starts {per_node} of "
-                f"{world_size}; start the same number on every node."
+                f"{arrival.host} has NNODES {arrival.nodes}, node 0 has {nodes}; set the same on every node."
             )
-        elif one.rank >= world_size:
+        elif arrival.world_size != world_size or arrival.local_world_size != per_node:
             problems.append(
-                f"{one.host} says it is node {one.node_rank} of {nodes}, but ranks go from 0 to {nodes - 1}; "
+                f"{arrival.host} starts {counted(arrival.local_world_size, 'process')} of {arrival.world_size}, but "
+                f"node 0 starts {per_node} of {world_size}; start the same number on every node."
+            )
+        elif arrival.rank >= world_size:
+            problems.append(
+                f"{arrival.host} says it is node {arrival.node_rank} of {nodes}, but ranks go from 0 to {nodes - 1}; "
                 "correct its NODE_RANK."
             )
     return problems

@@ -63,21 +63,21 @@ def check_bandwidth(timings: Sequence[CollectiveTiming], backend: str, nodes: Se
     # All ranks together can use several network cards, so the best figure between nodes counts.
     best = max((t.gbit for t in timings if t.scope in ("between", "all")), default=0.0)
     for scope, where in SCOPES.items():
-        found = [t for t in timings if t.scope == scope]
-        if not found:
+        of_scope = [t for t in timings if t.scope == scope]
+        if not of_scope:
             continue
-        inside = {node: _speeds([t for t in found if t.node == node]) for node in sorted({t.node for t in found})}
-        shown = inside if scope == "inside" else dict.fromkeys(nodes, _speeds(found))
+        inside = {node: _speeds([t for t in of_scope if t.node == node]) for node in sorted({t.node for t in of_scope})}
+        shown = inside if scope == "inside" else dict.fromkeys(nodes, _speeds(of_scope))
         verdict: Verdict = "ok"
         remedy = ""
         if scope == "between" and best < LEAST_GBIT:
             verdict = "warning"
             remedy = (
-                f"{_rate(best)} between nodes is below the {LEAST_GBIT} Gbit/s that several nodes need. Set NCCL_SOCKET_IFNAME "
-                "and GLOO_SOCKET_IFNAME to the fastest interface on every node; where InfiniBand or RoCE ports are active unset "
-                "NCCL_IB_DISABLE, try NCCL_IB_GID_INDEX=3 for RoCE, and look for NET/IB in the output of NCCL_DEBUG=INFO. Until "
-                "then use LoRA or QLoRA with DDP or fsdp2_hybrid.yaml (small gradients) and more gradient accumulation, not "
-                "ZeRO-3, FSDP2 or full parameters; raise --ddp_timeout."
+                f"{_rate(best)} between nodes is below the {LEAST_GBIT} Gbit/s that several nodes need. Set "
+                "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the fastest interface on every node; where InfiniBand or "
+                "RoCE ports are active unset NCCL_IB_DISABLE, try NCCL_IB_GID_INDEX=3 for RoCE, and look for NET/IB in "
+                "the output of NCCL_DEBUG=INFO. Until then use LoRA or QLoRA with DDP or fsdp2_hybrid.yaml (small "
+                "gradients) and more gradient accumulation, not ZeRO-3, FSDP2 or full parameters; raise --ddp_timeout."
             )
         elif scope == "between" and best < RECOMMENDED_GBIT:
             remedy = f"Sufficient; {RECOMMENDED_GBIT} Gbit/s are recommended."
@@ -103,9 +103,9 @@ def _rate(gbit: float) -> str:
     return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{gbit * 1000:.3g} Mbit/s"
 
 
-def not_measured(reason: str, remedy: str, nodes: Sequence[int], verdict: Verdict) -> Check:
+def not_measured(cause: str, remedy: str, nodes: Sequence[int], verdict: Verdict) -> Check:
     """Return the row that says why no bandwidth was measured."""
-    return Check("speed", dict.fromkeys(nodes, f"not measured: {reason}"), verdict, remedy)
+    return Check("speed", dict.fromkeys(nodes, f"not measured: {cause}"), verdict, remedy)
 
 
 def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, int], seconds: float) -> Check:
@@ -119,13 +119,13 @@ def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
         text = f"rank {rank}: {one_line(error, 600) or f'did not end within {seconds:.0f} s'}"
         values[node_of[rank]] = f"{values[node_of[rank]]}; {text}" if node_of[rank] in values else text
     remedy = (
-        f"Set {backend.upper()}_SOCKET_IFNAME to the interface that the nodes share, and open the firewall between the nodes "
-        f"({backend} chooses its ports)."
+        f"Set {backend.upper()}_SOCKET_IFNAME to the interface that the nodes share, and open the firewall between the "
+        f"nodes ({backend} chooses its ports)."
     )
     if backend == "nccl":
         remedy += (
-            " On InfiniBand or RoCE try NCCL_IB_GID_INDEX=3, then NCCL_IB_DISABLE=1; inside a node try NCCL_P2P_DISABLE=1; "
-            "NCCL_DEBUG=INFO shows where it stops."
+            " On InfiniBand or RoCE try NCCL_IB_GID_INDEX=3, then NCCL_IB_DISABLE=1; inside a node try "
+            "NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows where it stops."
         )
     return Check(f"process group ({backend})", values, "failure", remedy)
 
@@ -176,9 +176,9 @@ class CollectiveBenchmark:
             groups = [
                 dist.new_group(group, backend=self.backend, timeout=timedelta(seconds=seconds)) for group in members
             ]
-            for group, own in zip(groups, members, strict=True):
-                if ranks.rank in own:
-                    timings += self._measure(scope, group, own, device)
+            for group, group_ranks in zip(groups, members, strict=True):
+                if ranks.rank in group_ranks:
+                    timings += self._measure(scope, group, group_ranks, device)
             # Groups take turns, so that none slows another down.
             dist.all_reduce(torch.ones(1))
         del groups
@@ -201,8 +201,8 @@ class CollectiveBenchmark:
 
         # Small whole numbers, so that sums over a thousand ranks are exact.
         pattern = (torch.arange(size // 4, device=device, dtype=torch.int32) % 17).float()
-        own = members.index(self.process.ranks.rank) + 1
-        buffer = pattern * own
+        factor = members.index(self.process.ranks.rank) + 1
+        buffer = pattern * factor
 
         def slowest(seconds: float) -> float:
             agreed = torch.tensor([seconds], device=device, dtype=torch.float32)
@@ -231,11 +231,11 @@ class CollectiveBenchmark:
 def scopes(world_size: int, per_node: int) -> list[tuple[str, list[list[int]]]]:
     """Return each scope to measure with its groups of ranks; every rank takes part in forming every group."""
     nodes = world_size // per_node
-    found: list[tuple[str, list[list[int]]]] = []
+    measured: list[tuple[str, list[list[int]]]] = []
     if per_node > 1:
-        found.append(("inside", [list(range(n * per_node, (n + 1) * per_node)) for n in range(nodes)]))
+        measured.append(("inside", [list(range(n * per_node, (n + 1) * per_node)) for n in range(nodes)]))
     if nodes > 1:
-        found.append(("between", [list(range(0, world_size, per_node))]))
+        measured.append(("between", [list(range(0, world_size, per_node))]))
     if nodes > 1 and per_node > 1:
-        found.append(("all", [list(range(world_size))]))
-    return found
+        measured.append(("all", [list(range(world_size))]))
+    return measured

@@ -27,8 +27,8 @@ Reports = Mapping[int, Mapping[str, Any]]
 
 def _differing(by_node: Mapping[int, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
     """Return all names of the nodes' values, and those whose values differ."""
-    names = list(dict.fromkeys(name for found in by_node.values() for name in found))
-    return names, [name for name in names if len({found.get(name) for found in by_node.values()}) > 1]
+    names = list(dict.fromkeys(name for values in by_node.values() for name in values))
+    return names, [name for name in names if len({values.get(name) for values in by_node.values()}) > 1]
 
 
 def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
@@ -38,11 +38,11 @@ def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
     alike = ", ".join(f"{name} {first[name]}" for name in names if name not in differing)
     rows = [Check("versions", dict.fromkeys(sorted(by_node), alike))]
     for name in differing:
-        found = {node: by_node[node].get(name, "not installed") for node in sorted(by_node)}
-        minor = name == "python" and len({v.rpartition(".")[0] for v in found.values()}) == 1
+        by_version = {node: by_node[node].get(name, "not installed") for node in sorted(by_node)}
+        minor = name == "python" and len({v.rpartition(".")[0] for v in by_version.values()}) == 1
         verdict: Verdict = "warning" if minor or name in LOGGING_PACKAGES else "failure"
         remedy = "Use one environment on every node: uv sync --locked from the same uv.lock."
-        rows.append(Check(f"version of {name}", found, verdict, remedy))
+        rows.append(Check(f"version of {name}", by_version, verdict, remedy))
     return rows
 
 
@@ -88,11 +88,11 @@ def compare_files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any
     """Compare files by content: one row for all that agree, one for each that differs or is missing.
 
     Args:
-        by_node: for each node, label -> {"content": text}, {"missing": path}, {"refused": reason} or {"hub": commit or None}.
+        by_node: label -> {"content": text}, {"missing": path}, {"refused": reason} or {"hub": commit or None}.
         what: the word for these files in the remedy.
     """
     rows, alike = [], []
-    for label in dict.fromkeys(label for found in by_node.values() for label in found):
+    for label in dict.fromkeys(label for files in by_node.values() for label in files):
         entries = {node: by_node[node].get(label, {"missing": label}) for node in sorted(by_node)}
         shown = {node: describe_file(entry) for node, entry in entries.items()}
         missing = [node for node, entry in entries.items() if "missing" in entry]
@@ -134,13 +134,13 @@ def compare_variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
     judged = [n for n in sorted(_differing(by_node)[1]) if n not in PER_NODE_VARIABLES]
     if not judged:
         shown = {
-            node: ", ".join(f"{n}={v[:200]}" for n, v in sorted(found.items())) or "none set"
-            for node, found in sorted(by_node.items())
+            node: ", ".join(f"{n}={v[:200]}" for n, v in sorted(variables.items())) or "none set"
+            for node, variables in sorted(by_node.items())
         }
         return Check("environment flags", shown)
     shown = {
-        node: ", ".join(f"{n}={found[n][:200]}" if n in found else f"{n} not set" for n in judged)
-        for node, found in sorted(by_node.items())
+        node: ", ".join(f"{n}={variables[n][:200]}" if n in variables else f"{n} not set" for n in judged)
+        for node, variables in sorted(by_node.items())
     }
     verdict: Verdict = "failure" if any(n in NUMERIC_VARIABLES for n in judged) else "warning"
     return Check("environment flags", shown, verdict, f"Set {', '.join(judged)} to the same value on every node.")
@@ -166,31 +166,31 @@ def compare_gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
     return Check(name, shown)
 
 
-def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: bool) -> Check:
+def check_shared_folder(path: str, shared: Mapping[int, bool | None], sharded: bool) -> Check:
     """Check whether all nodes see one output folder.
 
     Args:
-        seen: whether each other node found node 0's file; None where it could not look. Empty for one node.
+        shared: whether each other node found node 0's file; None where it could not look. Empty for one node.
         sharded: every rank writes its part of each checkpoint (ZeRO, FSDP2).
     """
-    if not seen:
+    if not shared:
         return Check("output folder shared", {0: "one node"})
     words = {True: "shared with node 0", False: "its own disk", None: "not known"}
-    values = {0: path, **{node: words[found] for node, found in sorted(seen.items())}}
+    values = {0: path, **{node: words[sees_file] for node, sees_file in sorted(shared.items())}}
     verdict: Verdict = "warning"
-    if False in seen.values() and sharded:
+    if False in shared.values() and sharded:
         verdict = "failure"
         remedy = (
             "Sharded runs write a part of each checkpoint from every node: put --output_dir on a file system that all "
             "nodes share (NFS), or use accelerate_configs/multi_node.yaml (DDP)."
         )
-    elif False in seen.values():
+    elif False in shared.values():
         remedy = (
             "Checkpoints and the result are written on node 0 alone. To resume, start with the same node as node 0, or "
             "copy the newest checkpoint to the same path on every node first. Model and data are read from each node's "
             "own disk. With a shared file system (NFS) none of this is needed."
         )
-    elif None in seen.values():
+    elif None in shared.values():
         remedy = "Preflight could not check this; check by hand that all nodes see one output folder."
     else:
         verdict, remedy = "ok", ""
@@ -220,21 +220,21 @@ def compare_reports(reports: Reports, ranks: int, *, cpu: bool, settings: Settin
 
     def compare(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]], row: str = "") -> list[Check]:
         """Compare one part of the identities; a node that could not read it gets a warning."""
-        found = {number: mine[name] for number, mine in identities.items() if name in mine}
+        part = {number: mine[name] for number, mine in identities.items() if name in mine}
         unknown = {number: mine["unknown"][name] for number, mine in identities.items() if name in mine["unknown"]}
-        bad = [not_checked(reason).row(row or name, number) for number, reason in unknown.items()]
+        bad = [not_checked(cause).row(row or name, number) for number, cause in unknown.items()]
         try:
-            good = rows_of(found) if found else []
+            good = rows_of(part) if part else []
         except Exception as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            good = [not_checked(reason).row(row or name, number) for number in reports]
+            cause = f"{type(error).__name__}: {one_line(error)}"
+            good = [not_checked(cause).row(row or name, number) for number in reports]
         return merge_checks(bad) + (good if isinstance(good, list) else [good])
 
     rows += compare("versions", compare_versions)
     rows += compare("code", compare_code, "kit")
-    rows += compare("settings", lambda found: compare_settings(found, PATHS))
-    rows += compare("data", lambda found: compare_files("data", found, "dataset"))
-    rows += compare("model", lambda found: compare_files("model", found, "model"))
+    rows += compare("settings", lambda by_node: compare_settings(by_node, PATHS))
+    rows += compare("data", lambda by_node: compare_files("data", by_node, "dataset"))
+    rows += compare("model", lambda by_node: compare_files("model", by_node, "model"))
     rows += compare("flags", compare_variables, "environment flags")
     if ranks == 1:
         return rows

@@ -53,9 +53,9 @@ def wait_for_port(host: str, port: int, seconds: float) -> str:
     """Try to connect until something listens at host:port; return "", or the outcome of the last try."""
     deadline = time.monotonic() + seconds
     while True:
-        left = max(0.5, deadline - time.monotonic())
+        remaining = max(0.5, deadline - time.monotonic())
         try:
-            socket.create_connection((host, port), timeout=min(5.0, left)).close()
+            socket.create_connection((host, port), timeout=min(5.0, remaining)).close()
             return ""
         except ConnectionRefusedError:
             outcome = "refused"
@@ -162,10 +162,10 @@ class Rendezvous:
                 return None
             return self._store.get(key)
 
-        found = self._ask(wait, max(0.0, seconds))
-        if found is None:
+        answer = self._ask(wait, max(0.0, seconds))
+        if answer is None:
             raise TimeoutError(f"no {key} within {seconds:.0f} s")
-        return decode(key, found, self.secret)
+        return decode(key, answer, self.secret)
 
     def count(self, key: str, add: int = 0) -> int:
         """Add to a counter and return it."""
@@ -181,13 +181,13 @@ class Rendezvous:
     def gather(self, key: str, numbers: Iterable[int], seconds: float) -> dict[int, Any]:
         """Return `key/number` of each number that is set before the time is up."""
         deadline = time.monotonic() + seconds
-        found = {}
+        values = {}
         for number in numbers:
             try:
-                found[number] = self.get(f"{key}/{number}", deadline - time.monotonic())
+                values[number] = self.get(f"{key}/{number}", deadline - time.monotonic())
             except TimeoutError:
                 continue
-        return found
+        return values
 
     def leave(self) -> None:
         """Wait briefly for the others, so that the process that holds the store ends last and cuts nobody off.
@@ -208,9 +208,9 @@ class Rendezvous:
         except RendezvousError:
             return
 
-    def wait_for_count(self, key: str, wanted: int, deadline: float) -> None:
+    def wait_for_count(self, key: str, count: int, deadline: float) -> None:
         """Wait until a counter is at least `wanted`, or the time is up."""
-        while self.count(key) < wanted and time.monotonic() < deadline:
+        while self.count(key) < count and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
 
@@ -288,7 +288,7 @@ def _collect_roll(rendezvous: Rendezvous, waited: float) -> dict[str, Any]:
 def _judge_roll(roll: Any, process: ProcessInfo) -> Check:
     address = f"{process.master}:{process.port}"
     try:
-        present = [Arrival(**one) for one in roll["present"]]
+        present = [Arrival(**arrival) for arrival in roll["present"]]
         return check_arrivals(roll["world_size"], roll["nodes"], present, roll["waited"], address, roll["in_time"])
     except (TypeError, KeyError):
         raise RendezvousError(

@@ -33,20 +33,20 @@ TOKEN_SECONDS = 6
 
 
 def check_folder(path: Path, needed: int, content: str, option: str) -> Finding:
-    """Check that a folder, or the nearest one above it that there is, can be written and has room for what the run writes.
+    """Check that a folder, or the nearest one above it, can be written and has room for what the run writes.
 
     Args:
         needed: bytes; less than twice that is a warning.
         content: name of what is written there.
         option: the option or variable that names another folder.
     """
-    there = existing(path.absolute())
+    parent = existing(path.absolute())
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight-") as file:
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=".preflight-") as file:
             file.write(b"x" * 4096)
             file.flush()
             os.fsync(file.fileno())
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(parent).free
     except OSError as error:
         why = os_reason(error)
         remedy = f"{path} cannot be written ({why}); correct that, or choose another folder with {option}."
@@ -70,7 +70,7 @@ def output_folder(settings: Settings) -> Path:
 
 
 def find_datasets_cache(environ: Mapping[str, str]) -> Path:
-    """Return the folder of the datasets cache, by the library's own rule but without importing it, which takes seconds."""
+    """Return the folder of the datasets cache, by the library's rule but without importing it."""
     if environ.get("HF_DATASETS_CACHE"):
         return Path(environ["HF_DATASETS_CACHE"]).expanduser()
     from huggingface_hub.constants import HF_HOME
@@ -144,21 +144,21 @@ def adapter_parameters(config: Mapping[str, Any], parameters: int, r: int, saved
 
 
 def write_token(folder: Path) -> tuple[Path, str] | None:
-    """Make a file of a random name on node 0; return its path and what of the folder is not there yet, None on failure."""
-    there = existing(folder)
-    path = there / f".preflight-token-{secrets.token_hex(8)}"
+    """Make a file on node 0; return its path and what of the folder does not exist yet, None on failure."""
+    parent = existing(folder)
+    path = parent / f".preflight-token-{secrets.token_hex(8)}"
     try:
         path.touch()
     except OSError:
         return None
-    return path, str(folder.relative_to(there))
+    return path, str(folder.relative_to(parent))
 
 
 def find_token(folder: Path, name: str, missing: str) -> bool | None:
     """Return on another node whether node 0's file is in its output folder; None where it cannot look there."""
-    there = existing(folder)
+    parent = existing(folder)
     # The name came over the network.
-    path = there / Path(name).name
+    path = parent / Path(name).name
     deadline = time.monotonic() + TOKEN_SECONDS
     try:
         while not path.exists():
@@ -168,4 +168,4 @@ def find_token(folder: Path, name: str, missing: str) -> bool | None:
     except (OSError, ValueError):
         return None
     # Folders of several names will be made in one place.
-    return missing == str(folder.relative_to(there))
+    return missing == str(folder.relative_to(parent))

@@ -42,7 +42,7 @@ NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
 def collect_identity(
     settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = (), seconds: float = 200
 ) -> dict[str, Any]:
-    """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`."""
+    """Collect what has to agree on all nodes, ready for JSON; the errors of parts that fail are in `unknown`."""
     deadline = time.monotonic() + seconds
     parts: dict[str, Callable[[], Any]] = {
         "versions": read_versions,
@@ -53,26 +53,26 @@ def collect_identity(
         "flags": lambda: read_variables(environ),
         "gpus": lambda: list(gpus),
     }
-    found: dict[str, Any] = {"unknown": {}}
+    identity: dict[str, Any] = {"unknown": {}}
     for name, part in parts.items():
         try:
-            found[name] = run_with_limit(part, max(1.0, deadline - time.monotonic()))
+            identity[name] = run_with_limit(part, max(1.0, deadline - time.monotonic()))
         except Exception as error:
-            found["unknown"][name] = f"{type(error).__name__}: {one_line(error)}"
-    return found
+            identity["unknown"][name] = f"{type(error).__name__}: {one_line(error)}"
+    return identity
 
 
 def read_versions() -> dict[str, str]:
     """Return the versions of Python, CUDA, NCCL and the installed packages."""
     import torch
 
-    found = versions((*PACKAGES, *OTHER_PACKAGES))
+    by_package = versions((*PACKAGES, *OTHER_PACKAGES))
     # The imported version counts, with the suffix of its build (+cu130).
-    found["torch"] = torch.__version__
-    found["cuda"] = str(torch.version.cuda)
+    by_package["torch"] = torch.__version__
+    by_package["cuda"] = str(torch.version.cuda)
     with contextlib.suppress(Exception):
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return found
+        by_package["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return by_package
 
 
 def read_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -86,25 +86,25 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def describe_data(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return an entry for every source of rows, by option and position, and for the chat template's file."""
-    found, revisions = {}, dataset_revisions(settings)
+    entries, revisions = {}, dataset_revisions(settings)
     for option in ("dataset", "eval_dataset"):
         sources = [read_source(text).name for text in getattr(settings, option)]
         for number, source in enumerate(sources, 1):
             label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
             path = Path(source).expanduser()
             if not is_file(source):
-                found[label] = {"hub": find_cached_commit(source, "dataset", revisions.get(source))}
+                entries[label] = {"hub": find_cached_commit(source, "dataset", revisions.get(source))}
             elif settings.streaming and option == "dataset" and path.is_dir():
-                found[label] = {"content": _describe_names(path)}
+                entries[label] = {"content": _describe_names(path)}
             else:
-                found[label] = _describe_file(path)
+                entries[label] = _describe_file(path)
     if settings.chat_template and settings.chat_template not in ("chatml", "training"):
-        found["chat_template"] = _describe_file(Path(settings.chat_template).expanduser())
-    return found
+        entries["chat_template"] = _describe_file(Path(settings.chat_template).expanduser())
+    return entries
 
 
 def describe_models(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return an entry for each file that loading the model, a reference model and its base will open; a Hub model's commit."""
+    """Return an entry for each file that loading the models will open, and for a Hub model's commit."""
     reference, base = settings.of_reference, base_of_reference(settings)
     sources = {"model": settings, "reference_model": reference, "reference_base": base if base != reference else None}
     entries: dict[str, dict[str, Any]] = {}
@@ -137,7 +137,7 @@ def describe_models(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def _open_beside_weights(settings: Settings, *, is_adapter: bool) -> None:
-    """Open what loading a model of this machine opens, without its weights; what cannot be opened is refused elsewhere."""
+    """Open what loading a local model opens, without its weights; what cannot be opened is refused elsewhere."""
     quiet_imports()
     import peft
     import torch
@@ -168,7 +168,7 @@ def _describe_file(path: Path) -> dict[str, Any]:
 
 
 def _describe_names(folder: Path) -> str:
-    """Return the bytes of a folder, and a checksum of its files' names and sizes: streamed data is too large to read."""
+    """Return the bytes of a folder and a checksum of its files' names and sizes; streamed data is too large."""
     digest, length = hashlib.sha256(), 0
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size

@@ -76,21 +76,21 @@ def check_gpus(
     return Finding(shown)
 
 
-def check_precision(devices: Sequence[Mapping[str, Any]], wanted: str, method: str, full_weights: str) -> Finding:
+def check_precision(devices: Sequence[Mapping[str, Any]], option: str, method: str, full_weights: str) -> Finding:
     """Check that the GPUs have the precision of the run: those before Ampere have no bf16.
 
     Args:
         devices: name and compute capability of each GPU; none for a run on the CPU.
-        wanted: --precision.
+        option: --precision.
     """
     weakest = min(devices, key=lambda device: _capability(device), default=None)
     gpu = f"{weakest['name']} (compute capability {weakest['capability']})" if weakest else None
     try:
-        precision = choose_precision(wanted, gpu, bf16=weakest is not None and has_bf16(_capability(weakest)))
+        precision = choose_precision(option, gpu, bf16=weakest is not None and has_bf16(_capability(weakest)))
         check_full_weights(method, full_weights, precision)
     except UserError as error:
-        return failure(wanted, str(error))
-    shown = precision if wanted != "auto" else f"{precision} (auto)"
+        return failure(option, str(error))
+    shown = precision if option != "auto" else f"{precision} (auto)"
     if weakest and not has_bf16(_capability(weakest)):
         shown += f": {gpu} has no bf16, and no flash attention for packed rows"
     return Finding(shown)
@@ -130,5 +130,5 @@ def query_gpus() -> tuple[list[dict[str, Any]], str]:
         except Exception as error:
             return [], one_line(error)
         return [], ""
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in found], ""
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in properties], ""

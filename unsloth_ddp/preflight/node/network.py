@@ -104,24 +104,24 @@ def check_master_answers(master: str, port: int, outcome: str, seconds: float) -
     return failure(f"{place}: {outcome}", remedy)
 
 
-def check_network_interface(up: Mapping[str, Sequence[str]], wanted: Mapping[str, str], nodes: int) -> Finding:
+def check_network_interface(up: Mapping[str, Sequence[str]], patterns: Mapping[str, str], nodes: int) -> Finding:
     """Check that the interfaces named for the traffic between the nodes are up and reach further than this node.
 
     Args:
         up: the addresses of each interface that is up.
-        wanted: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where they are set.
+        patterns: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where they are set.
     """
     if nodes == 1:
         return Finding("not needed for one node")
-    for variable, pattern in wanted.items():
-        taken = [name for name in up if selects(variable, pattern, name)]
-        if not taken:
+    for variable, pattern in patterns.items():
+        selected = [name for name in up if selects(variable, pattern, name)]
+        if not selected:
             remedy = f"{variable} is {pattern}, but this node has no such interface that is up ({', '.join(up)})."
             return failure(f"{variable}={pattern}: none", remedy)
-        if all(is_loopback(address) for name in taken for address in up[name]):
+        if all(is_loopback(address) for name in selected for address in up[name]):
             remedy = f"{variable} is {pattern}, a loopback interface; name the interface of the network."
-            return failure(f"{variable}={pattern}: {', '.join(taken)}", remedy)
-    return Finding(", ".join(f"{variable}={pattern}" for variable, pattern in wanted.items()) or "none named")
+            return failure(f"{variable}={pattern}: {', '.join(selected)}", remedy)
+    return Finding(", ".join(f"{variable}={pattern}" for variable, pattern in patterns.items()) or "none named")
 
 
 def selects(variable: str, pattern: str, name: str) -> bool:
@@ -134,8 +134,8 @@ def selects(variable: str, pattern: str, name: str) -> bool:
         return name in pattern.split(",")
     names = [item for item in pattern.lstrip("^").lstrip("=").split(",") if item]
     exact = pattern.lstrip("^").startswith("=")
-    found = name in names if exact else name.startswith(tuple(names))
-    return found != pattern.startswith("^")
+    matches = name in names if exact else name.startswith(tuple(names))
+    return matches != pattern.startswith("^")
 
 
 def check_infiniband(ports: Sequence[Mapping[str, str]], disabled: bool, nodes: int) -> Finding:
@@ -164,10 +164,10 @@ def check_infiniband(ports: Sequence[Mapping[str, str]], disabled: bool, nodes: 
 def resolve_name(name: str) -> list[str]:
     """Return the addresses that a name resolves to here, best first; none when it does not resolve."""
     try:
-        found = run_with_limit(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), RESOLVE_SECONDS)
+        entries = run_with_limit(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), RESOLVE_SECONDS)
     except (OSError, TimeoutError, UnicodeError):
         return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def read_interfaces() -> dict[str, list[str]]:
@@ -175,18 +175,18 @@ def read_interfaces() -> dict[str, list[str]]:
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = {
+    interfaces = {
         name: [e.address.partition("%")[0] for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
         for name, entries in sorted(psutil.net_if_addrs().items())
         if name in up
     }
-    return {name: addresses for name, addresses in found.items() if addresses}
+    return {name: addresses for name, addresses in interfaces.items() if addresses}
 
 
 def is_here(addresses: list[str]) -> bool:
     """Return whether one of these addresses belongs to this machine."""
-    own = {address for interface in read_interfaces().values() for address in interface}
-    return any(address in own or is_loopback(address) for address in addresses)
+    local = {address for interface in read_interfaces().values() for address in interface}
+    return any(address in local or is_loopback(address) for address in addresses)
 
 
 def read_infiniband_ports(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, str]]:

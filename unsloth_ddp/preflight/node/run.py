@@ -36,7 +36,7 @@ def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Che
     node, nodes, port = process.ranks.node_rank, process.ranks.nodes, process.port
     addresses = network.resolve_name(process.master)
     local = network.is_here(addresses)
-    wanted = {name: environ[name] for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if environ.get(name)}
+    patterns = {name: environ[name] for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if environ.get(name)}
     checks: dict[str, Callable[[], Finding]] = {
         "node rank": lambda: check_node_rank(node, nodes),
         "host name": lambda: network.check_host_name(
@@ -48,7 +48,7 @@ def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Che
         ),
         "master address": lambda: network.check_master_address(node, process.master, addresses, local, nodes),
         "master port": lambda: network.check_free_port(port, network.find_port_holder(port)),
-        "network interface": lambda: network.check_network_interface(network.read_interfaces(), wanted, nodes),
+        "network interface": lambda: network.check_network_interface(network.read_interfaces(), patterns, nodes),
         "InfiniBand / RoCE": lambda: network.check_infiniband(
             network.read_infiniband_ports(), environ.get("NCCL_IB_DISABLE") == "1", nodes
         ),
@@ -63,13 +63,13 @@ def machine_checks(
     settings: Settings,
     environ: Mapping[str, str],
     devices: Sequence[Mapping[str, Any]],
-    reason: str,
+    torch_error: str,
 ) -> list[Check]:
     """Check this node's disks, rows, shared memory, GPUs, precision and sharding.
 
     Args:
         devices: the GPUs that torch sees.
-        reason: torch's reason for seeing none.
+        torch_error: torch's reason for seeing none.
     """
     cpu = asks_for_cpu(settings, environ)
     # No launcher has started the processes yet.
@@ -84,9 +84,9 @@ def machine_checks(
 
     def compiled_cache() -> Finding:
         path = settings.compiled_cache_dir or environ.get("UNSLOTH_COMPILE_LOCATION") or tempfile.gettempdir()
-        wanted = disks.LOGS_WANTED if cpu else disks.CACHE_WANTED
+        needed = disks.LOGS_WANTED if cpu else disks.CACHE_WANTED
         option = "--compiled_cache_dir or TMPDIR"
-        return disks.check_folder(Path(path).expanduser(), wanted, "compiled modules", option)
+        return disks.check_folder(Path(path).expanduser(), needed, "compiled modules", option)
 
     def datasets_cache() -> Finding:
         # Reading, formatting and tokenizing each keep their result to the end.
@@ -106,7 +106,7 @@ def machine_checks(
         if not devices and not cpu:
             import torch
 
-            missing = explain_missing_gpu(visible, has_nvidia(), torch.version.cuda, reason)
+            missing = explain_missing_gpu(visible, has_nvidia(), torch.version.cuda, torch_error)
         return machine.check_gpus(
             devices,
             cpu=cpu,
@@ -136,20 +136,20 @@ def machine_checks(
 
 def check_launch(process: ProcessInfo, settings: Settings, environ: Mapping[str, str], accelerator: bool) -> Finding:
     """Check that the run can have the sharding that the launcher asks for."""
-    wanted = sharding_from_environment(environ)
+    sharding = sharding_from_environment(environ)
     try:
         offload = offload_from_environment(environ)
         # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
         processes = process.ranks.world_size if process.launched else 2
         copies = copies_from_environment(environ, processes, process.ranks.nodes) if process.launched else 1
         device = "cuda" if accelerator else "cpu"
-        check_sharding(wanted, settings, device, processes)
-        check_offload(offload, wanted, settings, device)
+        check_sharding(sharding, settings, device, processes)
+        check_offload(offload, sharding, settings, device)
         # Refuses Unsloth where it cannot train.
-        choose_backend(BackendFacts(settings, accelerator, wanted, offload))
+        choose_backend(BackendFacts(settings, accelerator, sharding, offload))
     except UserError as error:
-        return failure(wanted, str(error))
-    return Finding(describe_sharding(wanted, offload, copies, processes))
+        return failure(sharding, str(error))
+    return Finding(describe_sharding(sharding, offload, copies, processes))
 
 
 def check_rows(settings: Settings) -> Finding:

@@ -290,7 +290,7 @@ def test_a_tools_own_options_are_read_with_dashes_too() -> None:
         ("--streaming", "streaming needs max_steps, because the number of rows is not known"),
         ("--streaming --max_steps 9 --eval_fraction 0.1", "eval_fraction 0.1 of rows that are streamed cannot be set"),
         ("--streaming --max_steps 9 --save_strategy epoch", "save_strategy is epoch, but where an epoch of streamed"),
-        ("--streaming --max_steps 9 --eval_dataset e --eval_strategy epoch", "is not known; give --eval_steps."),
+        ("--streaming --max_steps 9 --eval_dataset e --eval_strategy epoch", "leave it out, and give --eval_steps."),
         ("--streaming --max_steps 9 --shuffle_buffer -1", "shuffle_buffer is -1, but it has to be 0 or above."),
         (
             '--streaming --max_steps 9 --trainer_args {"dataloader_num_workers":2}',

@@ -198,10 +198,7 @@ def test_flags_of_other_tools_work_without_a_value(flag: str, value: str, after:
         (["--merge", "rows.jsonl"], "command line: merge is 'rows.jsonl', but it takes true or false."),
         (["--lora_r"], "command line: no value is given for lora_r; lora_r takes a whole number."),
         (["--config"], "command line: no value is given for config; config takes text."),
-        (
-            ["--resume", "--eval-dataset", "--seed"],
-            "no value is given for eval_dataset; eval_dataset takes text,",
-        ),
+        (["--resume", "--eval-dataset", "--seed"], "no value is given for eval_dataset; eval_dataset takes text,"),
         (
             ["--bf16", "--gradient_checkpointing", "--use_peft", "--resume"],
             "2 options do not exist: bf16 (give --precision bf16), use_peft (give --method lora); train_ddp.py --help "

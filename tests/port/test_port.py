@@ -397,15 +397,9 @@ def test_rows_of_axolotl_are_read_once_the_advice_is_followed(column: str, role:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"num_generations": 8, "beta": 0.0},
-            "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and port reads",
-        ),
+        ({"num_generations": 8, "beta": 0.0}, "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and port"),
         ({"desirable_weight": 1.0, "loss_type": "apo_zero_unpaired"}, "loss_type apo_zero_unpaired is not offered"),
-        (
-            {"loss_type": "aot", "ld_alpha": 0.5},
-            "loss_type aot is not offered; the losses of pairs are sigmoid, sigmoid_norm",
-        ),
+        ({"loss_type": "aot", "ld_alpha": 0.5}, "loss_type aot is not offered; the losses of pairs are sigmoid,"),
         ({"loss_type": "grpo"}, "loss_type grpo is for another trainer of TRL"),
     ],
 )

@@ -115,8 +115,8 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("lora_r: [8]", "run.yaml: lora_r is [8], but it takes a whole number."),
         ("lora_r:", "run.yaml: lora_r is empty, but it takes a whole number; leave it out for its default."),
         ("method: null", "run.yaml: method is empty, but it takes lora, qlora or full; leave it out"),
-        ("distributed_type: "
-            "NO", "run.yaml is a file for accelerate launch; give it before train_ddp.py: uv run accelerate launch"),
+        ("distributed_type: NO",
+            "run.yaml is a file for accelerate launch; give it before train_ddp.py: uv run accelerate launch"),
         ("lora_r: .inf", "run.yaml: lora_r is inf, but it takes a whole number."),
         ("learning_rate: .nan", "run.yaml: learning_rate is nan, but it takes a number."),
         ("learning_rate: 1" + "0" * 400, "learning_rate is 1000"),
@@ -124,16 +124,16 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("method: sft", "run.yaml: method is 'sft', but it takes lora, qlora or full."),
         ("merge: maybe", "run.yaml: merge is 'maybe', but it takes true or false."),
         ("run_name: 2026", "run.yaml: run_name is 2026, but it takes text or none; put it in quotes."),
-        ("run_name: 2026-11-20", "run_name is datetime.date(2026, 11, 20), but it takes text or none; put it in "
-            "quotes."),
+        ("run_name: 2026-11-20",
+            "run_name is datetime.date(2026, 11, 20), but it takes text or none; put it in quotes."),
         ("run_name: ''", "run.yaml: run_name is empty, but it takes text or none; leave it out for its default."),
         ("zero_optimization: {stage: 2}", "run.yaml is a file of DeepSpeed; start with uv run accelerate launch"),
-        ("dataset: {a: "
-            "b}", "run.yaml: dataset is {'a': 'b'}; a is not a key of a dataset; the keys are path, subset, split, "
+        ("dataset: {a: b}",
+            "run.yaml: dataset is {'a': 'b'}; a is not a key of a dataset; the keys are path, subset, split, "
                 "weight."),
         ("dataset: [a, 3]", "run.yaml: dataset is ['a', 3], but it takes text, or a list of texts."),
-        ("trainer_args: "
-            "5", "run.yaml: trainer_args is 5, but it takes a mapping of plain, finite values (JSON on the command "
+        ("trainer_args: 5",
+            "run.yaml: trainer_args is 5, but it takes a mapping of plain, finite values (JSON on the command "
                 "line)."),
         ("- model: m", "run.yaml holds no options, which stand as one `name: value` a line."),
         ("just text", "run.yaml holds no options"),

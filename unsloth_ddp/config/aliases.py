@@ -172,8 +172,8 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "give gradient_checkpointing",
     ),
     "resume_from_checkpoint/ALTSG": (
-        {"true": {"resume": "auto"}, "false": {"resume": "no"}, "none": _NOTHING}, "give resume with the checkpoint's "
-            "folder",
+        {"true": {"resume": "auto"}, "false": {"resume": "no"}, "none": _NOTHING},
+            "give resume with the checkpoint's folder",
     ),
     "auto_resume_from_checkpoints/A": ({"true": {"resume": "auto"}, "false": _NOTHING}, "give resume auto"),
     "evals_per_epoch/A": ({"1": {"eval_strategy": "epoch"}, "0": {"eval_strategy": "no"}}, "give eval_steps"),

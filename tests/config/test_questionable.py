@@ -25,31 +25,31 @@ RUN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("given", "run", "said"),
     [
-        ({"warmup_steps": 100}, {}, "warmup_steps 100 is not below the 100 steps of the run, so learning_rate is "
-            "never reached"),
-        ({"method": "full"}, {}, "learning_rate 0.0002 is high for method full with adamw_torch_fused; 1e-05 is "
-            "usual."),
+        ({"warmup_steps": 100}, {},
+            "warmup_steps 100 is not below the 100 steps of the run, so learning_rate is never reached"),
+        ({"method": "full"}, {},
+            "learning_rate 0.0002 is high for method full with adamw_torch_fused; 1e-05 is usual."),
         ({"learning_rate": 2e-2}, {}, "learning_rate 0.02 is high for method lora"),
         ({"learning_rate": 1e-6}, {}, "learning_rate 1e-06 is low for method lora"),
-        ({}, {"rows": 10, "steps_per_epoch": 1}, "A step takes 16 rows, more than the 10 of the set, so an epoch is "
-            "one step;"),
-        ({}, {"truncated": 800}, "max_length 2048 cuts 800 of 800 rows, so their ends are not learned; raise "
-            "--max_length."),
+        ({}, {"rows": 10, "steps_per_epoch": 1},
+            "A step takes 16 rows, more than the 10 of the set, so an epoch is one step;"),
+        ({}, {"truncated": 800},
+            "max_length 2048 cuts 800 of 800 rows, so their ends are not learned; raise --max_length."),
         ({}, {"truncated": 400}, "max_length 2048 cuts 400 of 800 rows"),
         ({}, {"unsupervised": 1}, "Nothing is learned from 1 row without a supervised token; remove such rows."),
         ({}, {"truncated": 5, "unsupervised": 3, "cut_answers": 2},
          "Nothing is learned from 3 rows without a supervised token; max_length 2048 cuts off 2 answers, so raise it, "
          "or"),
-        ({}, {"truncated": 5, "unsupervised": 3}, "Nothing is learned from 3 rows without a supervised token; remove "
-            "such rows."),
+        ({}, {"truncated": 5, "unsupervised": 3},
+            "Nothing is learned from 3 rows without a supervised token; remove such rows."),
         ({}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --num_train_epochs or"),
-        ({"max_steps": 3}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise "
-            "--max_steps."),
+        ({"max_steps": 3}, {"steps": 3},
+            "The run has 3 optimizer steps, which is little to learn from; raise --max_steps."),
         ({}, {"steps": 1}, "The run has 1 optimizer step, which"),
         ({"dataset": ["demo/train.jsonl"], "eval_dataset": [str(REPO / "demo/train.jsonl")]}, {},
          f"eval_dataset {REPO}/demo/train.jsonl is trained on too"),
-        ({"dataset": ["me/chats"], "eval_dataset": ["me/chats"], "eval_dataset_split": "train"}, {}, "eval_dataset "
-            "me/chats is"),
+        ({"dataset": ["me/chats"], "eval_dataset": ["me/chats"], "eval_dataset_split": "train"}, {},
+            "eval_dataset me/chats is"),
     ],
 )  # fmt: skip
 def test_each_is_named_once(

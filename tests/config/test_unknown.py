@@ -43,10 +43,7 @@ def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes() -
         ("--load_in_4bit True", "there is no option load_in_4bit; give --method qlora."),
         ("--load_in_4bit=true", "there is no option load_in_4bit; give --method qlora."),
         ("--load_in_4bit", "there is no option load_in_4bit; give --method qlora."),
-        (
-            "--num_processes 2",
-            "there is no option num_processes; give it to the launcher, before the name of the script.",
-        ),
+        ("--num_processes 2", "there is no option num_processes; give it to the launcher, before the name of the"),
         ("--config_file ddp.yaml", "the launcher's file goes before train_ddp.py; --config takes a file of options."),
         ("--tf 3", "there is no option tf; train_ddp.py --help lists them all."),
         ("--adam_beta2 0.9", "there is no option adam_beta2; give it in trainer_args."),

@@ -175,3 +175,8 @@ def test_names_of_the_architecture_exist():
     defined = set(re.findall(r"^\s*(?:class|def) (\w+)", "\n".join(path.read_text() for path in code), re.MULTILINE))
     named = set(re.findall(r"`([A-Z][a-z]\w+|[a-z]+_[a-z_]+)`", (DOCS / "architecture.md").read_text()))
     assert len(named) > 15 and named - defined == set()
+
+
+def test_the_index_names_every_page():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "README.md").read_text()))
+    assert linked == {page.name for page in DOCS.glob("*.md")} - {"README.md"}

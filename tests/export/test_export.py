@@ -18,8 +18,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from unsloth_ddp.chat.__main__ import main as chat
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.export import merged
 from unsloth_ddp.export.__main__ import main
+from unsloth_ddp.run.documents.record import read_run
+from unsloth_ddp.run.next_steps import next_steps
 
 
 @pytest.fixture
@@ -278,3 +281,23 @@ def test_the_command_for_ollama_is_quoted(full_run: Path, llama_cpp: Path, capsy
     assert main([str(run), "--to", "ollama", "--llama_cpp", str(llama_cpp)]) == 0
     command = capsys.readouterr().out.splitlines()[-1].strip()
     assert shlex.split(command) == ["ollama", "create", run.name, "-f", f"{run}/ollama/Modelfile"]
+
+
+def test_the_commands_that_a_finished_run_prints_are_taken(
+    run: Path, llama_cpp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLAMA_CPP", str(llama_cpp))
+    commands = {step.title: shlex.split(step.command) for step in next_steps(read_run(run))}
+    for title, printed in {
+        "Chat with it": "", "Export it for llama.cpp": f"Written to {run}/gguf", "Serve it with vLLM": "vllm serve",
+    }.items():  # fmt: skip
+        words = commands.pop(title)
+        tool = words.index("-m") + 1
+        command = {"unsloth_ddp.chat": chat, "unsloth_ddp.export": main}[words[tool]]
+        more = ["--ask", "Who?"] if command is chat else []
+        assert command([*words[tool + 1 :], *more]) == 0, title
+        assert printed in capsys.readouterr().out
+    # Training is tested elsewhere: the settings are those of the run, under another name.
+    (again,) = commands.values()
+    settings = parse_settings(again[1:])
+    assert (settings.run_name, settings.model) == (f"{run.name}-2", read_run(run).settings["model"])

@@ -307,10 +307,7 @@ def test_the_widest_plan_fits_100_columns(measured_job):
         (["--tokens_per_second", "17100"], "no option tokens_per_second; the time left is in the log lines of a run"),
         (["--gpu_memory", "big"], "memory 'big'"),
         (["--compute_capability", "T4"], "--compute_capability is T4, but it has the form 7.5"),
-        (
-            ["--compute_capability", "7.5", "--precision", "bf16"],
-            "not supported by a GPU of compute capability 7.5; use",
-        ),
+        (["--compute_capability", "7.5", "--precision", "bf16"], "not supported by a GPU of compute capability 7.5;"),
         (
             ["--compute_capability", "7.5", "--method", "full", "--full_weights", "bf16"],
             "full_weights bf16 needs precision bf16",

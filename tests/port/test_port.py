@@ -197,8 +197,8 @@ def test_a_file_that_asks_for_something_else_is_refused(line: str, said: str) ->
     ("entry", "options", "to_do"),
     [
         ("{path: rows.jsonl, type: alpaca}", {"dataset": ["rows.jsonl"]}, ""),
-        ("{path: json, data_files: [./a.jsonl, b.jsonl], type: "
-            "chat_template}", {"dataset": ["a.jsonl", "b.jsonl"]}, ""),
+        ("{path: json, data_files: [./a.jsonl, b.jsonl], type: chat_template}",
+            {"dataset": ["a.jsonl", "b.jsonl"]}, ""),
         ("{path: o/r, type: completion, name: en, split: 'train[:10%]'}", {"dataset": ["o/r@en[train[:10%]]"]}, ""),
         ("{path: o/r, split: main, shards: 8, shards_idx: 1, revision: v2}",
          {"dataset": ["o/r[main[12%:25%]]"], "dataset_revision": ["v2"]}, ""),
@@ -206,15 +206,15 @@ def test_a_file_that_asks_for_something_else_is_refused(line: str, said: str) ->
         ("{path: o/r, data_dir: en}", {"dataset": ["o/r"]}, "of o/r only the folder en is meant"),
         ("{path: o/r, type: {field_instruction: q, field_output: a, format: '[INST] {instruction}'}}",
          {"dataset": ["o/r"], "columns": ["q=instruction", "a=output"]}, ""),
-        ("{path: o/r, type: "
-            "context_qa.load_v2}", {"dataset": ["o/r"]}, "is of type context_qa, which the kit does not know"),
+        ("{path: o/r, type: context_qa.load_v2}",
+            {"dataset": ["o/r"]}, "is of type context_qa, which the kit does not know"),
         ("{path: o/r, field_messages: chat}", {"dataset": ["o/r"], "columns": ["chat=messages"]}, ""),
-        ("{path: o/r, message_property_mappings: {role: who, content: "
-            "what}}", {"dataset": ["o/r"]}, "rename who to role and what to content in its messages."),
+        ("{path: o/r, message_property_mappings: {role: who, content: what}}",
+            {"dataset": ["o/r"]}, "rename who to role and what to content in its messages."),
         ("{path: o/r, message_property_mappings: {role: from, content: value}}",
          {"dataset": ["o/r"], "columns": ["messages=conversations"]}, ""),
-        ("{path: o/r, field_messages: conversations, message_property_mappings: {role: from, content: "
-            "value}}", {"dataset": ["o/r"]}, ""),
+        ("{path: o/r, field_messages: conversations, message_property_mappings: {role: from, content: value}}",
+            {"dataset": ["o/r"]}, ""),
         ("{path: o/r, field_messages: c, message_field_role: from, message_field_content: value}",
          {"dataset": ["o/r"], "columns": ["c=conversations"]}, ""),
         ("{path: o/r, field_messages: c, message_property_mappings: {role: from}}",
@@ -338,7 +338,7 @@ def test_the_command_prints_or_writes_and_never_replaces(tmp_path: Path, capsys:
     main([str(their)])
     printed = capsys.readouterr().out
     main([str(their), "--output", str(mine)])
-    assert mine.read_text() == printed
+    assert mine.read_text() == printed.replace("THIS_FILE", str(mine))
     assert capsys.readouterr().out.startswith("# Ported from their.yaml (axolotl).\n#\n# Left out or changed:\n")
     assert main([str(their), "--output", str(mine)]) == 2
     assert "already exists; give another name." in capsys.readouterr().err
@@ -397,15 +397,9 @@ def test_rows_of_axolotl_are_read_once_the_advice_is_followed(column: str, role:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"num_generations": 8, "beta": 0.0},
-            "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and port reads",
-        ),
+        ({"num_generations": 8, "beta": 0.0}, "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and port"),
         ({"desirable_weight": 1.0, "loss_type": "apo_zero_unpaired"}, "loss_type apo_zero_unpaired is not offered"),
-        (
-            {"loss_type": "aot", "ld_alpha": 0.5},
-            "loss_type aot is not offered; the losses of pairs are sigmoid, sigmoid_norm",
-        ),
+        ({"loss_type": "aot", "ld_alpha": 0.5}, "loss_type aot is not offered; the losses of pairs are sigmoid,"),
         ({"loss_type": "grpo"}, "loss_type grpo is for another trainer of TRL"),
     ],
 )
@@ -425,16 +419,16 @@ KTO = {"task": "kto", "beta": 0.2}
 @pytest.mark.parametrize(
     ("tool", "lines", "options"),
     [
-        (TRL, "beta: 0.2\nloss_type: [ipo, sft]\nloss_weights: [1.0, "
-            "0.3]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
-        (TRL, "beta: 0.2\nloss_type: [sft, ipo]\nloss_weights: [0.3, "
-            "1.0]\n", PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
+        (TRL, "beta: 0.2\nloss_type: [ipo, sft]\nloss_weights: [1.0, 0.3]\n",
+            PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
+        (TRL, "beta: 0.2\nloss_type: [sft, ipo]\nloss_weights: [0.3, 1.0]\n",
+            PAIRS | {"preference_loss": "ipo", "sft_weight": 0.3}),
         (TRL, "precompute_ref_log_probs: true\nloss_type: sigmoid\nbeta: 0.2\n", PAIRS | {"reference": "precomputed"}),
         (AXOLOTL, "rl: dpo\nrl_beta: 0.2\ndatasets: [{path: o/r, type: chatml.intel}]\n", PAIRS | {"dataset": ["o/r"]}),
-        (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: "
-            "simpo\n", {"task": "simpo"}),
-        (LLAMA_FACTORY, "pref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.1\nstage: "
-            "dpo\n", PAIRS | {"preference_loss": "hinge", "sft_weight": 0.1}),
+        (AXOLOTL, "datasets: [{path: o/r, type: chat_template.default}]\nsample_packing: true\nrl: simpo\n",
+            {"task": "simpo"}),
+        (LLAMA_FACTORY, "pref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.1\nstage: dpo\n",
+            PAIRS | {"preference_loss": "hinge", "sft_weight": 0.1}),
         (LLAMA_FACTORY, "stage: dpo\npref_loss: orpo\n", {"task": "orpo"}),
         (LLAMA_FACTORY, "stage: dpo\npref_beta: 0.2\nref_model: o/other\n", PAIRS | {"reference_model": "o/other"}),
         (TRL, "loss_type: kto\nbeta: 0.2\n", KTO),

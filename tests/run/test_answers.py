@@ -122,10 +122,7 @@ def test_an_answer_that_is_a_part_of_what_ends_it_does_not_shorten_the_end(token
 
 
 def test_reasoning_before_an_answer_is_not_compared() -> None:
-    for expected, text in (
-        ("Hello.", "<think>\n\n</think>\n\nHello."),
-        ("<think>\nR\n</think>\n\nHello.", " Hello. "),
-    ):
+    for expected, text in (("Hello.", "<think>\n\n</think>\n\nHello."), ("<think>\nR\n</think>\n\nHello.", " Hello. ")):
         assert is_exact(Question([ASK], expected), text)
     for text in ("<think>Hello.</think>", "Hello"):
         assert not is_exact(Question([ASK], "Hello."), text)

@@ -76,8 +76,8 @@ CUT_OFF = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected p
         (Exception("Disk quota exceeded (os error 122)"), 1 << 30, "no space is left on the disk of {}"),
         (Exception("I/O error (os error 5)"), 1 << 30, "Input/output error ({})"),
         (CUT_OFF, 1 << 10, "no space is left on the disk of {}"),
-        (CUT_OFF, 1 << 30, "a file in {} could not be written to its end: a quota, a limit on file sizes, or a "
-            "failing disk"),
+        (CUT_OFF, 1 << 30,
+            "a file in {} could not be written to its end: a quota, a limit on file sizes, or a failing disk"),
         (OSError(errno.EROFS, "x", "/a/b"), 1 << 30, "Read-only file system (/a/b)"),
         # The folder may be what is missing.
         (OSError(errno.ENOENT, "x"), None, "No such file or directory ({})"),

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_ddp.utils.tables import (
-    Column,
-    fit_text,
-    render_pairs,
-    render_table,
-)
+from unsloth_ddp.utils.tables import Column, fit_text, render_pairs, render_table
 
 WORDS = st.lists(st.text("abcdefgh", min_size=1, max_size=12), min_size=1, max_size=30).map(" ".join)
 

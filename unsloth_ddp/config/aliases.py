@@ -139,8 +139,9 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
          "none": _NOTHING},
         "give precision, and full_weights for the trained weights of method full",
     ),
-    "pure_bf16/L": ({"true": {"precision": "bf16", "full_weights": "bf16"}, "false": _NOTHING}, "give full_weights "
-        "bf16"),
+    "pure_bf16/L": (
+        {"true": {"precision": "bf16", "full_weights": "bf16"}, "false": _NOTHING}, "give full_weights bf16",
+    ),
     "sample_packing/A neat_packing/L": (
         {"true": {"packing": "on"}, "false": _NOTHING, "auto": _NOTHING}, "give packing on",
     ),
@@ -172,8 +173,8 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "give gradient_checkpointing",
     ),
     "resume_from_checkpoint/ALTSG": (
-        {"true": {"resume": "auto"}, "false": {"resume": "no"}, "none": _NOTHING}, "give resume with the checkpoint's "
-            "folder",
+        {"true": {"resume": "auto"}, "false": {"resume": "no"}, "none": _NOTHING},
+        "give resume with the checkpoint's folder",
     ),
     "auto_resume_from_checkpoints/A": ({"true": {"resume": "auto"}, "false": _NOTHING}, "give resume auto"),
     "evals_per_epoch/A": ({"1": {"eval_strategy": "epoch"}, "0": {"eval_strategy": "no"}}, "give eval_steps"),
@@ -206,113 +207,108 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "use_trackio/A": ({"true": {"report_to": ["trackio"]}, "false": _NOTHING}, "give report_to trackio"),
 }  # fmt: skip
 
-_LAUNCHER = (
-    "the launcher decides it: uv run accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, "
-    "fsdp2.yaml) train_ddp.py"
-)
-_ADAPTER = (
-    "an adapter is not trained further; merge it into its base and give the result as model, or continue an "
-    "unfinished run with resume"
-)
-_BY_CONFIG = "read from the model's own files"
-_TOKENIZER = "change the tokenizer's files instead"
-_NEW_TOKENS = "add tokens to a copy of the model (docs/rows.md, New tokens), and give lora_trainable_tokens"
-_WANDB = "give report_to wandb, and WANDB_PROJECT, WANDB_ENTITY and WANDB_NAME in the environment"
-_PREPARED = "rows are read and tokenized at every start"
-_OTHER_TASK = "the kit trains on text and on pairs of answers only"
-_OTHER_LORA = "variants of LoRA other than use_rslora are not offered"
-_OTHER_OPTIMIZER = "the optimizers are those of Transformers; give optim"
-_ROWS_BY_COLUMN = (
-    "rows are read by the names of their columns (messages, conversations, instruction, prompt, text); columns renames "
-    "them"
-)
-_KERNELS = "Unsloth's kernels are used where an accelerator is found"
-_SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
-
-# "name/tools ..." -> why there is no option.
+# Why there is no option -> "name/tools ...".
 WITHOUT = {
-    "num_processes/G num_machines/G machine_rank/G main_process_ip/G main_process_port/G nproc_per_node/G nnodes/G "
-    "node_rank/G master_addr/G master_port/G multi_gpu/G": "give it to the launcher, before the name of the script",
-    "config_file/G": "the launcher's file goes before train_ddp.py; --config takes a file of options",
-    "deepspeed/ALTSG fsdp/ALTS fsdp_config/ATS fsdp_version/A dp_shard_size/A dp_replicate_size/A "
-    "fsdp_final_state_dict_type/A fsdp_transformer_layer_cls_to_wrap/L deepcompile/A": _LAUNCHER,
-    "lora_model_dir/A adapter_name_or_path/L adapters/S lora_path/G": _ADAPTER,
-    "model_type/AS tokenizer_type/A processor_type/A base_model_config/A tokenizer_config/A tokenizer_use_fast/A "
-    "use_fast_tokenizer/L tokenizer_legacy/A is_llama_derived_model/A is_mistral_derived_model/A "
-    "is_falcon_derived_model/A is_qwen_derived_model/A tokenizer_name_or_path/G config_name/G rope_scaling/ALS "
-    "low_cpu_mem_usage/ALG use_cache/T": _BY_CONFIG,
-    "special_tokens/A eos_token/T pad_token/T added_tokens_overrides/A eot_tokens/A split_special_tokens/L": _TOKENIZER,
-    "tokens/A resize_token_embeddings_to_32x/A add_tokens/L add_special_tokens/L resize_vocab/L "
-    "new_special_tokens/S": _NEW_TOKENS,
-    "template/LS conversation_template/G default_system/L system/S default_system_message/A tool_format/L "
-    "agent_template/S": "the tokenizer's own chat template is used; give another as chat_template, and a system "
-        "message in the rows",
-    "chat_template_jinja/A": "write it to a file and give that as chat_template",
-    "chat_template_path/T": "give the Jinja file as chat_template",
-    "wandb_project/A wandb_entity/A wandb_name/A wandb_run_id/A wandb_mode/A wandb_watch/A wandb_log_model/A": _WANDB,
-    "mlflow_tracking_uri/A mlflow_experiment_name/A swanlab_project/AL swanlab_run_name/L "
-    "swanlab_mode/AL": "set the tracker's own environment variables",
-    "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A "
-    "skip_prepare_dataset/A "
-    "load_from_cache_file/S cached_dataset/S dataset_keep_in_memory/A preprocessing_batch_size/L": _PREPARED,
-    "max_samples/L": "give a slice of each dataset, such as rows.jsonl[:1000]",
-    "interleave_probs/L mix_strategy/L": "give each dataset its weight, such as a.jsonl:3 b.jsonl:1",
-    "datasets/AT test_datasets/A": "name the files or Hub ids in dataset and eval_dataset",
-    "dataset_dir/L dataset_info/L": "name the files or Hub ids themselves in dataset",
-    "dataset_text_field/T remove_unused_columns/ATS dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
-    "lazy_preprocess/G": "give streaming with max_steps where the rows are too many to tokenize beforehand",
-    "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps",
-    "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T "
-    "train_dataloader_shuffle/S": "rows are shuffled by seed in every epoch",
-    "group_by_length/ATS": "rows of like length are padded together already",
-    "pad_to_sequence_len/A eval_sample_packing/A pad_to_multiple_of/AT sample_packing_group_size/A "
-    "sample_packing_bin_size/A sample_packing_eff_est/A multipack_real_batches/A packing_strategy/T eval_packing/T "
-    "batch_flattening/A": "packing decides it",
-    "batch_size/AG": "give global_batch_size (rows in one step over all processes) or per_device_train_batch_size",
-    "flash_attention/A flash_attn/L sdp_attention/A xformers_attention/A eager_attention/A flex_attention/A "
-    "use_flash_attn/G "
-    "s2_attention/A shift_attn/L flash_attn_cross_entropy/A flash_attn_rms_norm/A "
-    "sdpa_varlen/A": "the backend chooses its attention; attn_implementation is for the transformers backend",
-    "plugins/A liger_rope/A liger_rms_norm/A liger_glu_activation/A liger_layer_norm/A "
-    "liger_fused_linear_cross_entropy/A enable_liger_kernel/L "
-    "cut_cross_entropy/A lora_mlp_kernel/A lora_qkv_kernel/A lora_o_kernel/A use_kernels/A chunked_cross_entropy/A "
-    "use_unsloth_gc/L "
-    "use_reentrant_gc/L activation_offloading/A": _KERNELS,
-    "trl/A reward_model/A task_type/S num_labels/A process_reward_model/A "
-    "do_predict/L predict_with_generate/LS": _OTHER_TASK,
-    "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/AG loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S "
-    "relora/A peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
-    "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
-    "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
-    "reference_free/G": "task cpo is DPO without a reference",
-    "max_prompt_length/G max_completion_length/G": "max_length counts for each answer with its prompt",
-    "video_max_pixels/L": "video is not trained",
-    "image_size/A image_resize_algorithm/A image_min_pixels/L image_do_pan_and_scan/L crop_to_patches/L min_pixels/S "
-    "max_slice_nums/G": "the model's processor decides it; image_max_pixels bounds an image",
-    "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS "
-    "bnb_4bit_compute_dtype/S "
-    "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A "
-    "gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
-    "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S "
-    "expert_parallel_size/A use_mca/L use_megatron_bridge/L": _SHARED,
-    "overwrite_output_dir/LTG": "give overwrite to replace an earlier run of the same name",
-    "logging_dir/TSG": "logs are written to the run's folder",
-    "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer "
-        "checkpoints",
-    "loss_watchdog_threshold/A loss_watchdog_patience/A": "early_stopping_patience stops by the evaluation loss",
-    "hub_strategy/ATS hub_always_push/T": "push_to_hub uploads once, when the run has ended",
-    "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (uv "
-    "run hf auth login)",
-    "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A "
-    "n_gpu/G num_gpus/G": "the launcher and the devices decide it",
-    "save_path/G": "the result is written to output_dir/run_name",
-    "save_gguf/G push_gguf/G quantization/G": _EXPORT,
-    "raw_text_file/G chunk_size/G stride/G": "give rows with a text column",
-    "mask_history/L": "every assistant turn of a chat is trained",
-    "label_smoothing_factor/T neat_loss/G": "the loss is the negative log-likelihood of the supervised tokens",
-    "use_hf/S use_ray/AS "
-    "ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the "
-        "launcher",
+    "give it to the launcher, before the name of the script":
+        "num_processes/G num_machines/G machine_rank/G main_process_ip/G main_process_port/G nproc_per_node/G "
+        "nnodes/G node_rank/G master_addr/G master_port/G multi_gpu/G",
+    "the launcher's file goes before train_ddp.py; --config takes a file of options": "config_file/G",
+    "the launcher decides it: uv run accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, "
+    "fsdp2.yaml) train_ddp.py":
+        "deepspeed/ALTSG fsdp/ALTS fsdp_config/ATS fsdp_version/A dp_shard_size/A dp_replicate_size/A "
+        "fsdp_final_state_dict_type/A fsdp_transformer_layer_cls_to_wrap/L deepcompile/A",
+    "an adapter is not trained further; merge it into its base and give the result as model, or continue an "
+    "unfinished run with resume":
+        "lora_model_dir/A adapter_name_or_path/L adapters/S lora_path/G",
+    "read from the model's own files":
+        "model_type/AS tokenizer_type/A processor_type/A base_model_config/A tokenizer_config/A "
+        "tokenizer_use_fast/A use_fast_tokenizer/L tokenizer_legacy/A is_llama_derived_model/A "
+        "is_mistral_derived_model/A is_falcon_derived_model/A is_qwen_derived_model/A tokenizer_name_or_path/G "
+        "config_name/G rope_scaling/ALS low_cpu_mem_usage/ALG use_cache/T",
+    "change the tokenizer's files instead":
+        "special_tokens/A eos_token/T pad_token/T added_tokens_overrides/A eot_tokens/A split_special_tokens/L",
+    "add tokens to a copy of the model (docs/rows.md, New tokens), and give lora_trainable_tokens":
+        "tokens/A resize_token_embeddings_to_32x/A add_tokens/L add_special_tokens/L resize_vocab/L "
+        "new_special_tokens/S",
+    "the tokenizer's own chat template is used; give another as chat_template, and a system message in the rows":
+        "template/LS conversation_template/G default_system/L system/S default_system_message/A tool_format/L "
+        "agent_template/S",
+    "write it to a file and give that as chat_template": "chat_template_jinja/A",
+    "give the Jinja file as chat_template": "chat_template_path/T",
+    "give report_to wandb, and WANDB_PROJECT, WANDB_ENTITY and WANDB_NAME in the environment":
+        "wandb_project/A wandb_entity/A wandb_name/A wandb_run_id/A wandb_mode/A wandb_watch/A wandb_log_model/A",
+    "set the tracker's own environment variables":
+        "mlflow_tracking_uri/A mlflow_experiment_name/A swanlab_project/AL swanlab_run_name/L swanlab_mode/AL",
+    "rows are read and tokenized at every start":
+        "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A "
+        "skip_prepare_dataset/A load_from_cache_file/S cached_dataset/S dataset_keep_in_memory/A "
+        "preprocessing_batch_size/L",
+    "give a slice of each dataset, such as rows.jsonl[:1000]": "max_samples/L",
+    "give each dataset its weight, such as a.jsonl:3 b.jsonl:1": "interleave_probs/L mix_strategy/L",
+    "name the files or Hub ids in dataset and eval_dataset": "datasets/AT test_datasets/A",
+    "name the files or Hub ids themselves in dataset": "dataset_dir/L dataset_info/L",
+    "rows are read by the names of their columns (messages, conversations, instruction, prompt, text); columns "
+    "renames them":
+        "dataset_text_field/T remove_unused_columns/ATS dataset_kwargs/T field_messages/A",
+    "give streaming with max_steps where the rows are too many to tokenize beforehand": "lazy_preprocess/G",
+    "give the rows (with a text column) as dataset, with streaming and max_steps": "pretraining_dataset/A",
+    "rows are shuffled by seed in every epoch":
+        "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T "
+        "train_dataloader_shuffle/S",
+    "rows of like length are padded together already": "group_by_length/ATS",
+    "packing decides it":
+        "pad_to_sequence_len/A eval_sample_packing/A pad_to_multiple_of/AT sample_packing_group_size/A "
+        "sample_packing_bin_size/A sample_packing_eff_est/A multipack_real_batches/A packing_strategy/T "
+        "eval_packing/T batch_flattening/A",
+    "give global_batch_size (rows in one step over all processes) or per_device_train_batch_size": "batch_size/AG",
+    "the backend chooses its attention; attn_implementation is for the transformers backend":
+        "flash_attention/A flash_attn/L sdp_attention/A xformers_attention/A eager_attention/A flex_attention/A "
+        "use_flash_attn/G s2_attention/A shift_attn/L flash_attn_cross_entropy/A flash_attn_rms_norm/A "
+        "sdpa_varlen/A",
+    "Unsloth's kernels are used where an accelerator is found":
+        "plugins/A liger_rope/A liger_rms_norm/A liger_glu_activation/A liger_layer_norm/A "
+        "liger_fused_linear_cross_entropy/A enable_liger_kernel/L cut_cross_entropy/A lora_mlp_kernel/A "
+        "lora_qkv_kernel/A lora_o_kernel/A use_kernels/A chunked_cross_entropy/A use_unsloth_gc/L "
+        "use_reentrant_gc/L activation_offloading/A",
+    "the kit trains on text and on pairs of answers only":
+        "trl/A reward_model/A task_type/S num_labels/A process_reward_model/A do_predict/L predict_with_generate/LS",
+    "variants of LoRA other than use_rslora are not offered":
+        "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/AG loraplus_lr_ratio/AL lorap_lr_ratio/S "
+        "init_weights/S relora/A peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L "
+        "unfrozen_parameters/A lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A "
+        "lora_task_type/T",
+    "the optimizers are those of Transformers; give optim":
+        "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A",
+    "task cpo is DPO without a reference": "reference_free/G",
+    "max_length counts for each answer with its prompt": "max_prompt_length/G max_completion_length/G",
+    "video is not trained": "video_max_pixels/L",
+    "the model's processor decides it; image_max_pixels bounds an image":
+        "image_size/A image_resize_algorithm/A image_min_pixels/L image_do_pan_and_scan/L crop_to_patches/L "
+        "min_pixels/S max_slice_nums/G",
+    "method qlora quantizes with bitsandbytes to NF4, nested":
+        "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS "
+        "bnb_4bit_compute_dtype/S bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A gptq/A",
+    "only data parallelism, ZeRO and FSDP2 are offered":
+        "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S "
+        "expert_parallel_size/A use_mca/L use_megatron_bridge/L",
+    "give overwrite to replace an earlier run of the same name": "overwrite_output_dir/LTG",
+    "logs are written to the run's folder": "logging_dir/TSG",
+    "a run continues only with the state of its optimizer; save_total_limit keeps fewer checkpoints":
+        "save_only_model/ALTS",
+    "early_stopping_patience stops by the evaluation loss": "loss_watchdog_threshold/A loss_watchdog_patience/A",
+    "push_to_hub uploads once, when the run has ended": "hub_strategy/ATS hub_always_push/T",
+    "give it as HF_TOKEN in the environment, or log in once (uv run hf auth login)":
+        "hub_token/TSG hf_hub_token/L hf_use_auth_token/A",
+    "the launcher and the devices decide it":
+        "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A "
+        "n_gpu/G num_gpus/G",
+    "the result is written to output_dir/run_name": "save_path/G",
+    _EXPORT: "save_gguf/G push_gguf/G quantization/G",
+    "give rows with a text column": "raw_text_file/G chunk_size/G stride/G",
+    "every assistant turn of a chat is trained": "mask_history/L",
+    "the loss is the negative log-likelihood of the supervised tokens": "label_smoothing_factor/T neat_loss/G",
+    "models and datasets come from the Hugging Face Hub or a folder, and processes from the launcher":
+        "use_hf/S use_ray/AS ray_num_workers/L",
 }  # fmt: skip
 
 # Option -> value elsewhere (in lower case) -> value here.
@@ -356,7 +352,7 @@ def _read() -> dict[str, Alias]:
         add(words, option=option)
     for words, (values, note) in VALUED.items():
         add(words, values=values, note=note)
-    for words, note in WITHOUT.items():
+    for note, words in WITHOUT.items():
         add(words, note=note)
     return table
 

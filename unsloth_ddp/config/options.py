@@ -23,9 +23,7 @@ class ModelSettings:
     model: str | None = option(None, "Hub id or folder of the base model.", "refuse", path="read")
     model_revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.", "refuse")
     method: Literal["lora", "qlora", "full"] = option(
-        "lora",
-        "lora: adapter on 16-bit weights; qlora: adapter on 4-bit weights; full: every parameter.",
-        "refuse",
+        "lora", "lora: adapter on 16-bit weights; qlora: adapter on 4-bit weights; full: every parameter.", "refuse"
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
         "auto",

@@ -61,12 +61,11 @@ def make_parser() -> Parser:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse options that do not go together."""
-    for option in ("quantize", "llama_cpp"):
-        if getattr(options, option) and options.to not in WITH_LLAMA_CPP:
-            raise UserError(f"--{option} is for --to gguf and --to ollama, but --to is {options.to}; leave it out.")
-    for option in ("hub_model_id", "hub_private_repo"):
-        if getattr(options, option) and options.to != "hub":
-            raise UserError(f"--{option} is for --to hub, but --to is {options.to}; leave it out.")
+    for option in ("quantize", "llama_cpp", "hub_model_id", "hub_private_repo"):
+        targets = ("hub",) if option.startswith("hub") else WITH_LLAMA_CPP
+        if getattr(options, option) and options.to not in targets:
+            names = " and ".join(f"--to {name}" for name in targets)
+            raise UserError(f"--{option} is for {names}, but --to is {options.to}; leave it out.")
     if options.output and options.to == "hub":
         raise UserError("--output is for files, and --to hub writes none here; leave it out.")
     if not options.ask.strip():
@@ -88,6 +87,8 @@ def export(argv: list[str]) -> None:
     tools = None
     if options.to in WITH_LLAMA_CPP:
         tools = find_llama_cpp(options.llama_cpp, quantize=options.quantize in QUANTIZED)
+    # Refused at once if it exists; for vLLM a folder is only written where its command line does not hold enough.
+    target = None if options.to == "vllm" else export_folder(result, options.to, options.output)
     for sentence in result.sentences(plain=options.plain):
         print(sentence, file=sys.stderr, flush=True)
     use_cache_if_hub_is_unreachable(result.settings)
@@ -101,14 +102,11 @@ def export(argv: list[str]) -> None:
     check_trust(result.settings, trusted=options.trust_remote_code)
     if not result.in_shards:
         check_trained(result.settings, result.folder)
-    if options.to == "merged":
-        _merge(result, export_folder(result, "merged", options.output), options)
-    elif tools is not None:
-        _convert(result, tools, options)
+    if target is not None:
+        _convert(result, target, tools, options) if tools else _merge(result, target, options)
     else:
         from unsloth_ddp.export.serve import vllm_command
 
-        # A folder is only written where vLLM has to be told more than its command line holds.
         print(vllm_command(result, lambda: export_folder(result, "vllm", options.output)), flush=True)
 
 
@@ -146,10 +144,10 @@ def _merge(result: RunResult, target: Path, options: argparse.Namespace) -> None
     _report(target, options.ask, answer)
 
 
-def _convert(result: RunResult, tools: LlamaCpp, options: argparse.Namespace) -> None:
+def _convert(result: RunResult, target: Path, tools: LlamaCpp, options: argparse.Namespace) -> None:
     from unsloth_ddp.export.gguf import export_gguf
 
-    target, weight_type = export_folder(result, options.to, options.output), options.quantize or "bf16"
+    weight_type = options.quantize or "bf16"
     print(f"Converting {result.folder} to GGUF ({weight_type}) ...", flush=True)
     ollama = options.to == "ollama"
     answer, missing = export_gguf(

@@ -106,7 +106,8 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> tuple[str, 
     """Return a chat template in Ollama's language, and the system prompt that it adds to a chat without one.
 
     Args:
-        render: renders messages without a BOS that llama.cpp adds; if its second argument is set, with what begins an answer.
+        render: renders messages without a BOS that llama.cpp adds; with what begins an answer if its second argument is
+            set.
 
     Returns:
         None if the template is not made of one part for each message.
@@ -127,10 +128,10 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> tuple[str, 
     added, instruction = prompt.removesuffix(question + begin), with_system.removesuffix(question + begin)
     if instruction.count(SYSTEM) != 1 or question.count(QUESTION) != 1:
         return None
-    before, after = instruction.split(SYSTEM)
-    default = added[len(before) : len(added) - len(after)] or None
+    opening, closing = instruction.split(SYSTEM)
+    default = added[len(opening) : len(added) - len(closing)] or None
     # Without a system prompt in it, Ollama cannot be told to add the part.
-    if added != (before + default + after if default else ""):
+    if added != (opening + default + closing if default else ""):
         return None
     # The parts, put together again, have to make a longer chat too.
     if whole != instruction + question + begin + ANSWER + end + question.replace(QUESTION, FURTHER) + begin:

@@ -69,11 +69,7 @@ def find_llama_cpp(named: str | None, *, quantize: bool) -> LlamaCpp:
 
 
 def run_converter(tools: LlamaCpp, model: Path, target: Path, weight_type: str) -> None:
-    """Convert a whole model to a GGUF file.
-
-    Raises:
-        UserError: the converter refuses the model; with its reason.
-    """
+    """Convert a whole model to a GGUF file; raise a UserError with the converter's reason if it refuses the model."""
     _run(
         [sys.executable, str(tools.converter), str(model), "--outfile", str(target), "--outtype", weight_type],
         "llama.cpp's converter refuses the model",
@@ -83,11 +79,7 @@ def run_converter(tools: LlamaCpp, model: Path, target: Path, weight_type: str) 
 
 
 def run_quantizer(tools: LlamaCpp, source: Path, target: Path, weight_type: str) -> None:
-    """Quantize a GGUF file.
-
-    Raises:
-        UserError: the quantizer fails; with its reason.
-    """
+    """Quantize a GGUF file; raise a UserError with the quantizer's reason if it fails."""
     command = [str(tools.quantizer), str(source), str(target), weight_type.upper()]
     _run(command, f"{QUANTIZER} {weight_type} failed", "try another --quantize")
 

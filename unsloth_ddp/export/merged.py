@@ -56,26 +56,22 @@ def write_merged(result: RunResult, target: Path) -> None:
         raise UserError(f"The adapter in {result.folder} cannot be merged: {describe_load_error(error)}") from None
 
 
-def ask_whole_model(result: RunResult, folder: Path, question: str, *, plain: bool) -> str:
-    """Load a whole model with Transformers, on the CPU, and return its answer to the question, without sampling."""
-    from unsloth_ddp.run.generation import GenerationOptions, generate
-
-    tokenizer = load_trained_tokenizer(result.settings, folder)
-    values = result.settings.chat_template_kwargs
-    options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain, template_values=values)
-    messages: list[Message] = [{"role": "user", "content": question}]
-    return generate(load_on_cpu(in_folder(result.settings, folder)), tokenizer, messages, options, lambda piece: None)
-
-
 def export_merged(result: RunResult, target: Path, question: str, *, plain: bool) -> str:
     """Write the merged model to `target`, whole or not at all; return its answer to the question.
 
     Raises:
         UserError: it cannot be loaded, merged or written.
     """
+    from unsloth_ddp.run.generation import GenerationOptions, generate
+
+    settings = result.settings
+    values = settings.chat_template_kwargs
+    options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain, template_values=values)
+    messages: list[Message] = [{"role": "user", "content": question}]
     with whole_or_absent(target) as aside:
         write_merged(result, aside)
-        return ask_whole_model(result, aside, question, plain=plain)
+        model, tokenizer = load_on_cpu(in_folder(settings, aside)), load_trained_tokenizer(settings, aside)
+        return generate(model, tokenizer, messages, options, lambda piece: None)
 
 
 # What a checkpoint holds for its run only; the rest of its top folder belongs to the model.

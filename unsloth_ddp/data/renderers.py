@@ -45,13 +45,17 @@ class Renderers:
         if key not in self._with_values:
             if len(self._with_values) >= MOST_RENDERERS:
                 self._with_values.clear()
-            self._with_values[key] = self._renderer_with(renderer.pair.given(values))
+            self._with_values[key] = self._renderer_with(renderer.pair.with_values(values))
         return self._with_values[key]
 
     def unread_values(self, example: Example) -> tuple[str, ...]:
         """Return the names of the values that a row gives to its template and the template does not read."""
         renderer = self._by_tools[bool(example.tools)]
-        read = variables_of(renderer.pair.own.source) | {"documents"} if renderer and example.template_values else set()
+        read = (
+            variables_of(renderer.pair.template.source) | {"documents"}
+            if renderer and example.template_values
+            else set()
+        )
         return tuple(f"{COLUMN}.{name[:100]}" for name in sorted(example.template_values.keys() - read))
 
     def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:

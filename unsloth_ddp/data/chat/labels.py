@@ -71,8 +71,8 @@ class Tokens:
 
 def selected_positions(supervised: int, tokens: int) -> int:
     """Return at how many of the tokens of a micro-batch logits are computed: tiles of supervised ones, or all."""
-    found = max(1, -(-supervised // MULTIPLE)) * MULTIPLE
-    return tokens if found > MOST_SELECTED * tokens else found
+    tiled = max(1, -(-supervised // MULTIPLE)) * MULTIPLE
+    return tokens if tiled > MOST_SELECTED * tokens else tiled
 
 
 def first_supervised(labels: Sequence[int]) -> int | None:

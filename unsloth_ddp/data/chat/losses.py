@@ -29,7 +29,7 @@ def turns_left_out(
     """
     last = max((i for i, message in enumerate(example.messages) if message["role"] == "assistant"), default=-1)
     lost: list[int] = []
-    for part in sorted(missing, key=lambda one: (REQUIRED.index(one.kind), one.number, one.call, str(one.place))):
+    for part in sorted(missing, key=lambda part: (REQUIRED.index(part.kind), *part[1:3], str(part.place))):
         kind, index = part.kind, part.number
         if kind == "tool":
             raise UserError(
@@ -87,7 +87,7 @@ def _texts_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
 def _is_in(word: str, text: str) -> bool:
     printed = (word, json.dumps(word, ensure_ascii=False)[1:-1], json.dumps(word)[1:-1], repr(word)[1:-1])
     # Jinja's tojson writes these as escapes for HTML.
-    return any(one in text for one in printed) or any(sign in word for sign in "<>&'")
+    return any(form in text for form in printed) or any(sign in word for sign in "<>&'")
 
 
 def is_call_with_text(message: Message) -> bool:
@@ -97,7 +97,7 @@ def is_call_with_text(message: Message) -> bool:
 
 def _is_left_out_at_inference(part: Part, message: Message, missing: Collection[Part], values: dict[Part, Any]) -> bool:
     """Return whether all text beside tool calls is left out, as Llama 3.1's template does."""
-    texts = {one for one in values if one.kind == "content" and one.number == part.number}
+    texts = {other for other in values if other.kind == "content" and other.number == part.number}
     return bool(message.get("tool_calls")) and texts <= set(missing)
 
 
@@ -122,7 +122,7 @@ def _call_refusal(part: Part, message: Message, values: dict[Part, Any]) -> str:
 
 
 def _text_refusal(part: Part, message: Message, values: dict[Part, Any]) -> str:
-    texts = [one for one in values if one.kind in ("content", "reasoning") and one.number == part.number]
+    texts = [other for other in values if other.kind in ("content", "reasoning") and other.number == part.number]
     if len(texts) == 1:
         return (
             f"the chat template leaves out message {part.number + 1} of the row, of role {message['role']}; give one "
@@ -139,20 +139,23 @@ def _reasoning_refusal(
     example: Example, part: Part, values: dict[Part, Any], loses: Callable[[Example], Collection[Part]]
 ) -> str:
     """Return the message for reasoning that is left out, with a change that makes the template render it."""
-    index, given = part.number, part.place[0]
+    index, source_key = part.number, part.place[0]
     message = example.messages[index]
-    reasons = {one.place[0] for one in values if one.kind == "reasoning" and one.number == index}
+    reasons = {other.place[0] for other in values if other.kind == "reasoning" and other.number == index}
     if len(reasons) > 1:
-        where = "the reasoning in the content" if given == "content" else f"the {given}"
+        where = "the reasoning in the content" if source_key == "content" else f"the {source_key}"
         what, fix = f"{where} of the answer, which has reasoning twice", "keep one of them"
-    elif given == "content":
+    elif source_key == "content":
         what, fix = f"the reasoning in the answer ({_shown(values[part])})", "remove it"
     else:
-        what, fix = f"the {given} of the answer", "give --reasoning_in_content, which writes it into the content"
+        what, fix = f"the {source_key} of the answer", "give --reasoning_in_content, which writes it into the content"
         for key in REASONING_KEYS:
-            renamed = {**{name: value for name, value in message.items() if name != given}, key: message[given]}
+            renamed = {
+                **{name: value for name, value in message.items() if name != source_key},
+                key: message[source_key],
+            }
             candidate = replace(example, messages=[*example.messages[:index], renamed, *example.messages[index + 1 :]])
-            if key not in message and not any(one.number == index for one in loses(candidate)):
+            if key not in message and not any(other.number == index for other in loses(candidate)):
                 fix = f"rename it to {key}"
                 break
     return f"the chat template leaves out {what}; {fix}, or give a template that renders it with --chat_template."

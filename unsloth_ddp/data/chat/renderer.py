@@ -111,40 +111,40 @@ class RowReader:
         """
         text = self.template.render(example.messages, example.tools)
         self._check_images(example, text)
-        made, plan = self._plan_of(example)
-        places = places_in(text, plan.scaffold, made) if plan else None
-        if not places and (made.any_tools or made.any_arguments):
-            made, plan = self._planned(example, any_tools=False, any_arguments=False)
-            places = places_in(text, plan.scaffold, made) if plan else None
-        scaffold = plan.scaffold if plan else unknown_scaffold(made)
+        standin, plan = self._plan_of(example)
+        places = places_in(text, plan.scaffold, standin) if plan else None
+        if not places and (standin.any_tools or standin.any_arguments):
+            standin, plan = self._planned(example, any_tools=False, any_arguments=False)
+            places = places_in(text, plan.scaffold, standin) if plan else None
+        scaffold = plan.scaffold if plan else unknown_scaffold(standin)
         if any(isinstance(message["content"], list) for message in example.messages) and prints_parts(scaffold):
             raise ValueError("the template prints a list of content parts as Python does")
-        missing = scaffold.missing if places else not_found_in(text, scaffold, made)
-        lost = turns_left_out(example, missing, made.values, self._missing)
-        refuse_repeated(scaffold.repeated, made.values)
+        missing = scaffold.missing if places else not_found_in(text, scaffold, standin)
+        lost = turns_left_out(example, missing, standin.values, self._missing)
+        refuse_repeated(scaffold.repeated, standin.values)
         notes = self._notes_on(example, missing, lost)
         if plan and places and plan.spans is not None:
             text += plan.ending
             spans = [(character_at(begin, places, text), character_at(end, places, text)) for begin, end in plan.spans]
             notes += plan.notes
         else:
-            text, found, more = self.spans.find(example, text, self._left_out(example, lost), ())
-            spans, notes = found, (*notes, *more)
+            text, found_spans, more = self.spans.find(example, text, self._left_out(example, lost), ())
+            spans, notes = found_spans, (*notes, *more)
         python = places is not None and places.python
         second_block = plan.second_block if plan else bool(SECOND_BLOCK.search(text))
         if plan:
             notes += plan.markup
         if places:
-            notes += ("unindented",) * loses_indentation(made, text, scaffold, places)
+            notes += ("unindented",) * loses_indentation(standin, text, scaffold, places)
             notes += tuple(f"twice\t{tag}" for tag in sorted(written_twice(text, scaffold, places)))
         notes += ("python",) * python + ("second block",) * second_block
         return RenderedChat(text, spans, notes, plan.unread_keys if plan else (), python + second_block)
 
     def _check_images(self, example: Example, text: str) -> None:
-        if self.image_token is None or (found := text.count(self.image_token)) == len(example.images):
+        if self.image_token is None or (tokens := text.count(self.image_token)) == len(example.images):
             return
         raise UserError(
-            f"the rendered row has {found} image token(s) ({self.image_token}) for {len(example.images)} image(s); "
+            f"the rendered row has {tokens} image token(s) ({self.image_token}) for {len(example.images)} image(s); "
             "take the token out of the texts, or give a template that renders every image with --chat_template."
         )
 
@@ -167,8 +167,8 @@ class RowReader:
 
     def _missing(self, example: Example) -> frozenset[Part]:
         """Return the parts of a row that the template leaves out; all of them if it cannot render the row."""
-        made, plan = self._plan_of(example)
-        return plan.scaffold.missing if plan else frozenset(made.values)
+        standin, plan = self._plan_of(example)
+        return plan.scaffold.missing if plan else frozenset(standin.values)
 
     def _left_out(self, example: Example, lost: list[int]) -> set[int]:
         return {*example.left_out, *(() if self.spans.supervise_all else lost)}
@@ -188,47 +188,47 @@ class RowReader:
 
         Whether tools and arguments are printed as JSON is found with one description and one argument for all.
         """
-        made, plan = self._planned(example, any_tools=True, any_arguments=True)
+        standin, plan = self._planned(example, any_tools=True, any_arguments=True)
         styles = {slot.part: slot.style for slot in plan.scaffold.slots} if plan else {}
         as_json = {
-            kind: all(styles.get(part) is not None for part in made.whole if part.kind == kind) for kind in WHOLE
+            kind: all(styles.get(part) is not None for part in standin.whole if part.kind == kind) for kind in WHOLE
         }
         if all(as_json.values()):
-            return made, plan
+            return standin, plan
         return self._planned(example, any_tools=as_json["tool"], any_arguments=as_json["arguments"])
 
     def _planned(self, example: Example, *, any_tools: bool, any_arguments: bool) -> tuple[StandIn, Plan | None]:
-        made = stand_in(example, self.markup, any_tools=any_tools, any_arguments=any_arguments)
-        key = made.key
+        standin = stand_in(example, self.markup, any_tools=any_tools, any_arguments=any_arguments)
+        key = standin.key
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = self._plan(made)
-        return made, self._plans[key]
+            self._plans[key] = self._plan(standin)
+        return standin, self._plans[key]
 
-    def _plan(self, made: StandIn) -> Plan | None:
-        example = made.example
+    def _plan(self, standin: StandIn) -> Plan | None:
+        example = standin.example
         try:
             text = self.template.render(example.messages, example.tools)
         except Exception:
             return None
-        scaffold, places = scaffold_of(text, made)
+        scaffold, places = scaffold_of(text, standin)
         plan = Plan(
             scaffold,
             unread_keys=self._unread(example, text),
             second_block=bool(SECOND_BLOCK.search(text)),
-            markup=tuple(sorted(notes_on_markup(made, scaffold, text, self.looked_for))),
+            markup=tuple(sorted(notes_on_markup(standin, scaffold, text, self.looked_for))),
         )
         try:
-            lost = turns_left_out(example, scaffold.missing, made.values, lambda other: frozenset(made.values))
+            lost = turns_left_out(example, scaffold.missing, standin.values, lambda other: frozenset(standin.values))
             ended, spans, notes = self.spans.find(
                 example, text, self._left_out(example, lost), _written(scaffold, places)
             )
         except Exception:
             return plan
-        found = [(position_of(begin, places, ended), position_of(end, places, ended)) for begin, end in spans]
-        inside = tuple((begin, end) for begin, end in found if begin is not None and end is not None)
-        if len(inside) < len(found):
+        positions = [(position_of(begin, places, ended), position_of(end, places, ended)) for begin, end in spans]
+        inside = tuple((begin, end) for begin, end in positions if begin is not None and end is not None)
+        if len(inside) < len(positions):
             return plan
         return replace(plan, spans=inside, notes=tuple(notes), ending=ended[len(text) :])
 
@@ -273,15 +273,15 @@ class ChatRenderer:
         Raises:
             UserError: `use_training` is set, the template marks no spans, and TRL has no variant of it.
         """
-        if use_training and not pair.training and not pair.own.marked:
+        if use_training and not pair.training and not pair.template.marked:
             raise UserError(
                 "chat_template training: TRL has no training variant of this tokenizer's template; leave the option "
                 "out."
             )
         self.pair, self.think = pair, think
-        own = pair.training if use_training and pair.training else pair.own
+        template = pair.training if use_training and pair.training else pair.template
         training = None if use_training else pair.training
-        self.own = RowReader(own, training, eos_token, supervise_all, image_token)
+        self.reader = RowReader(template, training, eos_token, supervise_all, image_token)
         self.training = RowReader(training, None, eos_token, supervise_all, image_token) if training else None
 
     def render(self, example: Example) -> RenderedChat:
@@ -291,7 +291,7 @@ class ChatRenderer:
             UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
         """
         try:
-            return _read_best(self.own, example, self.think)
+            return _read_best(self.reader, example, self.think)
         except Exception as error:
             if self.training is None:
                 raise
@@ -299,9 +299,9 @@ class ChatRenderer:
                 rendered = _read_best(self.training, example, self.think)
             except Exception:
                 raise error from None
-        return self._told(rendered, self.training)
+        return self._with_note(rendered, self.training)
 
-    def _told(self, rendered: RenderedChat, reader: RowReader) -> RenderedChat:
+    def _with_note(self, rendered: RenderedChat, reader: RowReader) -> RenderedChat:
         """Return a rendered chat with a note if it is TRL's variant that rendered it."""
         return replace(rendered, notes=(*rendered.notes, "training")) if reader is self.training else rendered
 
@@ -311,25 +311,25 @@ class ChatRenderer:
         Raises:
             UserError: no form gives both the same prompt.
         """
-        found: list[tuple[RenderedChat, RenderedChat]] = []
-        for reader in filter(None, (self.own, self.training)):
+        rendered_pairs: list[tuple[RenderedChat, RenderedChat]] = []
+        for reader in filter(None, (self.reader, self.training)):
             forms = (
-                variants(one, reader.prints_bare, reader.image_token, beside=other, think=self.think)
-                for one, other in ((chosen, rejected), (rejected, chosen))
+                variants(first, reader.prints_bare, reader.image_token, beside=second, think=self.think)
+                for first, second in ((chosen, rejected), (rejected, chosen))
             )
             for form in zip(*forms, strict=True):
                 with contextlib.suppress(Exception):
-                    one, other = map(reader.read, form)
-                    if same_prompt(one.prompt, other.prompt):
-                        found.append((self._told(one, reader), self._told(other, reader)))
-        if not found:
+                    first, second = map(reader.read, form)
+                    if same_prompt(first.prompt, second.prompt):
+                        rendered_pairs.append((self._with_note(first, reader), self._with_note(second, reader)))
+        if not rendered_pairs:
             raise UserError(
                 "the chat template renders the prompt differently before the two answers, for example without the "
                 "reasoning of earlier turns before one of them; write both answers in the same form (both with "
                 "reasoning or none), remove the reasoning from the prompt, or give another template with "
                 "--chat_template."
             )
-        return min(found, key=lambda pair: pair[0].faults + pair[1].faults)
+        return min(rendered_pairs, key=lambda pair: pair[0].faults + pair[1].faults)
 
 
 def _read_best(reader: RowReader, example: Example, think: tuple[str, str] | None) -> RenderedChat:
@@ -349,7 +349,7 @@ def _read_best(reader: RowReader, example: Example, think: tuple[str, str] | Non
         if not read[-1].faults:
             return read[-1]
     if read:
-        return min(read, key=lambda one: one.faults)
+        return min(read, key=lambda chat: chat.faults)
     # That a template cannot take objects says nothing of the row.
     raise next((error for error in errors if isinstance(error, UserError)), errors[0])
 
@@ -361,9 +361,9 @@ def _written(scaffold: Scaffold, places: Places) -> list[Written]:
     """
     kinds = ("content", "reasoning", "tool call", "arguments", "argument", "stand-in")
     written: list[Written] = []
-    seen: set[Part] = set()
+    placed: set[Part] = set()
     for slot, span in zip(scaffold.slots, places.slots, strict=True):
-        known = slot.part.kind in kinds and slot.part not in seen
-        written.append((span, slot.part.number if known else -1))
-        seen.add(slot.part)
+        is_first = slot.part.kind in kinds and slot.part not in placed
+        written.append((span, slot.part.number if is_first else -1))
+        placed.add(slot.part)
     return written

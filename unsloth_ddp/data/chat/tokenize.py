@@ -153,9 +153,9 @@ class Encoder:
         """Return the special tokens that the row's texts hold, without markup that the template reads."""
         texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
         renderer = self.renderers.of(example)
-        markup = renderer.own.markup.literals if renderer and example.text is None else ()
-        found = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
-        return tuple(token for token in found if token in texts and token not in markup)
+        markup = renderer.reader.markup.literals if renderer and example.text is None else ()
+        tokens = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
+        return tuple(token for token in tokens if token in texts and token not in markup)
 
     def _encode_text(self, example: Example) -> EncodedRow:
         text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
@@ -238,9 +238,9 @@ class Encoder:
 
     def _with_marks(self, tokens: Tokens, image: Span) -> Span:
         """Return the tokens of an image, with the special tokens that the template writes around each."""
-        (start, end), (before, behind) = image, self._around_images
-        start -= len(before) if tokens.text.endswith(before, 0, start) else 0
-        end += len(behind) if tokens.text.startswith(behind, end) else 0
+        (start, end), (mark_before, mark_behind) = image, self._around_images
+        start -= len(mark_before) if tokens.text.endswith(mark_before, 0, start) else 0
+        end += len(mark_behind) if tokens.text.startswith(mark_behind, end) else 0
         return tokens.of_span((start, end))
 
     @cached_property
@@ -251,13 +251,13 @@ class Encoder:
         parts = [words[0], None, words[1]]
         chat = [{"role": "user", "content": as_list_of_parts(parts)}]
         try:
-            text = self.renderers.plain.own.template.render(chat, None)
+            text = self.renderers.plain.reader.template.render(chat, None)
             inside = text[text.index(words[0]) + len(words[0]) : text.index(words[1])]
-            before, behind = inside.split(token)
+            text_before, text_behind = inside.split(token)
         except Exception:
             # A template that takes texts only.
             return "", ""
-        return before.strip(), behind.strip()
+        return text_before.strip(), text_behind.strip()
 
     def _without_template(self) -> str:
         if isinstance(self.tokenizer.chat_template, dict):

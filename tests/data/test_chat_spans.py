@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.test_tokenize import CHATML, IM, PLAIN, THINK, TOOL, TURNS, core, from_trl, make_tokenizer, supervised
-from unsloth_ddp.data.chat.labels import stop_tokens
 from unsloth_ddp.data.chat.template import prints_date
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder
+from unsloth_ddp.data.chat.tokens import stop_tokens
 from unsloth_ddp.data.chat.turn_spans import shared
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError

@@ -164,17 +164,6 @@ def places_in(text: str, scaffold: Scaffold, standin: StandIn) -> Places | None:
     return Places(tuple(gaps), tuple(slots), python)
 
 
-def loses_indentation(standin: StandIn, text: str, scaffold: Scaffold, places: Places) -> bool:
-    """Return whether an answer begins with spaces or tabs that its place in the text lacks."""
-    for slot, (start, _) in zip(scaffold.slots, places.slots, strict=True):
-        if slot.part.kind == "content" and standin.example.messages[slot.part.number]["role"] == "assistant":
-            value = standin.values[slot.part]
-            indentation = value[: len(value) - len(value.lstrip())].rpartition("\n")[2]
-            if indentation and not text.endswith(indentation, 0, start):
-                return True
-    return False
-
-
 def not_found_in(text: str, scaffold: Scaffold, standin: StandIn) -> frozenset[Part]:
     """Return the required parts that a text lacks, which is not the scaffold of its stand-in.
 
@@ -246,7 +235,27 @@ def position_of(character: int, places: Places, text: str) -> Position | None:
     return (gap, character - places.gaps[gap]) if start <= character else None
 
 
-def character_at(position: Position, places: Places, text: str) -> int:
-    gap, offset = position
-    start, end = _region(gap, places, text)
-    return min(max(places.gaps[gap] + offset, start), end)
+def spans_at(spans: Iterable[tuple[Position, Position]], places: Places, text: str) -> list[Span]:
+    """Return the characters of spans that are known by their places in the scaffold."""
+
+    def character(position: Position) -> int:
+        gap, offset = position
+        start, end = _region(gap, places, text)
+        return min(max(places.gaps[gap] + offset, start), end)
+
+    return [(character(begin), character(end)) for begin, end in spans]
+
+
+def parts_with_messages(scaffold: Scaffold, places: Places) -> list[tuple[Span, int]]:
+    """Return the slots with the message that each belongs to, with none (-1) where a part stands once more.
+
+    Gemma 4's template prints the name of a call again with its result.
+    """
+    kinds = ("content", "reasoning", "tool call", "arguments", "argument", "stand-in")
+    written: list[tuple[Span, int]] = []
+    placed: set[Part] = set()
+    for slot, span in zip(scaffold.slots, places.slots, strict=True):
+        is_first = slot.part.kind in kinds and slot.part not in placed
+        written.append((span, slot.part.number if is_first else -1))
+        placed.add(slot.part)
+    return written

@@ -60,7 +60,8 @@ def read_chat_template(name: str) -> str | dict[str, str]:
         path = shipped.get(name) or Path(name).expanduser()
         if not path.is_file():
             raise UserError(
-                f"chat_template {name[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(shipped))}, "
+                f"chat_template {name[:200]}: there is no such file; give a Jinja file, "
+                f"{' or '.join(sorted(shipped))}, "
                 f"or {TRAINING} (TRL's variant of the tokenizer's template)."
             )
         return _template_in(path.read_text(encoding="utf-8"), name)
@@ -221,6 +222,26 @@ class ChatTemplate:
         behind = chat[chat.rfind("Yes.", 0, end) + len("Yes.") : end]
         of_turn = next(behind[n:] for n in range(len(behind) + 1) if begin.startswith(behind[n:]))
         return of_turn + chat[end:] if chat[end:].strip() else ""
+
+    @functools.cached_property
+    def _prints_text_bare(self) -> bool:
+        def call(value: Any) -> str:
+            function = {"name": "add", "arguments": {"a": value}}
+            turn: Message = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "id": "Zq00000qZ", "function": function}],
+            }
+            return self.render([{"role": "user", "content": "Hi"}, turn], None)
+
+        try:
+            return call(731) == call("731")
+        except Exception:
+            return False
+
+    def prints_bare(self) -> bool:
+        """Return whether the template prints a text in a call's arguments without quotation marks, as a number."""
+        return self._prints_text_bare
 
     def literals(self) -> set[str]:
         """Return the markup that the template looks for in texts, such as </think>."""

@@ -9,7 +9,7 @@ of it.
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ class SpanFinder:
     _ends: PlacesInGaps = field(default_factory=PlacesInGaps, init=False, compare=False, repr=False)
 
     def find(
-        self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
+        self, example: Example, text: str, lost: Collection[int], written: Sequence[Written]
     ) -> tuple[str, list[Span], list[str]]:
         """Return the text of a rendered chat, the spans in it, and notes on them.
 
@@ -109,12 +109,13 @@ class SpanFinder:
         next turn (GLM).
 
         Args:
-            left_out: the messages that are not supervised.
+            lost: the turns of which the text lacks a part.
             written: the parts of the row in the text, in order, where they are known.
 
         Raises:
             UserError: the assistant's tokens cannot be told apart.
         """
+        left_out = {*example.left_out, *(() if self.supervise_all else lost)}
         if self.supervise_all and not left_out:
             return text, [], []
         turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]

@@ -1,5 +1,6 @@
 """Write a row in the forms that templates read: reasoning beside the content, arguments as text. Pure functions."""
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -50,7 +51,7 @@ def variants(
         yield _in_parts_only(in_parts)
     if think and any(message.get(key) for message in messages for key in REASONING_KEYS):
         for key in REASONING_KEYS:
-            renamed = _changed(in_parts, lambda message, key=key: _with_reasoning_as(message, key))  # type: ignore[misc]
+            renamed = _changed(in_parts, functools.partial(_with_reasoning_as, name=key))
             yield from variants(renamed, prints_bare, image_token, beside=beside)
         written = _changed(in_parts, lambda message: _with_reasoning_in_content(message, think))
         yield from variants(written, prints_bare, image_token, beside=beside)

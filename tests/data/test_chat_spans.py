@@ -89,7 +89,8 @@ def test_a_prompt_that_no_one_asked_for_is_not_trained(core: Tokenizer, begin: s
         ),
         (
             {"messages": REASONED},
-            "leaves out the reasoning_content of the answer; give --reasoning_in_content, which writes it into the content",
+            "leaves out the reasoning_content of the answer; give --reasoning_in_content, which writes it into the "
+            "content",
         ),
         (
             {"messages": [TURNS[0], {**TURNS[1], "thinking": "R"}]},
@@ -176,8 +177,8 @@ def test_arguments_are_not_printed_as_python_prints_them(core: Tokenizer, printe
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m.tool_calls or [] %}"
         + "{{ c['function']['name'] }}"
         + printed
-        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% "
+        "endif %}"
     )
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     quoting = {**TOOL_TURNS[2], "content": "{'a': 'two'}"}

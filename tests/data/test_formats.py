@@ -110,7 +110,7 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         (
             {"question": "a", "answer": "b"},
             f"unknown columns (question, answer); accepted columns: {ACCEPTED}; give --columns question=instruction "
-            f"answer=output.",
+            "answer=output.",
         ),
         ({"prompt": "a", "response": "b"}, "give --columns prompt=instruction response=output."),
         ({"instruction": "a", "Response": "b", "id": 1}, f"{ACCEPTED}; give --columns Response=output."),
@@ -128,12 +128,14 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"from": "gpt", "value": "a"}, "the row is one message, "),
         ({"instruction": "a"}, "unknown columns (instruction); accepted columns: messages; "),
         ({"completion": [{"role": "user"}], "label": 1}, f"{ANY_FIX}; with label it may be one for --task kto."),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "the row is a preference pair (chosen, rejected); give --task dpo"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "the row is a preference pair (chosen, rejected); give "
+            "--task dpo"),
         ({"prompt": "a", "completion": None}, "completion is null; give it a value or remove the row."),
         ({"instruction": "a", "input": "b", "output": None}, "output is null; give it a value or remove the row."),
         ({"text": None}, "text is null; give it a value or remove the row."),
         ({"messages": None, "id": 3}, "messages is null; give it a value or remove the row."),
-        ({"messages": str(CHAT)}, "messages is a list or object as Python or NumPy prints it, which is not JSON; write the table again"),
+        ({"messages": str(CHAT)}, "messages is a list or object as Python or NumPy prints it, which is not JSON; "
+            "write the table again"),
         ({}, "unknown columns (none); "),
         ({f"c{i}": 1 for i in range(99)}, "c18, c19 and 79 more); "),
         (CHAT, "the row is a list of objects; if each is a row, name the file .json instead of .jsonl."),
@@ -146,18 +148,24 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"messages": []}, "the conversation is empty; remove the row."),
         ({"messages": [ASK]}, "the conversation has no assistant turn to learn from"),
         ({"prompt": CHAT, "completion": [ASK]}, "the conversation has no assistant turn to learn from"),
-        ({"prompt": "Hi", "completion": [ANSWER]}, "prompt is text and completion is a list of messages; make both text, or"),
-        ({"prompt": [ASK], "completion": "Hello."}, "completion is text and prompt is a list of messages; make both text, or"),
-        ({"prompt": "Hi", "completion": json.dumps([ANSWER])}, "prompt is text and completion is a list of messages as JSON "),
+        ({"prompt": "Hi", "completion": [ANSWER]}, "prompt is text and completion is a list of messages; make both "
+            "text, or"),
+        ({"prompt": [ASK], "completion": "Hello."}, "completion is text and prompt is a list of messages; make both "
+            "text, or"),
+        ({"prompt": "Hi", "completion": json.dumps([ANSWER])}, "prompt is text and completion is a list of messages "
+            "as JSON "),
         ({"prompt": [ASK], "completion": 5}, "completion is a number, not a list."),
-        ({"prompt": json.dumps([{"role": "bot", "content": ""}]), "completion": json.dumps(CHAT)}, "a message has 'bot' as role"),
+        ({"prompt": json.dumps([{"role": "bot", "content": ""}]), "completion": json.dumps(CHAT)}, "a message has "
+            "'bot' as role"),
         ({"messages": ["Hi"]}, "a message is text, not an object with role and content."),
         ({"messages": [{"role": "bot", "content": "x"}]}, "a message has 'bot' as role; accepted: system, developer, "),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "a message has a list as role; accepted: "),
         ({"messages": [{"content": "x"}]}, "a message has no role; accepted: system, "),
         ({"messages": [{"role": "user"}, ANSWER]}, "a message of role user has no content; give it text or"),
         ({"messages": [{"role": "user", "content": 5}, ANSWER]}, "a message of role user has a number as content"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a content part (of type 'video') that is neither {'type': 'text', 'text': ...} nor {'type': 'image', 'image': ...}; this kit trains on text and images only"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a content part (of type 'video') that is "
+            "neither {'type': 'text', 'text': ...} nor {'type': 'image', 'image': ...}; this kit trains on text and "
+            "images only"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "has 'alien' as from; accepted: human, user, gpt, "),
         ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "a turn of conversations has a list as from"),
         ({"conversations": [{"value": "x"}]}, "a turn of conversations has no from; accepted: human, user, gpt, "),
@@ -165,11 +173,14 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"conversations": ["Hi"]}, "a turn of conversations is text, not an object with from and value."),
         ({"instruction": "a", "output": 5}, "output is a number, not text; write it as text."),
         ({"instruction": "a", "output": float("nan")}, "output is null; give it a value or remove the row."),
-        ({"messages": CHAT, "tools": [{"a": [float("nan")]}]}, "tools holds nan, which is not a JSON value; make it a finite"),
-        ({"messages": [{**ANSWER, "tool_calls": [call('{"a": NaN}')]}]}, "a message holds nan, which is not a JSON value"),
+        ({"messages": CHAT, "tools": [{"a": [float("nan")]}]}, "tools holds nan, which is not a JSON value; make it a "
+            "finite"),
+        ({"messages": [{**ANSWER, "tool_calls": [call('{"a": NaN}')]}]}, "a message holds nan, which is not a JSON "
+            "value"),
         ({"messages": [{**ANSWER, "tool_calls": [call('{"a": 1, "a": 2}')]}]},
          "the value of a tool call's arguments is text that is not JSON ('a' is given twice); fix or remove it."),
-        ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "messages is text that is not JSON ('content' is"),
+        ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "messages is text that is not JSON "
+            "('content' is"),
         ({"prompt": '[{"role": "user", "content": "a", "content": "b"}]', "completion": [ANSWER]},
          "prompt is text that is not JSON ('content' is given twice); fix or remove it."),
         ({"text": ["a"]}, "text is a list, not text; write it as text."),
@@ -183,7 +194,8 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"messages": CHAT, "tools": [{"a": b"x"}]}, "tools holds a bytes, which is not a JSON value"),
         ({"messages": [{**ANSWER, "tool_calls": ["add"]}]}, "a tool call is text, not an object."),
         ({"messages": [{**ANSWER, "tool_calls": [{"id": 1}]}]}, "a tool call names no function; write "),
-        ({"messages": [{**ANSWER, "tool_calls": [call("{")]}]}, "the value of a tool call's arguments is text that is not"),
+        ({"messages": [{**ANSWER, "tool_calls": [call("{")]}]}, "the value of a tool call's arguments is text that is "
+            "not"),
         ({"messages": [{**ANSWER, "tool_calls": 5}]}, "tool_calls is a number, not a list."),
     ],
 )  # fmt: skip

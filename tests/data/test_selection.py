@@ -175,7 +175,8 @@ def test_the_yaml_of_the_page_parses(tmp_path: Path) -> None:
     [
         ("a.jsonl,b.jsonl", "separate datasets by spaces: --dataset a.jsonl b.jsonl."),
         ("a.jsonl:0.75", "a weight mixes several datasets, and there is one; leave :0.75 out, or give a.jsonl[:75%]"),
-        ("a.jsonl:75% b.jsonl", "dataset a.jsonl:75%: the weight is 75%, but it takes a number above 0; a slice stands in brackets"),
+        ("a.jsonl:75% b.jsonl", "dataset a.jsonl:75%: the weight is 75%, but it takes a number above 0; a slice "
+            "stands in brackets"),
         ("a.jsonl:0 b.jsonl", "the weight is 0, but it takes a number above 0"),
         ("a.jsonl[test]", "dataset a.jsonl[test]: a file has no splits"),
         ("a.jsonl[train[1]]", "is no slice that can be read; write one such as [:1000] or [10%:20%]."),
@@ -189,9 +190,11 @@ def test_the_yaml_of_the_page_parses(tmp_path: Path) -> None:
         ("qa.csv", "give --columns Question=instruction Reply=output."),
         ("qa.csv --columns Question=instruction,Reply=output", "is no pair of names; give each as OLD=NEW, with spaces"),
         ("qa.csv --columns Question=instruction Question=input", "renames Question twice; name it once."),
-        ("qa.csv --columns Question=instrucion", "instrucion is not a column that is read; give one of chosen, completion"),
+        ("qa.csv --columns Question=instrucion", "instrucion is not a column that is read; give one of chosen, "
+            "completion"),
         ("qa.csv --columns Answer=output", "the first rows have no column Answer; they have Question, Reply."),
-        ("qa.csv --columns Question=output Reply=output", "the row has two columns output after --columns; rename the other one"),
+        ("qa.csv --columns Question=output Reply=output", "the row has two columns output after --columns; rename the "
+            "other one"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_before_anything_is_loaded(words: str, said: str) -> None:

@@ -146,9 +146,12 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.csv", b"PK\x03\x04rest", " is a zip archive or an Excel file, not text, despite its name; unpack it, or"),
         ("a.jsonl", b"ARROW1\0\0", " is Arrow, not text, despite its name; write it as Parquet."),
         ("a.jsonl", b"PAR1\x15\x04\n\xff", " is Parquet, not text, despite its name; name it .parquet."),
-        ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object per line, or name it .json if it is"),
-        ("a.jsonl", '[{\n  "a": 1\n}]', " is JSON over several lines; write one object per line, or name it .json if it is"),
-        ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object per line, or name it .json if it is"),
+        ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object per line, or name it .json if "
+            "it is"),
+        ("a.jsonl", '[{\n  "a": 1\n}]', " is JSON over several lines; write one object per line, or name it .json if "
+            "it is"),
+        ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object per line, or name it .json if it "
+            "is"),
         ("a.json", '[{"a": 1},\n {"a": }]', ":2 is not JSON (Expecting value at column 8); fix or remove it."),
         ("a.json", '[{"a": 1},\n {"a":\n }]', ":2 is not JSON (Expecting value at line 2 of the row, column 2); "),
         ("a.json", '[\n{"a": 1}\n{"a": 2}]', ":2 is not JSON (no , or ] follows the row that begins here); fix it."),
@@ -164,7 +167,8 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.csv", "a,a\n1,2\n", ":1 names a column twice (a, a); rename one."),
         ("a.csv", 'a\n"b\nc\n', ":2 is not CSV (unexpected end of data); fix or remove it."),
         ("a.csv", b"a\nb\n\xe9\n", ":3 is not UTF-8 text"),
-        ("a.jsonl", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; run git lfs pull in its folder."),
+        ("a.jsonl", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; run git lfs pull in "
+            "its folder."),
         ("a.parquet", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; "),
         ("a.parquet", "PAR1 no", " is not readable Parquet after row 0 ("),
         ("a.parquet", "", " is not readable Parquet after row 0 ("),
@@ -255,7 +259,8 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
         ("{}/loop.jsonl", "there is no such file; check the path"),
         (
             "{}",
-            "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes folders.",
+            "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes "
+            "folders.",
         ),
         ("{}/notes.txt", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
         ("{}/a.gz", "is compressed, and its name does not say that it is one text file; unpack it"),

@@ -37,31 +37,31 @@ TOOL_TURNS = [
 ]
 
 PLAIN = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'assistant: ' }}{% endif %}"
 )
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # EOS ends the chat, not each turn, as in Phi-3.
 EOS_LAST = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )
 NO_END = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|assistant|>' }}{% endif %}"
 )
 INST = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}{% else "
+    "%}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 # The end of the turn stands outside the marks, behind a line break.
 MARKED_CONTENT = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ "
+    "m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n<|end|>' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 NUMBERED = "{{ messages | length ~ ' turns\n' }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 

@@ -57,7 +57,8 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "parquet cut off": ("a.parquet", GOOD_PARQUET[:-9], "a.parquet"),
     "parquet without its head": ("a.parquet", GOOD_PARQUET[9:], "a.parquet is not readable Parquet after row 0"),
     "parquet whose footer is said to be huge": ("a.parquet", GOOD_PARQUET[:-8] + b"\xff\xff\xff\x7fPAR1", "a.parquet"),
-    "parquet with a page overwritten": ("a.parquet", b"PAR1" + b"\xff" * 60 + GOOD_PARQUET[64:], "a.parquet is not readable Parquet after row 0"),
+    "parquet with a page overwritten": ("a.parquet", b"PAR1" + b"\xff" * 60 + GOOD_PARQUET[64:], "a.parquet is not "
+        "readable Parquet after row 0"),
     "parquet without a row": ("a.parquet", parquet(text=pyarrow.array([], pyarrow.string())), "a.parquet"),
     "parquet of bytes": ("a.parquet", parquet(text=[b"\xff\xfe"] * 3), "a.parquet"),
     "jsonl under the name of a parquet": ("a.parquet", CHAT, "a.parquet"),
@@ -245,10 +246,12 @@ MODELS: dict[str, tuple[Act, str]] = {
     "kind is a number": (config(model_type=7), "model"),
     "no architecture": (config(architectures=None), f"{TRAINS}|model"),
     "no such architecture": (config(architectures=["No"]), f"{TRAINS}|model"),
-    "size is a text": (config(hidden_size="wide"), "model model cannot be loaded: .*hidden_size.*; correct the model's files"),
+    "size is a text": (config(hidden_size="wide"), "model model cannot be loaded: .*hidden_size.*; correct the "
+        "model's files"),
     "size is negative": (config(hidden_size=-128), "model model cannot be loaded: .*-128.*; correct the model's files"),
     "size is zero": (config(hidden_size=0), "model"),
-    "size is a fraction": (config(hidden_size=128.5), "model model cannot be loaded: .*hidden_size.*; correct the model's files"),
+    "size is a fraction": (config(hidden_size=128.5), "model model cannot be loaded: .*hidden_size.*; correct the "
+        "model's files"),
     "size is enormous": (config(hidden_size=10**9), "sizes of its weights differ"),
     "inner size is enormous": (config(intermediate_size=10**12), "intermediate_size|model"),
     "heads are enormous": (config(num_attention_heads=10**9), "model"),
@@ -258,14 +261,17 @@ MODELS: dict[str, tuple[Act, str]] = {
     "vocabulary is enormous": (config(vocab_size=10**10), "vocab_size"),
     "vocabulary is negative": (config(vocab_size=-5), "model"),
     "positions are enormous": (config(max_position_embeddings=10**12), f"{TRAINS}|max_position_embeddings|model"),
-    "positions are a text": (config(max_position_embeddings="far"), "model model cannot be loaded: .*max_position_embeddings"),
+    "positions are a text": (config(max_position_embeddings="far"), "model model cannot be loaded: "
+        ".*max_position_embeddings"),
     "rope of another type": (config(rope_parameters={"rope_type": "no", "rope_theta": 1}), "model"),
     "rope is a list": (config(rope_parameters=[1]), "model"),
     "dtype of no torch": (config(dtype="float7"), "model"),
-    "activation is code": (config(hidden_act="__import__('os').mkdir('ran')"), "model model cannot be loaded: .*; correct the model's files"),
+    "activation is code": (config(hidden_act="__import__('os').mkdir('ran')"), "model model cannot be loaded: .*; "
+        "correct the model's files"),
     "quantized in a way nobody knows": (config(quantization_config={"quant_method": "no"}), "model"),
     "quantized by a list": (config(quantization_config=[1]), "model"),
-    "its own code": (lambda at: (config(model_type="evil", auto_map={"AutoConfig": "evil.C"})(at), put("evil.py", "import os; os.mkdir('ran')")(at)), "trust_remote_code"),
+    "its own code": (lambda at: (config(model_type="evil", auto_map={"AutoConfig": "evil.C"})(at), put("evil.py", "import "
+        "os; os.mkdir('ran')")(at)), "trust_remote_code"),
     "weights are nothing": (put(SAFE, b""), "model"),
     "weights are a text": (put(SAFE, b"weights" * 99), "model"),
     "weights are an LFS pointer": (put(SAFE, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"), "model"),
@@ -288,16 +294,23 @@ MODELS: dict[str, tuple[Act, str]] = {
     "tokenizer is nothing": (put("tokenizer.json", ""), "token"),
     "tokenizer is a list": (put("tokenizer.json", "[]"), "token"),
     "tokenizer cut off": (lambda at: os.truncate(at / "model/tokenizer.json", 900), "token"),
-    "tokenizer without a model": (damaged_tokenizer(lambda held: held.pop("model")), "model model: its tokenizer cannot be loaded: .*; correct the model's files"),
-    "tokenizer of another kind": (damaged_tokenizer(lambda held: held["model"].update(type="No")), "model model: its tokenizer cannot be loaded: .*; correct the model's files"),
-    "tokenizer with an enormous id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": 1 << 31})), "gives 'zzzz' the id 2147483648, but an id is"),
-    "tokenizer with a negative id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": -1})), "gives 'zzzz' the id -1, but an id is"),
-    "tokenizer whose pattern is enormous": (damaged_tokenizer(lambda held: held.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(" * 50_000}, "behavior": "Isolated", "invert": False})), "model model: its tokenizer cannot be loaded: .*; correct the model's files"),
+    "tokenizer without a model": (damaged_tokenizer(lambda held: held.pop("model")), "model model: its tokenizer "
+        "cannot be loaded: .*; correct the model's files"),
+    "tokenizer of another kind": (damaged_tokenizer(lambda held: held["model"].update(type="No")), "model model: its "
+        "tokenizer cannot be loaded: .*; correct the model's files"),
+    "tokenizer with an enormous id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": 1 << 31})), "gives "
+        "'zzzz' the id 2147483648, but an id is"),
+    "tokenizer with a negative id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": -1})), "gives "
+        "'zzzz' the id -1, but an id is"),
+    "tokenizer whose pattern is enormous": (damaged_tokenizer(lambda held: held.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(" * 50_000}, "behavior": "Isolated", "invert": False})), "model "
+        "model: its tokenizer cannot be loaded: .*; correct the model's files"),
     "tokenizer of a class nobody knows": (json_file("tokenizer_config.json", tokenizer_class="os.system"), f"{TRAINS}|token"),
-    "tokenizer with its own code": (lambda at: (json_file("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})(at), put("evil.py", "import os; os.mkdir('ran')")(at)), f"{TRAINS}|trust_remote_code"),
+    "tokenizer with its own code": (lambda at: (json_file("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})(at), put("evil.py", "import "
+        "os; os.mkdir('ran')")(at)), f"{TRAINS}|trust_remote_code"),
     "tokenizer config is a list": (put("tokenizer_config.json", "[]"), "token"),
     "template without end": (template(LOOP), "chat template"),
-    "template that doubles": (template("{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"), "chat template"),
+    "template that doubles": (template("{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"), "chat "
+        "template"),
     "template that raises": (template("{{ raise_exception('no\x1b[2J') }}"), "chat template|template"),
     "template that divides by zero": (template("{{ 1 / 0 }}"), "template"),
     "template that calls itself": (template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "template"),
@@ -306,7 +319,8 @@ MODELS: dict[str, tuple[Act, str]] = {
     "template that includes a file": (template("{% include '/etc/passwd' %}"), "template"),
     "template is nothing": (template(""), f"{TRAINS}|template|supervised"),
     "template of a power": (template("{{ 9 ** 9 ** 9 }}"), "template"),
-    "template of bytes": (put("chat_template.jinja", b"\xff\xfe"), "model model: its tokenizer cannot be loaded: .*utf-8"),
+    "template of bytes": (put("chat_template.jinja", b"\xff\xfe"), "model model: its tokenizer cannot be loaded: "
+        ".*utf-8"),
     "generation config is a list": (put("generation_config.json", "[]"), f"{TRAINS}|generation_config.json"),
     "generation config is text": (put("generation_config.json", '{"temperature": "hot"}'), f"{TRAINS}|generation_config|model"),
 }  # fmt: skip
@@ -364,7 +378,8 @@ WORDS = {
     "--run_name ../x": "run_name", f"--run_name {'x' * 300}": "run_name", "--output_dir /proc/x": "/proc/x",
     "--resume /dev/zero": "/dev/zero", "--chat_template /dev/zero": "/dev/zero", "--lora_target_modules '('": "lora_target_modules",
     "--lora_target_modules '(a+)+$'": "lora_target_modules", "--max_time 1:2:3:4:5": "max_time",
-    "--save_total_limit -3": "save_total_limit", "--dataset_split 'train[999%]'": "dataset_split|train", "--packing sometimes": "packing",
+    "--save_total_limit -3": "save_total_limit", "--dataset_split 'train[999%]'": "dataset_split|train", "--packing "
+        "sometimes": "packing",
 }  # fmt: skip
 
 

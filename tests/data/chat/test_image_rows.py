@@ -96,7 +96,9 @@ def test_larger_images_are_scaled_down_to_fewer_tokens(model: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}",
+        (
+            "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for p in m.content %}{% if p.type == 'text' %}{{ "
+            "p.text }}{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}",
          r"the rendered row has 0 image token\(s\) \(<\|image_pad\|>\) for 1 image\(s\); take the token out"),
         ("{{ raise_exception('no lists') }}", r"cannot render the row \(no lists\)"),
     ],

@@ -336,7 +336,8 @@ def test_a_turn_of_weight_0_in_the_prompt_is_left_out_of_the_loss_on_all(core: T
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        ("<end>\n<user>", "<end>\n", "<end>\n"), ("<end>\n\n  <user>", "<end> <user>", "<end>\n\n  <user>"), ("\nuser:", "<eos>", "\n"),
+        ("<end>\n<user>", "<end>\n", "<end>\n"), ("<end>\n\n  <user>", "<end> <user>", "<end>\n\n  <user>"),
+            ("\nuser:", "<eos>", "\n"),
         ("<a></think>Yes", "<a><think>\n", "<a>"), ("[a]b", "[a]c", "[a]"), ("a < b", "a < c", "a < "), ("", "a", ""),
     ],
 )  # fmt: skip

@@ -42,7 +42,8 @@ def refusal(row: Any) -> str:
         ({"instruction": "Hi", "input": float("nan"), "output": "Hello."}, Example(CHAT)),
         ({"messages": [{"role": "developer", "content": "Be brief."}, *CHAT]},
          Example([{"role": "system", "content": "Be brief."}, *CHAT])),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, ANSWER]},
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+            ANSWER]},
          Example(CHAT)),
         ({"messages": [*CHAT, {**ANSWER, "reasoning_content": "Hm."}]},
          Example([*CHAT, {**ANSWER, "reasoning_content": "Hm."}])),
@@ -69,8 +70,10 @@ def refusal(row: Any) -> str:
         ({"prompt": f" {json.dumps([ASK])}", "completion": [ANSWER]}, Example(CHAT, prompt_messages=1)),
         ({"prompt": "[INST] Hi: ", "completion": "Hello."}, Example(text="[INST] Hi: Hello.", prompt_chars=11)),
         ({"prompt": "[1, 2]", "completion": "[3]"}, Example(text="[1, 2][3]", prompt_chars=6)),
-        ({"prompt": "Which list is empty? ", "completion": "[]"}, Example(text="Which list is empty? []", prompt_chars=21)),
-        ({"prompt": "Who? ", "completion": '[{"role": "CEO"}]'}, Example(text='Who? [{"role": "CEO"}]', prompt_chars=5)),
+        ({"prompt": "Which list is empty? ", "completion": "[]"},
+            Example(text="Which list is empty? []", prompt_chars=21)),
+        ({"prompt": "Who? ", "completion": '[{"role": "CEO"}]'},
+            Example(text='Who? [{"role": "CEO"}]', prompt_chars=5)),
         ({"prompt": "[]", "completion": json.dumps(CHAT)}, Example(CHAT)),
         ({"prompt": "[" * 9, "completion": "x"}, Example(text="[" * 9 + "x", prompt_chars=9)),
         ({"text": "Once upon"}, Example(text="Once upon")),
@@ -90,7 +93,8 @@ def test_every_sharegpt_speaker(speaker: str) -> None:
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
 @pytest.mark.parametrize(
     "spelled",
-    [call({"a": 2}), call('{"a": 2}'), {"id": "1", "name": "add", "arguments": {"a": 2}}, {**call({"a": 2}), "index": None}],
+    [call({"a": 2}), call('{"a": 2}'), {"id": "1", "name": "add", "arguments": {"a": 2}},
+        {**call({"a": 2}), "index": None}],
 )  # fmt: skip
 def test_tools_and_tool_calls_in_every_spelling(tools: Any, spelled: dict[str, Any]) -> None:
     turns = [ASK, {"role": "assistant", "tool_calls": [spelled]}, {"role": "tool", "content": "5"}, ANSWER]
@@ -231,7 +235,8 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.just("assistant") | VALUES, "content": st.text() | VALUES}, optional={"tool_calls": VALUES}),
+    st.fixed_dictionaries({"role": st.just("assistant") | VALUES, "content": st.text() | VALUES},
+        optional={"tool_calls": VALUES}),
     max_size=3,
 )  # fmt: skip
 ROWS = VALUES | st.dictionaries(KEYS, VALUES | MESSAGES, max_size=4)

@@ -47,23 +47,31 @@ URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 @pytest.mark.parametrize(
     ("row", "parts", "images"),
     [
-        ({"messages": [asking({"type": "image", "image": "a.png"}, TEXT), ANSWER]}, {"0": [None, "What is this?"]}, ["a.png"]),
-        ({"messages": [asking(TEXT, {"type": "image", "path": "a.png"}), ANSWER]}, {"0": ["What is this?", None]}, ["a.png"]),
+        ({"messages": [asking({"type": "image", "image": "a.png"}, TEXT), ANSWER]}, {"0": [None, "What is this?"]},
+            ["a.png"]),
+        ({"messages": [asking(TEXT, {"type": "image", "path": "a.png"}), ANSWER]}, {"0": ["What is this?", None]},
+            ["a.png"]),
         ({"messages": [asking({"type": "image", "url": "file:///a.png"}), ANSWER]}, {"0": [None]}, ["/a.png"]),
-        ({"messages": [asking({"type": "image_url", "image_url": {"url": "a.png"}}), ANSWER]}, {"0": [None]}, ["a.png"]),
-        ({"messages": [asking({"type": "image", "text": None, "image": {"path": "a.png", "bytes": None}}), ANSWER]}, {"0": [None]}, ["a.png"]),
+        ({"messages": [asking({"type": "image_url", "image_url": {"url": "a.png"}}), ANSWER]}, {"0": [None]},
+            ["a.png"]),
+        ({"messages": [asking({"type": "image", "text": None, "image": {"path": "a.png", "bytes": None}}), ANSWER]},
+            {"0": [None]}, ["a.png"]),
         # A column beside parts, in order or by number.
         ({"messages": [asking({"type": "image"}, TEXT, {"type": "image"}), ANSWER], "images": ["a.png", "b.png"]},
          {"0": [None, "What is this?", None]}, ["a.png", "b.png"]),
-        ({"messages": [asking({"type": "image", "index": 1}, {"type": "image", "index": 0}), ANSWER], "images": ["a.png", "b.png"]},
+        ({"messages": [asking({"type": "image", "index": 1}, {"type": "image", "index": 0}), ANSWER],
+            "images": ["a.png", "b.png"]},
          {"0": [None, None]}, ["b.png", "a.png"]),
-        ({"messages": [asking({"type": "image", "index": 1.0}, {"type": "image", "index": 0.0}), ANSWER], "images": ["a.png", "b.png"]},
+        ({"messages": [asking({"type": "image", "index": 1.0}, {"type": "image", "index": 0.0}), ANSWER],
+            "images": ["a.png", "b.png"]},
          {"0": [None, None]}, ["b.png", "a.png"]),
         ({"messages": [asking({"image": "a.png"}, {"text": "What?"}), ANSWER]}, {"0": [None, "What?"]}, ["a.png"]),
-        ({"messages": [asking({"type": "input_image", "image_url": "a.png"}, {"type": "input_text", "text": "What?"}), ANSWER]},
+        ({"messages": [asking({"type": "input_image", "image_url": "a.png"}, {"type": "input_text", "text": "What?"}),
+            ANSWER]},
          {"0": [None, "What?"]}, ["a.png"]),
         # Markers of LLaVA and LLaMA-Factory, in several turns.
-        ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}], "image": "a.png"},
+        ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}],
+            "image": "a.png"},
          {"0": [None, "\nWhat?"]}, ["a.png"]),
         ({"instruction": "Compare <image> and <image>.", "output": "Alike.", "images": '["a.png", "b.png"]'},
          {"0": ["Compare ", None, " and ", None, "."]}, ["a.png", "b.png"]),
@@ -90,7 +98,8 @@ def test_images_stand_where_the_row_has_them(row: dict[str, Any], parts: dict, i
 @pytest.mark.parametrize(
     "image",
     [
-        png(), URI.upper()[:5] + URI[5:], {"bytes": URI.partition(",")[2]}, {"bytes": png(), "path": None}, {"bytes": png(), "path": "x.png"}, URI, {"url": URI},
+        png(), URI.upper()[:5] + URI[5:], {"bytes": URI.partition(",")[2]}, {"bytes": png(), "path": None},
+            {"bytes": png(), "path": "x.png"}, URI, {"url": URI},
         {"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]}, Image.open(io.BytesIO(png())),
     ],
 )  # fmt: skip
@@ -145,13 +154,15 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
             "it down."),
         ({**SHOWN, "images": ["pointer.png"]}, "pointer.png is a pointer of Git LFS, not the image; run git lfs pull"),
         ({**SHOWN, "images": ["data:image/png,abc"]}, "an image in base64 cannot be decoded"),
-        ({**SHOWN, "images": ["data:text/plain;base64,aGVsbG8="]}, "image in the row is not an image in a known format"),
+        ({**SHOWN, "images": ["data:text/plain;base64,aGVsbG8="]},
+            "image in the row is not an image in a known format"),
         ({**SHOWN, "images": '["good.png"'}, "images is text that is not JSON"),
         ({"messages": [asking({"type": "image", "file": "good.png"}), ANSWER]}, "the row has 0 images for 1 place"),
         ({"messages": [asking({"type": "image", "image": ["good.png"]}), ANSWER]}, "an image is a list, not a path or "
             "bytes"),
         ({**SHOWN, "images": ["empty.png"]}, "empty.png is empty; fix it or remove the row."),
-        ({**SHOWN, "images": ["huge.png"]}, "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
+        ({**SHOWN, "images": ["huge.png"]},
+            "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
         ({**SHOWN, "images": ["drawing.svg"]}, "drawing.svg is not an image in a known format"),
         ({**SHOWN, "images": ["page.eps"]}, "page.eps is not an image in a known format"),
         ({**SHOWN, "images": ["."]}, "image . is not a file ("),
@@ -163,11 +174,13 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["float.tif"]}, "float.tif has numbers of 32 bits, whose white is not known"),
         ({**SHOWN, "images": [None]}, "an image is missing, not a path or bytes; give one of them"),
         ({**SHOWN, "images": None}, "the row has 0 images for 1 place"),
-        ({"messages": [asking({"type": "image", "image": "good.png"}, {"type": "text", "text": "<image> What?"}), ANSWER]},
+        ({"messages": [asking({"type": "image", "image": "good.png"}, {"type": "text", "text": "<image> What?"}),
+            ANSWER]},
          "the row has 1 image part and as often <image> in its texts; keep one of the two."),
         ({**SHOWN, "images": ["https://example.com/a.png"]}, "the image https://example.com/a.png is an address, and "
             "download_images is off; set --download_images, or download it and give its path."),
-        ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg "
+        ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]},
+            "http://a/b.jpg "
             "is an address, and download_images is off"),
         ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address of another kind than "
             "http(s); download it"),
@@ -211,9 +224,13 @@ def test_a_bad_image_is_refused_in_one_sentence_with_its_line(row: dict[str, Any
     Image.effect_noise((64, 64), 60).save(written, "JPEG")
     jpeg = written.getvalue()
     contents = {
-        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": pretending_png(30_000), "large.png": pretending_png(9000), "none.gif": b"GIF89a" + bytes(7), "line.png": png(size=(1, 4000)),
-        "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-        "pointer.png": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cut.jpg": jpeg[: len(jpeg) // 2],
+        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"",
+            "huge.png": pretending_png(30_000), "large.png": pretending_png(9000), "none.gif": b"GIF89a" + bytes(7),
+                "line.png": png(size=(1, 4000)),
+        "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "pointer.png": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "cut.jpg": jpeg[: len(jpeg) // 2],
     }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

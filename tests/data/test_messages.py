@@ -56,7 +56,8 @@ def test_an_assistant_turn_of_weight_0_is_left_out_of_the_loss(flag: dict[str, A
         ({"instruction": "Hi", "output": "Hello.", "history": "[]"}, Example([ASK, ANSWER])),
         ({"instruction": "Hi", "output": "Hello.", "history": json.dumps([["Hi", "Hello."]])},
          Example([ASK, ANSWER, ASK, ANSWER])),
-        ({"messages": [ASK, {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}},
+        ({"messages": [ASK, {"role": "assistant", "content": None,
+            "function_call": {"name": "add", "arguments": '{"a": 2}'}},
                        {"role": "function", "name": "add", "content": "5"}, ANSWER], "functions": [{"name": "add"}]},
          Example([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]},
                   {"role": "tool", "name": "add", "content": "5"}, ANSWER],
@@ -64,7 +65,8 @@ def test_an_assistant_turn_of_weight_0_is_left_out_of_the_loss(flag: dict[str, A
         ({"conversations": [{"from": "human", "value": "Hi"},
                             {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
                             {"from": "observation", "value": "5"}, {"from": "gpt", "value": "Hello."}]},
-         Example([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}, ANSWER])),
+         Example([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"},
+             ANSWER])),
         ({"messages": [ASK, {**ANSWER, "channel": "final"}]}, Example([ASK, {**ANSWER, "channel": "final"}])),
         ({"messages": [ASK, {**ANSWER, "refusal": None, "audio": None, "annotations": []}]},
          Example([ASK, {**ANSWER, "annotations": []}])),
@@ -80,7 +82,8 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "a message has weight 0.5; only 0 (or false) and 1 (or true)"),
         ({"messages": [ASK, {**ANSWER, "train": "no"}]}, "a message has train 'no'; only 0 (or false) and 1"),
         ({"messages": [ASK, {**ANSWER, "train": True, "weight": 0}]}, "has weight and train, which disagree; keep one"),
-        ({"messages": [ASK, {**ANSWER, "weight": 0}]}, "the conversation has only assistant turns of weight 0; add one"),
+        ({"messages": [ASK, {**ANSWER, "weight": 0}]},
+            "the conversation has only assistant turns of weight 0; add one"),
         ({"messages": [ASK, {**ANSWER, "train_detail": [{"train": False}]}]}, "a message has train_detail, which is "
             "not"),
         ({"messages": [ASK, {"role": "assistant", "content": None, "refusal": "No."}]}, "a message has refusal, which "
@@ -94,14 +97,16 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
             "images only."),
         ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "add"}}]}, "the older "
             "function_call"),
-        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "a message of role user has tool_calls; only assistant"),
+        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]},
+            "a message of role user has tool_calls; only assistant"),
         ({"messages": [ASK, ANSWER], "system": "a", "system_prompt": "b"}, "two different system prompts, in system "
             "and"),
         ({"messages": [ASK, ANSWER], "system": ["a"]}, "system is a list, not text; write it as text."),
         ({"messages": [ASK, ANSWER], "tools": [CALL], "functions": [{}]}, "the row has tools and the older functions; "
             "keep"),
         ({"instruction": "a", "output": "b", "history": [["q"]]}, "history is not a list of [question, answer] pairs"),
-        ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}, "the row is a preference pair (chosen, rejected)"),
+        ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]},
+            "the row is a preference pair (chosen, rejected)"),
         ({"prompt": "a", "completion": "b", "label": False}, "the row has label false, which in KTO's format marks an "
             "answer not to learn"),
         ({"prompt": "a", "completion": "b", "label": "False"}, "the row has label false"),

@@ -94,37 +94,56 @@ PREFERRED = [" The Baltic.<|end|>", " A lake.<|end|>"]
 SYSTEM, ANSWERS = {"system": "You are brief."}, {"chosen": GOOD, "rejected": BAD}
 IN_TEXT = [" The Baltic.<|eos|>", " A lake.<|eos|>"]
 PAIRS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "UltraFeedback": ("a.parquet", {"prompt": ASK, "prompt_id": "ab12", "messages": turns(ASK, GOOD), "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD), "score_chosen": 8.5, "score_rejected": 2.0}, [CHAT, *PREFERRED]),
+    "UltraFeedback": ("a.parquet", {"prompt": ASK, "prompt_id": "ab12", "messages": turns(ASK, GOOD),
+        "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD), "score_chosen": 8.5, "score_rejected": 2.0},
+            [CHAT, *PREFERRED]),
     "HH-RLHF": ("a.jsonl", {"chosen": f"{HUMAN} {GOOD}", "rejected": f"{HUMAN} {BAD}"}, [HUMAN, *IN_TEXT]),
-    "HH-RLHF after its prompt": ("a.parquet", {"prompt": HUMAN, "response": f" {GOOD}", "chosen": f" {GOOD}", "rejected": " "
+    "HH-RLHF after its prompt": ("a.parquet", {"prompt": HUMAN, "response": f" {GOOD}", "chosen": f" {GOOD}",
+        "rejected": " "
         f"{BAD}"}, [HUMAN, *IN_TEXT]),
     "Orca": ("a.jsonl", {**SYSTEM, "question": ASK, **ANSWERS}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
     "Orca without a system prompt": ("a.parquet", {"system": "", "question": ASK, **ANSWERS}, [CHAT, *PREFERRED]),
-    "Orca of distilabel": ("a.jsonl", {**SYSTEM, "input": ASK, **ANSWERS, "generations": [GOOD, BAD], "rating": [9.0, 1.0], "in_gsm8k_train": False}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
-    "Argilla's mix": ("a.parquet", {"dataset": "mix", "chosen": TALK[0], "rejected": TALK[1], "chosen_rating": 5.0}, [LATER, *PREFERRED]),
-    "Argilla's Capybara": ("a.parquet", {"conversation": [{"input": "Hi", "output": "Hello."}], "prompt": ASK, "chosen": TALK[0], "rejected": TALK[1]}, [LATER, *PREFERRED]),
-    "ORPO's mix": ("a.jsonl", {"source": "mix", "prompt": ASK, "question": ASK, "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD)}, [CHAT, *PREFERRED]),
-    "LLaMA-Factory, Alpaca": ("a.json", {**SYSTEM, "history": [["Hi", "Hello."]], "instruction": ASK, "input": "", **ANSWERS}, ["<|bos|>" + BRIEF + LATER.removeprefix("<|bos|>"), *PREFERRED]),
-    "LLaMA-Factory, ShareGPT": ("a.json", {"conversations": shared("Hi", "Hello.", ASK), "chosen": shared("", GOOD)[1], "rejected": shared("", BAD)[1]}, [LATER, *PREFERRED]),
-    "axolotl, chatml.argilla": ("a.jsonl", {**SYSTEM, "instruction": ASK, "chosen_response": GOOD, "rejected_response": BAD}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "Orca of distilabel": ("a.jsonl", {**SYSTEM, "input": ASK, **ANSWERS, "generations": [GOOD, BAD],
+        "rating": [9.0, 1.0], "in_gsm8k_train": False}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "Argilla's mix": ("a.parquet", {"dataset": "mix", "chosen": TALK[0], "rejected": TALK[1], "chosen_rating": 5.0},
+        [LATER, *PREFERRED]),
+    "Argilla's Capybara": ("a.parquet", {"conversation": [{"input": "Hi", "output": "Hello."}], "prompt": ASK,
+        "chosen": TALK[0], "rejected": TALK[1]}, [LATER, *PREFERRED]),
+    "ORPO's mix": ("a.jsonl", {"source": "mix", "prompt": ASK, "question": ASK, "chosen": turns(ASK, GOOD),
+        "rejected": turns(ASK, BAD)}, [CHAT, *PREFERRED]),
+    "LLaMA-Factory, Alpaca": ("a.json", {**SYSTEM, "history": [["Hi", "Hello."]], "instruction": ASK, "input": "",
+        **ANSWERS}, ["<|bos|>" + BRIEF + LATER.removeprefix("<|bos|>"), *PREFERRED]),
+    "LLaMA-Factory, ShareGPT": ("a.json", {"conversations": shared("Hi", "Hello.", ASK), "chosen": shared("", GOOD)[1],
+        "rejected": shared("", BAD)[1]}, [LATER, *PREFERRED]),
+    "axolotl, chatml.argilla": ("a.jsonl", {**SYSTEM, "instruction": ASK, "chosen_response": GOOD,
+        "rejected_response": BAD}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
     "axolotl, chatml.prompt_pairs": ("a.jsonl", {**SYSTEM, "prompt": f"{ASK}\n", **ANSWERS}, ["You are brief.\n\nName "
         "a sea.\n", "The Baltic.<|eos|>", "A lake.<|eos|>"]),
-    "axolotl, chatml.ultra": ("a.jsonl", {**SYSTEM, "prompt": ASK, "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD)}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
-    "axolotl, chat_template": ("a.jsonl", {"messages": turns("Hi", "Hello.", ASK), "chosen": turns("", GOOD)[1], "rejected": turns("", BAD)[1]}, [LATER, *PREFERRED]),
-    "PKU-SafeRLHF after a choice": ("a.jsonl", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:], "rejected": turns("", BAD)[1:], "is_response_0_safe": True, "better_response_id": 0}, [CHAT, *PREFERRED]),
-    "SHP after a choice": ("a.csv", {"post_id": "x1", "instruction": ASK, **ANSWERS, "score_ratio": 2.5}, [CHAT, *PREFERRED]),
+    "axolotl, chatml.ultra": ("a.jsonl", {**SYSTEM, "prompt": ASK, "chosen": turns(ASK, GOOD), "rejected": turns(ASK,
+        BAD)}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "axolotl, chat_template": ("a.jsonl", {"messages": turns("Hi", "Hello.", ASK), "chosen": turns("", GOOD)[1],
+        "rejected": turns("", BAD)[1]}, [LATER, *PREFERRED]),
+    "PKU-SafeRLHF after a choice": ("a.jsonl", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:],
+        "rejected": turns("", BAD)[1:], "is_response_0_safe": True, "better_response_id": 0}, [CHAT, *PREFERRED]),
+    "SHP after a choice": ("a.csv", {"post_id": "x1", "instruction": ASK, **ANSWERS, "score_ratio": 2.5},
+        [CHAT, *PREFERRED]),
     "TRL's texts": ("a.csv", {"prompt": "Q: Name a sea.\nA:", "chosen": f" {GOOD}", "rejected": f" {BAD}"}, ["Q: Name "
         "a sea.\nA:", *IN_TEXT]),
-    "TRL's messages": ("a.csv", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:], "rejected": turns("", BAD)[1:]}, [CHAT, *PREFERRED]),
+    "TRL's messages": ("a.csv", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:], "rejected": turns("", BAD)[1:]},
+        [CHAT, *PREFERRED]),
 }  # fmt: skip
 # Each row of a pair's two answers, the better one first.
 LABELLED: dict[str, tuple[str, Any, list[str]]] = {
-    "kto-mix-14k": ("a.parquet", lambda text: {"prompt": turns(ASK), "completion": turns("", text)[1:]}, [CHAT, *PREFERRED]),
+    "kto-mix-14k": ("a.parquet", lambda text: {"prompt": turns(ASK), "completion": turns("", text)[1:]},
+        [CHAT, *PREFERRED]),
     "TRL's texts": ("a.csv", lambda text: {"prompt": "Q: Name a sea.\nA:", "completion": f" {text}"}, ["Q: Name a "
         "sea.\nA:", *IN_TEXT]),
-    "LLaMA-Factory, messages": ("a.json", lambda text: {"messages": turns("Hi", "Hello.", ASK, text)}, [LATER, *PREFERRED]),
-    "LLaMA-Factory, kto_tag": ("a.jsonl", lambda text: {"instruction": ASK, "input": "", "output": text}, [CHAT, *PREFERRED]),
-    "axolotl, chatml.intel": ("a.jsonl", lambda text: {**SYSTEM, "question": ASK, "completion": text}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "LLaMA-Factory, messages": ("a.json", lambda text: {"messages": turns("Hi", "Hello.", ASK, text)},
+        [LATER, *PREFERRED]),
+    "LLaMA-Factory, kto_tag": ("a.jsonl", lambda text: {"instruction": ASK, "input": "", "output": text},
+        [CHAT, *PREFERRED]),
+    "axolotl, chatml.intel": ("a.jsonl", lambda text: {**SYSTEM, "question": ASK, "completion": text},
+        ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
     "axolotl, chatml.argilla_chat": ("a.parquet", lambda text: {"completion": turns(ASK, text)}, [CHAT, *PREFERRED]),
 }  # fmt: skip
 
@@ -195,7 +214,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a labelled prompt of another name": ("--task kto", {"query": ASK, "completion": GOOD, "label": True}, "the row "
         "has no prompt, but a column query, which is not read; give --columns query=prompt, or query=instruction to "
         "use the chat template."),
-    "PKU-SafeRLHF before a choice": ("--task dpo", {"prompt": ASK, "response_0": GOOD, "response_1": BAD, "better_response_id": 0}, "the "
+    "PKU-SafeRLHF before a choice": ("--task dpo", {"prompt": ASK, "response_0": GOOD, "response_1": BAD,
+        "better_response_id": 0}, "the "
         "row (prompt, response_0, response_1, better_response_id) is no pair of answers that the kit knows; write the "
         f"better answer as chosen and the other as rejected, {BESIDE}"),
     "SHP before a choice": ("--task dpo", {"history": ASK, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1}, "the "

@@ -97,7 +97,8 @@ def test_weights_mix_datasets_without_repeating_a_row(streamed: list[str]) -> No
 @pytest.mark.usefixtures("rows")
 def test_the_run_reads_its_rows_so_and_says_how_many(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     settings = settings_of(
-        "qa.csv[:50%]:2", "a.jsonl", "--eval_dataset", "qa.csv[-10%:]", "--columns", "Question=instruction", "Reply=output"
+        "qa.csv[:50%]:2", "a.jsonl", "--eval_dataset", "qa.csv[-10%:]", "--columns", "Question=instruction",
+            "Reply=output"
     )  # fmt: skip
     (tmp_path / "read").mkdir()
     read_examples(settings, cpu_runtime(), tmp_path / "read")
@@ -185,10 +186,12 @@ def test_the_yaml_of_the_page_parses(tmp_path: Path) -> None:
         ("a.jsonl[]", "the brackets hold no split"),
         ("a.jsonl[20:]", "dataset a.jsonl[train[20:]] holds no rows; give another slice."),
         ("qa.csv@en", "dataset qa.csv@en: a file has no subset; leave @en out."),
-        ("a.jsonl[:10%] --streaming --max_steps 1", "the number of streamed rows is not known; give a slice by numbers"),
+        ("a.jsonl[:10%] --streaming --max_steps 1",
+            "the number of streamed rows is not known; give a slice by numbers"),
         (".[:10] --streaming --max_steps 1", "a folder has no slices; name one of its files"),
         ("qa.csv", "give --columns Question=instruction Reply=output."),
-        ("qa.csv --columns Question=instruction,Reply=output", "is no pair of names; give each as OLD=NEW, with spaces"),
+        ("qa.csv --columns Question=instruction,Reply=output",
+            "is no pair of names; give each as OLD=NEW, with spaces"),
         ("qa.csv --columns Question=instruction Question=input", "renames Question twice; name it once."),
         ("qa.csv --columns Question=instrucion", "instrucion is not a column that is read; give one of chosen, "
             "completion"),

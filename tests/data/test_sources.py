@@ -87,8 +87,10 @@ def test_a_csv_cell_may_hold_lines_commas_quotes_and_long_json(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", b'{"n": "1"}\n{"n": "2"}\n'), ("a.ndjson.zst", b'{"n": "1"}\n{"n": "2"}\n'), ("a.CSV.bz2", b"n\n1\n2\n"),
-        ("a.json.xz", b'[{"n": "1"}, {"n": "2"}]'), ("a.jsonl", b'{"n": "1"}\n{"n": "2"}'), ("a.ndjson", b'{"n": "1"}\n{"n": "2"}'),
+        ("a.jsonl.gz", b'{"n": "1"}\n{"n": "2"}\n'), ("a.ndjson.zst", b'{"n": "1"}\n{"n": "2"}\n'),
+            ("a.CSV.bz2", b"n\n1\n2\n"),
+        ("a.json.xz", b'[{"n": "1"}, {"n": "2"}]'), ("a.jsonl", b'{"n": "1"}\n{"n": "2"}'),
+            ("a.ndjson", b'{"n": "1"}\n{"n": "2"}'),
     ],
 )  # fmt: skip
 def test_compressed_text_is_read_by_its_content(
@@ -139,7 +141,8 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.jsonl", '{"a": 1, "a": 2}', ":1 is not JSON ('a' is given twice); fix or remove it."),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2 is not UTF-8 text (invalid start byte at byte 8 of the line); "),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), ":1 is not UTF-8 text (invalid start byte at byte 1 of the line"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], " is damaged: Compressed file ended before the"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9],
+            " is damaged: Compressed file ended before the"),
         ("a.csv.xz", lzma.compress(b"a\n1")[:-9], " is damaged: Compressed file ended before the end-of-stream marker"),
         ("a.jsonl.zst", zstd(b'{"a": 1}\n' * 99)[:-9], " is damaged: "),
         ("a.jsonl.bz2", bz2.compress(b'{"a": 1}\n{"a":'), ":2 is not JSON (Expecting value at column 6)"),
@@ -238,7 +241,8 @@ def test_a_cut_off_parquet_file_is_refused(tmp_path: Path) -> None:
     [
         ("rows.jsonl", True), ("rows.CSV", True), ("./rows", True), ("~/rows", True), ("/rows", True),
         ("rows.jsonl.gz", True), ("rows.CSV.ZIP", True), ("owner/name.gz", False),
-        ("a/b/c", True), ("my chats", True), ("owner/name:train", True), ("name", False), ("owner/name", False), ("owner/name-v1.5", False),
+        ("a/b/c", True), ("my chats", True), ("owner/name:train", True), ("name", False), ("owner/name", False),
+            ("owner/name-v1.5", False),
     ],
 )  # fmt: skip
 def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:

@@ -35,7 +35,8 @@ def tokenizer() -> Any:
 
 
 def tokenize(
-    folder: Path, tokenizer: Any, rows: list[dict[str, Any]], template: str | None = None, day: str | None = None, **given: Any
+    folder: Path, tokenizer: Any, rows: list[dict[str, Any]], template: str | None = None, day: str | None = None,
+        **given: Any
 ) -> tuple[TokenizedRows, Settings]:  # fmt: skip
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = Settings(dataset=[str(folder / "rows.jsonl")], **({"max_length": 64} | given))

@@ -82,7 +82,8 @@ def offered(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
 
 
 NAMES = st.text(max_size=12) | st.sampled_from(
-    ["../outside", "/etc/passwd", "a/../../outside", "..", ".", "", "a\0b", "x" * 300, "x/" * 3000, "\ud800", "a\nb", "manifest.json",
+    ["../outside", "/etc/passwd", "a/../../outside", "..", ".", "", "a\0b", "x" * 300, "x/" * 3000, "\ud800", "a\nb",
+        "manifest.json",
      "trainer_state.json/x", "link", "C:\\x", "\\\\host\\x", "~", "$HOME", "-rf"]
 )  # fmt: skip
 JSON = st.recursive(

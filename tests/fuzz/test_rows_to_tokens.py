@@ -39,7 +39,8 @@ many = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 MARKUP = [
-    "<tool_response>", "</tool_response>", "<think>", "</think>", "/think", "/no_think", "[THINK]", "<|channel>", "<channel|>",
+    "<tool_response>", "</tool_response>", "<think>", "</think>", "/think", "/no_think", "[THINK]", "<|channel>",
+        "<channel|>",
     "<tool_call>", "[INST]", "<|im_end|>", "ASSISTANT:", "### Response:", "<tools>", "{{ x }}", "<image>", "</s>",
 ]  # fmt: skip
 # Reasoning may be written in other markup, and that of earlier turns left out.

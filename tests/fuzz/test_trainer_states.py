@@ -67,7 +67,8 @@ def test_what_a_run_writes_is_accepted(tmp_path: Path) -> None:
         ({"best_model_checkpoint": 5}, "best_model_checkpoint in"),
         ({"stateful_callbacks": {"SavedTotals": {"args": {}}}}, "stateful_callbacks in"),
         ({"stateful_callbacks": {"SavedTotals": {"args": {"pending": [[1, 2]]}, "attributes": {}}}}, "SavedTotals in"),
-        ({"stateful_callbacks": {"SavedTotals": {"args": {"totals": {"tokens": 1.5}}, "attributes": {}}}}, "SavedTotals "
+        ({"stateful_callbacks": {"SavedTotals": {"args": {"totals": {"tokens": 1.5}}, "attributes": {}}}},
+            "SavedTotals "
             "in"),
         ({"stateful_callbacks": {"SavedTotals": {"args": {"x": 1}, "attributes": {}}}}, "SavedTotals in"),
         ({"one_more": 1}, "one_more in"),

@@ -170,7 +170,8 @@ def told_words(value: Any) -> list[str]:
     if isinstance(value, dict):
         if "parameters" in value:
             return [value["name"]]
-        return [word for key, item in value.items() if key != "name" or "arguments" in value for word in (*WORD.findall(key), *told_words(item))]  # fmt: skip
+        return [word for key, item in value.items() if key != "name" or "arguments" in value for word
+            in (*WORD.findall(key), *told_words(item))]  # fmt: skip
     if isinstance(value, list):
         return [word for item in value for word in told_words(item)]
     return WORD.findall(value) if isinstance(value, str) else []
@@ -245,7 +246,8 @@ OUTCOMES = {
     },
     "llama3_1": {"call": (), "call with text": ("text",), "two calls": "only supports single tool-calls", "block": ()},
     "gemma4_v5": {
-        "Gemma's block": "leaves out the reasoning in the answer ('thought wr1start is at wr1middle of this", "block": (), "call": (),
+        "Gemma's block": "leaves out the reasoning in the answer ('thought wr1start is at wr1middle of this",
+            "block": (), "call": (),
     },
     "deepseek_r1_distill": {
         "plain": ("unprompted",), "block": ("training",), "reasoning": "leaves out the reasoning_content of the "

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from unsloth_ddp.data.sources.formats import ACCEPTED, ANY_FIX, Example, to_example
 from unsloth_ddp.data.sources.messages import SHAREGPT_ROLES
@@ -210,47 +207,8 @@ def test_anything_else_is_refused_in_one_sentence(row: Any, sentence: str) -> No
     assert len(message) < 500
 
 
-def test_deep_nesting_is_refused() -> None:
-    deep: Any = {}
-    for _ in range(900):
-        deep = {"properties": deep}
-    assert refusal({"messages": CHAT, "tools": [deep]}) == "tools is nested over 50 levels deep; fix or remove it."
-
-
 def test_a_row_is_not_changed() -> None:
     row = {"messages": [{**ANSWER, "content": None, "tool_calls": [call("{}")]}], "tools": json.dumps([TOOL])}
     before = json.dumps(row)
     to_example(row)
     assert json.dumps(row) == before
-
-
-KEYS = st.sampled_from([
-    "messages", "conversations", "tools", "instruction", "input", "output", "system", "prompt", "completion", "text",
-    "role", "content", "from", "value", "tool_calls", "function", "name", "arguments", "type",
-])  # fmt: skip
-LEAVES = st.sampled_from(["user", "assistant", "gpt", "human", "tool", "text", "[]", "{}", "\ud83d", b"x"])
-VALUES = st.recursive(
-    LEAVES | st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(), inner, max_size=4),
-    max_leaves=12,
-)
-MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.just("assistant") | VALUES, "content": st.text() | VALUES},
-        optional={"tool_calls": VALUES}),
-    max_size=3,
-)  # fmt: skip
-ROWS = VALUES | st.dictionaries(KEYS, VALUES | MESSAGES, max_size=4)
-
-
-@given(ROWS)
-def test_any_row_is_an_example_or_refused(row: Any) -> None:
-    try:
-        example = to_example(row)
-    except UserError as refused:
-        assert len(str(refused)) < 4000
-        return
-    assert (example.text is None) != (not example.messages)
-    assert example.prompt_messages <= len(example.messages)
-    # Between reading and tokenizing it is kept as JSON.
-    assert Example(**json.loads(json.dumps(dataclasses.asdict(example), allow_nan=True))) is not None
-    json.dumps(dataclasses.asdict(example), ensure_ascii=False).encode()

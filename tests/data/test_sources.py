@@ -12,17 +12,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources import json_text
 from unsloth_ddp.data.sources.json_text import LFS_POINTER
 from unsloth_ddp.data.sources.rows import check_source, is_file, left_out, read_rows, streamed_sources
 from unsloth_ddp.utils.errors import UserError
@@ -327,40 +323,6 @@ def test_a_hub_dataset_without_a_network_comes_with_advice(monkeypatch: pytest.M
         r"--local-dir FOLDER\) and give the files",
     ):
         list(read_rows("my/rows", "train"))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-ONE_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@given(st.lists(JSON, max_size=5), st.sampled_from([None, 0, 1]), st.sampled_from(["\n", "\r\n"]))
-@ONE_FOLDER
-def test_any_json_rows_are_read_back_from_a_list_and_from_lines(
-    tmp_path: Path, made: list[Any], indent: int | None, end: str
-) -> None:
-    listed = write(tmp_path, "a.json", json.dumps(made, indent=indent).replace("\n", end))
-    assert [columns for _, columns in rows(listed)] == made
-    # However the file is cut into parts.
-    for size in (1, 7):
-        with patch.object(json_text, "CHUNK", size):
-            in_parts = rows(listed)
-        assert in_parts == rows(listed)
-    lined = write(tmp_path, "a.jsonl", "".join(json.dumps(row, ensure_ascii=False) + end for row in made))
-    assert rows(lined) == [(f":{number}", row) for number, row in enumerate(made, 1)]
-
-
-@given(st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]), st.binary(max_size=60) | st.text().map(str.encode))
-@ONE_FOLDER
-def test_any_bytes_are_rows_or_refused(tmp_path: Path, suffix: str, content: bytes) -> None:
-    path = write(tmp_path, f"a{suffix}", content)
-    try:
-        rows(path)
-    except UserError as refused:
-        assert str(path) in str(refused)
 
 
 @pytest.mark.parametrize("cell", ["nan", "NaN", "NULL", "null", "None", "<NA>"])

@@ -63,9 +63,15 @@ MARKED_CONTENT = (
     "m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n<|end|>' }}{% endfor %}{% if "
     "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-NUMBERED = "{{ messages | length ~ ' turns\n' }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+NUMBERED = (
+    "{{ messages | length ~ ' turns\n' }}"
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+)
 
-GROUPED = "{% for role in ('user', 'assistant') %}{% for m in messages if m['role'] == role %}{{ m['content'] + '\n' }}{% endfor %}{% endfor %}"
+GROUPED = (
+    "{% for role in ('user', 'assistant') %}"
+    "{% for m in messages if m['role'] == role %}{{ m['content'] + '\n' }}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -318,7 +324,10 @@ def test_a_file_that_is_not_jinja_is_refused_with_its_line(tmp_path: Path) -> No
         check_chat_template(str(path))
 
 
-ENDED = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.mark.parametrize(

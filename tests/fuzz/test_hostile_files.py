@@ -327,7 +327,8 @@ MODELS: dict[str, tuple[Act, str]] = {
         "os; os.mkdir('ran')")(at)), f"{TRAINS}|trust_remote_code"),
     "tokenizer config is a list": (put("tokenizer_config.json", "[]"), "token"),
     "template without end": (template(LOOP), "chat template"),
-    "template that doubles": (template("{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"), "chat "
+    "template that doubles": (template("{% set n = namespace(x='ab') %}"
+            "{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"), "chat "
         "template"),
     "template that raises": (template("{{ raise_exception('no\x1b[2J') }}"), "chat template|template"),
     "template that divides by zero": (template("{{ 1 / 0 }}"), "template"),

@@ -1,4 +1,4 @@
-"""Checkpoints of rubbish: any manifest, any names in it, links out of the folder; offered only if whole, never executed."""
+"""Checkpoints of rubbish: any manifest, any names in it, links out of the folder; offered if whole, never executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fuzz names and paths that lead elsewhere, nowhere or in circles: they are refused before a file is read or changed."""
+"""Fuzz names and paths that lead elsewhere, nowhere or in circles: refused before a file is read or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of rubbish as rows: read, checked and written to the run's folder as a run does, or refused by file and line."""
+"""Files of rubbish as rows: read, checked and stored as a run does, or refused by file and line."""
 
 from __future__ import annotations
 

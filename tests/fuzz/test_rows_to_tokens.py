@@ -1,4 +1,4 @@
-"""Rows of random structure and markup under the templates of TRL, Unsloth and Transformers: each part is followed to its tokens.
+"""Follow each part of random rows to its tokens, under the templates of TRL, Unsloth and Transformers.
 
 A row is refused, or every word of it stands in its tokens as often as in the row, its markup too, only answers are
 supervised, they follow the generation prompt, and both answers of a pair follow the same tokens. What differs has to be

@@ -1,4 +1,4 @@
-"""trainer_state.json with any values: resumed only with those that a run writes, and skipped in one sentence otherwise."""
+"""trainer_state.json with any values: resumed only with those that a run writes, otherwise skipped in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Markup that a row and its template both write, that a template takes out, and prompts that training does not follow, are told."""
+"""Markup that a row and its template both write or that a template takes out, and prompts that rows lack, are told."""
 
 from __future__ import annotations
 

@@ -181,11 +181,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the result is written")
     options = parser.parse_args()
     os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    commits = {"this": commit_of(REPO), "other": commit_of(options.other)}
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
         kits = {name: Kit(path, name, Path(folder)) for name, path in (("this", REPO), ("other", options.other))}
         cells = compared(kits, Path(folder), options.rows)
-    commits = {"this": commit_of(REPO), "other": commit_of(options.other)}
     mean = statistics.geometric_mean(cell["ratio"] for cell in cells.values())
     result = {"commits": commits, "rows": options.rows, "mean_ratio": mean, "rows_a_second": cells}
     text = json.dumps(result, indent=2)

@@ -250,11 +250,11 @@ def test_rows_of_like_length_share_a_micro_batch() -> None:
     [
         (12, range(1, 4), None),
         (16, range(1, 3), None),
-        (16, range(2, 5), "go on with 3 nodes, but 6 processes cannot share the 16 of a step; give --global_batch_size 24, "
-         "which 2 to 4 nodes can share, or --min_nodes 4."),
+        (16, range(2, 5), "go on with 3 nodes, but 6 processes cannot share the 16 of a step; give "
+            "--global_batch_size 24, which 2 to 4 nodes can share, or --min_nodes 4."),
         # Neither given: the steps of three nodes would be of another size.
-        (None, range(1, 4), "go on with 3 nodes, but 6 processes cannot share the 16 of a step; give --global_batch_size 24, "
-         "which 1 to 3 nodes can share."),
+        (None, range(1, 4), "go on with 3 nodes, but 6 processes cannot share the 16 of a step; give "
+            "--global_batch_size 24, which 1 to 3 nodes can share."),
         (16, range(1, 100_000), "cannot share the 16 of a step; give another number of nodes."),
     ],
 )  # fmt: skip

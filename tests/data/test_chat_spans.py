@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.test_tokenize import CHATML, IM, PLAIN, THINK, TOOL, TURNS, core, from_trl, make_tokenizer, supervised
-from unsloth_ddp.data.chat.labels import stop_tokens
 from unsloth_ddp.data.chat.template import prints_date
 from unsloth_ddp.data.chat.tokenize import EncodedRow, Encoder
+from unsloth_ddp.data.chat.tokens import stop_tokens
 from unsloth_ddp.data.chat.turn_spans import shared
 from unsloth_ddp.data.sources.formats import to_example
 from unsloth_ddp.utils.errors import UserError
@@ -89,7 +89,8 @@ def test_a_prompt_that_no_one_asked_for_is_not_trained(core: Tokenizer, begin: s
         ),
         (
             {"messages": REASONED},
-            "leaves out the reasoning_content of the answer; give --reasoning_in_content, which writes it into the content",
+            "leaves out the reasoning_content of the answer; give --reasoning_in_content, which writes it into the "
+            "content",
         ),
         (
             {"messages": [TURNS[0], {**TURNS[1], "thinking": "R"}]},
@@ -176,8 +177,8 @@ def test_arguments_are_not_printed_as_python_prints_them(core: Tokenizer, printe
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m.tool_calls or [] %}"
         + "{{ c['function']['name'] }}"
         + printed
-        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% "
+        "endif %}"
     )
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     quoting = {**TOOL_TURNS[2], "content": "{'a': 'two'}"}
@@ -335,7 +336,8 @@ def test_a_turn_of_weight_0_in_the_prompt_is_left_out_of_the_loss_on_all(core: T
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        ("<end>\n<user>", "<end>\n", "<end>\n"), ("<end>\n\n  <user>", "<end> <user>", "<end>\n\n  <user>"), ("\nuser:", "<eos>", "\n"),
+        ("<end>\n<user>", "<end>\n", "<end>\n"), ("<end>\n\n  <user>", "<end> <user>", "<end>\n\n  <user>"),
+            ("\nuser:", "<eos>", "\n"),
         ("<a></think>Yes", "<a><think>\n", "<a>"), ("[a]b", "[a]c", "[a]"), ("a < b", "a < c", "a < "), ("", "a", ""),
     ],
 )  # fmt: skip

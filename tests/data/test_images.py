@@ -47,23 +47,31 @@ URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 @pytest.mark.parametrize(
     ("row", "parts", "images"),
     [
-        ({"messages": [asking({"type": "image", "image": "a.png"}, TEXT), ANSWER]}, {"0": [None, "What is this?"]}, ["a.png"]),
-        ({"messages": [asking(TEXT, {"type": "image", "path": "a.png"}), ANSWER]}, {"0": ["What is this?", None]}, ["a.png"]),
+        ({"messages": [asking({"type": "image", "image": "a.png"}, TEXT), ANSWER]}, {"0": [None, "What is this?"]},
+            ["a.png"]),
+        ({"messages": [asking(TEXT, {"type": "image", "path": "a.png"}), ANSWER]}, {"0": ["What is this?", None]},
+            ["a.png"]),
         ({"messages": [asking({"type": "image", "url": "file:///a.png"}), ANSWER]}, {"0": [None]}, ["/a.png"]),
-        ({"messages": [asking({"type": "image_url", "image_url": {"url": "a.png"}}), ANSWER]}, {"0": [None]}, ["a.png"]),
-        ({"messages": [asking({"type": "image", "text": None, "image": {"path": "a.png", "bytes": None}}), ANSWER]}, {"0": [None]}, ["a.png"]),
+        ({"messages": [asking({"type": "image_url", "image_url": {"url": "a.png"}}), ANSWER]}, {"0": [None]},
+            ["a.png"]),
+        ({"messages": [asking({"type": "image", "text": None, "image": {"path": "a.png", "bytes": None}}), ANSWER]},
+            {"0": [None]}, ["a.png"]),
         # A column beside parts, in order or by number.
         ({"messages": [asking({"type": "image"}, TEXT, {"type": "image"}), ANSWER], "images": ["a.png", "b.png"]},
          {"0": [None, "What is this?", None]}, ["a.png", "b.png"]),
-        ({"messages": [asking({"type": "image", "index": 1}, {"type": "image", "index": 0}), ANSWER], "images": ["a.png", "b.png"]},
+        ({"messages": [asking({"type": "image", "index": 1}, {"type": "image", "index": 0}), ANSWER],
+            "images": ["a.png", "b.png"]},
          {"0": [None, None]}, ["b.png", "a.png"]),
-        ({"messages": [asking({"type": "image", "index": 1.0}, {"type": "image", "index": 0.0}), ANSWER], "images": ["a.png", "b.png"]},
+        ({"messages": [asking({"type": "image", "index": 1.0}, {"type": "image", "index": 0.0}), ANSWER],
+            "images": ["a.png", "b.png"]},
          {"0": [None, None]}, ["b.png", "a.png"]),
         ({"messages": [asking({"image": "a.png"}, {"text": "What?"}), ANSWER]}, {"0": [None, "What?"]}, ["a.png"]),
-        ({"messages": [asking({"type": "input_image", "image_url": "a.png"}, {"type": "input_text", "text": "What?"}), ANSWER]},
+        ({"messages": [asking({"type": "input_image", "image_url": "a.png"}, {"type": "input_text", "text": "What?"}),
+            ANSWER]},
          {"0": [None, "What?"]}, ["a.png"]),
         # Markers of LLaVA and LLaMA-Factory, in several turns.
-        ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}], "image": "a.png"},
+        ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}],
+            "image": "a.png"},
          {"0": [None, "\nWhat?"]}, ["a.png"]),
         ({"instruction": "Compare <image> and <image>.", "output": "Alike.", "images": '["a.png", "b.png"]'},
          {"0": ["Compare ", None, " and ", None, "."]}, ["a.png", "b.png"]),
@@ -73,7 +81,8 @@ URI = "data:image/png;base64," + base64.b64encode(png()).decode()
         ({"prompt": [ASK], "completion": [ANSWER], "image": "a.png"}, {"0": [None, "What is this?"]}, ["a.png"]),
         ({"messages": [{**ASK, "images": ["a.png"]}, ANSWER]}, {"0": [None, "What is this?"]}, ["a.png"]),
         ({"messages": [ASK, ANSWER, {**ASK, "image": "a.png"}, ANSWER]}, {"2": [None, "What is this?"]}, ["a.png"]),
-        ({"conversations": [{"from": "human", "value": "See <image>.", "images": "a.png"}, {"from": "gpt", "value": "A cat."}]},
+        ({"conversations": [{"from": "human", "value": "See <image>.", "images": "a.png"}, {"from": "gpt", "value": "A "
+            "cat."}]},
          {"0": ["See ", None, "."]}, ["a.png"]),
         # Rows of text among them.
         ({"messages": [ASK, ANSWER], "images": []}, {}, []),
@@ -89,7 +98,8 @@ def test_images_stand_where_the_row_has_them(row: dict[str, Any], parts: dict, i
 @pytest.mark.parametrize(
     "image",
     [
-        png(), URI.upper()[:5] + URI[5:], {"bytes": URI.partition(",")[2]}, {"bytes": png(), "path": None}, {"bytes": png(), "path": "x.png"}, URI, {"url": URI},
+        png(), URI.upper()[:5] + URI[5:], {"bytes": URI.partition(",")[2]}, {"bytes": png(), "path": None},
+            {"bytes": png(), "path": "x.png"}, URI, {"url": URI},
         {"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]}, Image.open(io.BytesIO(png())),
     ],
 )  # fmt: skip
@@ -140,48 +150,73 @@ SHOWN = {"messages": [asking({"type": "image"}, TEXT), ANSWER]}
         ({**SHOWN, "images": ["broken.png"]}, "broken.png cannot be decoded: "),
         ({**SHOWN, "images": ["cut.jpg"]}, "cut.jpg cannot be decoded: image file is truncated"),
         ({**SHOWN, "images": ["none.gif"]}, "none.gif is not an image in a known format"),
-        ({**SHOWN, "images": ["large.png"]}, "large.png has 9,000 x 9,000 pixels, over the limit of 64,000,000; scale it down."),
+        ({**SHOWN, "images": ["large.png"]}, "large.png has 9,000 x 9,000 pixels, over the limit of 64,000,000; scale "
+            "it down."),
         ({**SHOWN, "images": ["pointer.png"]}, "pointer.png is a pointer of Git LFS, not the image; run git lfs pull"),
         ({**SHOWN, "images": ["data:image/png,abc"]}, "an image in base64 cannot be decoded"),
-        ({**SHOWN, "images": ["data:text/plain;base64,aGVsbG8="]}, "image in the row is not an image in a known format"),
+        ({**SHOWN, "images": ["data:text/plain;base64,aGVsbG8="]},
+            "image in the row is not an image in a known format"),
         ({**SHOWN, "images": '["good.png"'}, "images is text that is not JSON"),
         ({"messages": [asking({"type": "image", "file": "good.png"}), ANSWER]}, "the row has 0 images for 1 place"),
-        ({"messages": [asking({"type": "image", "image": ["good.png"]}), ANSWER]}, "an image is a list, not a path or bytes"),
+        ({"messages": [asking({"type": "image", "image": ["good.png"]}), ANSWER]}, "an image is a list, not a path or "
+            "bytes"),
         ({**SHOWN, "images": ["empty.png"]}, "empty.png is empty; fix it or remove the row."),
-        ({**SHOWN, "images": ["huge.png"]}, "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
+        ({**SHOWN, "images": ["huge.png"]},
+            "huge.png has far more pixels than the limit of 64,000,000; scale it down."),
         ({**SHOWN, "images": ["drawing.svg"]}, "drawing.svg is not an image in a known format"),
         ({**SHOWN, "images": ["page.eps"]}, "page.eps is not an image in a known format"),
         ({**SHOWN, "images": ["."]}, "image . is not a file ("),
         ({**SHOWN, "images": ["a\u0000b.png"]}, "there is no such file"),
-        ({**SHOWN, "images": ["~nobody-has-this-name/a.png"]}, "image '~nobody-has-this-name/a.png' is not a path; check it."),
-        ({**SHOWN, "images": ["line.png"]}, "line.png has 1 x 4,000 pixels, so one side is over 200 times the other; crop it."),
+        ({**SHOWN, "images": ["~nobody-has-this-name/a.png"]}, "image '~nobody-has-this-name/a.png' is not a path; "
+            "check it."),
+        ({**SHOWN, "images": ["line.png"]}, "line.png has 1 x 4,000 pixels, so one side is over 200 times the other; "
+            "crop it."),
         ({**SHOWN, "images": ["float.tif"]}, "float.tif has numbers of 32 bits, whose white is not known"),
         ({**SHOWN, "images": [None]}, "an image is missing, not a path or bytes; give one of them"),
         ({**SHOWN, "images": None}, "the row has 0 images for 1 place"),
-        ({"messages": [asking({"type": "image", "image": "good.png"}, {"type": "text", "text": "<image> What?"}), ANSWER]},
+        ({"messages": [asking({"type": "image", "image": "good.png"}, {"type": "text", "text": "<image> What?"}),
+            ANSWER]},
          "the row has 1 image part and as often <image> in its texts; keep one of the two."),
-        ({**SHOWN, "images": ["https://example.com/a.png"]}, "the image https://example.com/a.png is an address, and download_images is off; set --download_images, or download it and give its path."),
-        ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]}, "http://a/b.jpg is an address, and download_images is off"),
-        ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address of another kind than http(s); download it"),
-        ({**SHOWN, "images": ["/9j/" + "A" * 300 + "/AA"]}, "the image /9j/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA... of 307 characters is no path; put data:image/png;base64, before base64."),
-        ({"messages": [asking({"type": "image", "index": "0"}), ANSWER], "images": ["good.png"]}, "the index of an image part is '0'"),
-        ({"messages": [asking({"type": "image", "image": "good.png", "weight": 0}), ANSWER]}, "a content part has weight 0 or false"),
-        ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, or give a path."),
-        (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places, in image parts or the column images."),
-        ({**SHOWN, "images": ["good.png", "good.png"]}, "the row has 2 images for 1 place (image parts in its messages)"),
-        ({"messages": [{"role": "user", "content": "<image> and <image>"}, ANSWER], "images": ["good.png"]}, "the row has 1 image for 2 places (<image> outside its answers)"),
-        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": []}, "the row has 0 images for 1 place (<image> outside its answers)"),
-        ({"messages": [asking({"type": "image", "image": "good.png"}), ANSWER], "images": ["good.png"]}, "the content parts name their images, and the row has a column of images too"),
-        ({**SHOWN, "images": "good.png", "image": "good.png"}, "the row has images and image; keep one of these columns."),
+        ({**SHOWN, "images": ["https://example.com/a.png"]}, "the image https://example.com/a.png is an address, and "
+            "download_images is off; set --download_images, or download it and give its path."),
+        ({"messages": [asking({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}), ANSWER]},
+            "http://a/b.jpg "
+            "is an address, and download_images is off"),
+        ({**SHOWN, "images": ["az://box/a.png"]}, "the image az://box/a.png is an address of another kind than "
+            "http(s); download it"),
+        ({**SHOWN, "images": ["/9j/" + "A" * 300 + "/AA"]}, "the image /9j/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA... of "
+            "307 characters is no path; put data:image/png;base64, before base64."),
+        ({"messages": [asking({"type": "image", "index": "0"}), ANSWER], "images": ["good.png"]}, "the index of an "
+            "image part is '0'"),
+        ({"messages": [asking({"type": "image", "image": "good.png", "weight": 0}), ANSWER]}, "a content part has "
+            "weight 0 or false"),
+        ({**SHOWN, "images": ["data:image/png;base64,???"]}, "an image in base64 cannot be decoded; write it again, "
+            "or give a path."),
+        (SHOWN, "the row has 0 images for 1 place (image parts in its messages); give as many images as places, in "
+            "image parts or the column images."),
+        ({**SHOWN, "images": ["good.png", "good.png"]}, "the row has 2 images for 1 place (image parts in its "
+            "messages)"),
+        ({"messages": [{"role": "user", "content": "<image> and <image>"}, ANSWER], "images": ["good.png"]}, "the row "
+            "has 1 image for 2 places (<image> outside its answers)"),
+        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": []}, "the row has 0 images for 1 "
+            "place (<image> outside its answers)"),
+        ({"messages": [asking({"type": "image", "image": "good.png"}), ANSWER], "images": ["good.png"]}, "the content "
+            "parts name their images, and the row has a column of images too"),
+        ({**SHOWN, "images": "good.png", "image": "good.png"}, "the row has images and image; keep one of these "
+            "columns."),
         ({**SHOWN, "images": 5}, "images is a number, not an image or a list of images."),
         ({**SHOWN, "images": [5]}, "an image is a number, not a path or bytes; give one of them"),
         ({**SHOWN, "images": [{"name": "a.png"}]}, "an image is an object with name; it needs bytes, or a path."),
-        ({"messages": [asking({"type": "image", "image": "good.png", "url": "good.png"}), ANSWER]}, "an image part has image and url; keep one of them."),
-        ({"messages": [asking({"type": "image", "index": 4}), ANSWER], "images": ["good.png"]}, "the image parts have the index [4] for 1 image; number them from 0."),
+        ({"messages": [asking({"type": "image", "image": "good.png", "url": "good.png"}), ANSWER]}, "an image part "
+            "has image and url; keep one of them."),
+        ({"messages": [asking({"type": "image", "index": 4}), ANSWER], "images": ["good.png"]}, "the image parts have "
+            "the index [4] for 1 image; number them from 0."),
         ({"messages": [ANSWER], "images": ["good.png"]}, "the row has images and no user message to show them in"),
-        ({"text": "A cat.", "images": ["good.png"]}, "the row has images beside plain text, which has no place for them; write it as messages."),
+        ({"text": "A cat.", "images": ["good.png"]}, "the row has images beside plain text, which has no place for "
+            "them; write it as messages."),
         ({**SHOWN, "videos": ["a.mp4"]}, "the row has a column videos; this kit trains on text and images only."),
-        ({"messages": [asking({"type": "video", "video": "a.mp4"}), ANSWER]}, "a content part (of type 'video') that is neither"),
+        ({"messages": [asking({"type": "video", "video": "a.mp4"}), ANSWER]}, "a content part (of type 'video') that "
+            "is neither"),
     ],
 )  # fmt: skip
 def test_a_bad_image_is_refused_in_one_sentence_with_its_line(row: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -189,9 +224,13 @@ def test_a_bad_image_is_refused_in_one_sentence_with_its_line(row: dict[str, Any
     Image.effect_noise((64, 64), 60).save(written, "JPEG")
     jpeg = written.getvalue()
     contents = {
-        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"", "huge.png": pretending_png(30_000), "large.png": pretending_png(9000), "none.gif": b"GIF89a" + bytes(7), "line.png": png(size=(1, 4000)),
-        "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-        "pointer.png": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cut.jpg": jpeg[: len(jpeg) // 2],
+        "good.png": png(), "text.png": b"This is text.", "broken.png": broken_png(), "empty.png": b"",
+            "huge.png": pretending_png(30_000), "large.png": pretending_png(9000), "none.gif": b"GIF89a" + bytes(7),
+                "line.png": png(size=(1, 4000)),
+        "drawing.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            "page.eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "pointer.png": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "cut.jpg": jpeg[: len(jpeg) // 2],
     }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

@@ -19,7 +19,8 @@ TURNS = [
 @pytest.mark.parametrize(
     ("name", "value", "left_out"),
     [
-        ("loss_mask", [0, 0, 0, 1], [1]), ("loss_mask", "[0, 0, 0, 1]", [1]), ("trainable", [False, True, False, False], [3]),
+        ("loss_mask", [0, 0, 0, 1], [1]), ("loss_mask", "[0, 0, 0, 1]", [1]),
+            ("trainable", [False, True, False, False], [3]),
         ("weights", [0, 1, 0, 1], []), ("include_in_loss", [0, 0, 0, 1], [1]), ("weight", 1, []), ("train", "true", []),
     ],
 )  # fmt: skip

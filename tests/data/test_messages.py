@@ -56,7 +56,8 @@ def test_an_assistant_turn_of_weight_0_is_left_out_of_the_loss(flag: dict[str, A
         ({"instruction": "Hi", "output": "Hello.", "history": "[]"}, Example([ASK, ANSWER])),
         ({"instruction": "Hi", "output": "Hello.", "history": json.dumps([["Hi", "Hello."]])},
          Example([ASK, ANSWER, ASK, ANSWER])),
-        ({"messages": [ASK, {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}},
+        ({"messages": [ASK, {"role": "assistant", "content": None,
+            "function_call": {"name": "add", "arguments": '{"a": 2}'}},
                        {"role": "function", "name": "add", "content": "5"}, ANSWER], "functions": [{"name": "add"}]},
          Example([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]},
                   {"role": "tool", "name": "add", "content": "5"}, ANSWER],
@@ -64,7 +65,8 @@ def test_an_assistant_turn_of_weight_0_is_left_out_of_the_loss(flag: dict[str, A
         ({"conversations": [{"from": "human", "value": "Hi"},
                             {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
                             {"from": "observation", "value": "5"}, {"from": "gpt", "value": "Hello."}]},
-         Example([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}, ANSWER])),
+         Example([ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"},
+             ANSWER])),
         ({"messages": [ASK, {**ANSWER, "channel": "final"}]}, Example([ASK, {**ANSWER, "channel": "final"}])),
         ({"messages": [ASK, {**ANSWER, "refusal": None, "audio": None, "annotations": []}]},
          Example([ASK, {**ANSWER, "annotations": []}])),
@@ -80,26 +82,41 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "a message has weight 0.5; only 0 (or false) and 1 (or true)"),
         ({"messages": [ASK, {**ANSWER, "train": "no"}]}, "a message has train 'no'; only 0 (or false) and 1"),
         ({"messages": [ASK, {**ANSWER, "train": True, "weight": 0}]}, "has weight and train, which disagree; keep one"),
-        ({"messages": [ASK, {**ANSWER, "weight": 0}]}, "the conversation has only assistant turns of weight 0; add one"),
-        ({"messages": [ASK, {**ANSWER, "train_detail": [{"train": False}]}]}, "a message has train_detail, which is not"),
-        ({"messages": [ASK, {"role": "assistant", "content": None, "refusal": "No."}]}, "a message has refusal, which is"),
-        ({"messages": [ASK, {"role": "assistant", "content": None, "audio": {"id": "a"}}]}, "a message has audio, which is"),
+        ({"messages": [ASK, {**ANSWER, "weight": 0}]},
+            "the conversation has only assistant turns of weight 0; add one"),
+        ({"messages": [ASK, {**ANSWER, "train_detail": [{"train": False}]}]}, "a message has train_detail, which is "
+            "not"),
+        ({"messages": [ASK, {"role": "assistant", "content": None, "refusal": "No."}]}, "a message has refusal, which "
+            "is"),
+        ({"messages": [ASK, {"role": "assistant", "content": None, "audio": {"id": "a"}}]}, "a message has audio, "
+            "which is"),
         ({"messages": [ASK, {"role": "assistant", "channel": "analysis", "content": "Hm."}, ANSWER]},
-         "it is reasoning, and would be trained as an answer; move its text into thinking of the assistant message after it"),
-        ({"messages": [ASK, ANSWER], "videos": ["a.mp4"]}, "the row has a column videos; this kit trains on text and images only."),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "add"}}]}, "the older function_call"),
-        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "a message of role user has tool_calls; only assistant"),
-        ({"messages": [ASK, ANSWER], "system": "a", "system_prompt": "b"}, "two different system prompts, in system and"),
+         "it is reasoning, and would be trained as an answer; move its text into thinking of the assistant message "
+         "after it"),
+        ({"messages": [ASK, ANSWER], "videos": ["a.mp4"]}, "the row has a column videos; this kit trains on text and "
+            "images only."),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "add"}}]}, "the older "
+            "function_call"),
+        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]},
+            "a message of role user has tool_calls; only assistant"),
+        ({"messages": [ASK, ANSWER], "system": "a", "system_prompt": "b"}, "two different system prompts, in system "
+            "and"),
         ({"messages": [ASK, ANSWER], "system": ["a"]}, "system is a list, not text; write it as text."),
-        ({"messages": [ASK, ANSWER], "tools": [CALL], "functions": [{}]}, "the row has tools and the older functions; keep"),
+        ({"messages": [ASK, ANSWER], "tools": [CALL], "functions": [{}]}, "the row has tools and the older functions; "
+            "keep"),
         ({"instruction": "a", "output": "b", "history": [["q"]]}, "history is not a list of [question, answer] pairs"),
-        ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}, "the row is a preference pair (chosen, rejected)"),
-        ({"prompt": "a", "completion": "b", "label": False}, "the row has label false, which in KTO's format marks an answer not to learn"),
+        ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]},
+            "the row is a preference pair (chosen, rejected)"),
+        ({"prompt": "a", "completion": "b", "label": False}, "the row has label false, which in KTO's format marks an "
+            "answer not to learn"),
         ({"prompt": "a", "completion": "b", "label": "False"}, "the row has label false"),
         ({"messages": [ASK, {**ANSWER, "weight": "0"}]}, "a message has weight '0'; only 0 (or false) and 1 (or true)"),
-        ({"messages": [ASK, {**ANSWER, "reasoning_content": ["Hm."]}]}, "a list as reasoning_content, not text; write it as"),
-        ({"conversations": [{"from": "human", "value": "a", "content": "b"}]}, "has value and content, which differ; keep one"),
-        ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the value of a function_call turn is text that"),
+        ({"messages": [ASK, {**ANSWER, "reasoning_content": ["Hm."]}]}, "a list as reasoning_content, not text; write "
+            "it as"),
+        ({"conversations": [{"from": "human", "value": "a", "content": "b"}]}, "has value and content, which differ; "
+            "keep one"),
+        ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the value of a function_call turn is "
+            "text that"),
     ],
 )  # fmt: skip
 def test_keys_that_are_refused(row: dict[str, Any], sentence: str) -> None:
@@ -144,9 +161,12 @@ def test_arguments_are_read_under_every_known_key(key: str, given: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        ({"name": "add", "params": {"a": 2}}, "the call of add has params, but no arguments; rename params to arguments."),
-        ({"function": {"name": "add", "body": '{"a": 2}'}}, "the call of add has body, but no arguments; rename body to"),
-        ({"name": "add", "arguments": {"a": 2}, "input": {"a": 3}}, "has arguments and input, which differ; keep one of them."),
+        ({"name": "add", "params": {"a": 2}}, "the call of add has params, but no arguments; rename params to "
+            "arguments."),
+        ({"function": {"name": "add", "body": '{"a": 2}'}}, "the call of add has body, but no arguments; rename body "
+            "to"),
+        ({"name": "add", "arguments": {"a": 2}, "input": {"a": 3}}, "has arguments and input, which differ; keep one "
+            "of them."),
         ({"name": "add", "arguments": [2, 3]}, "arguments of the call of add is a list, not an object; write"),
         ({"name": "add", "parameters": "a=2"}, "the value of a tool call's parameters is text that is not JSON"),
     ],

@@ -48,7 +48,8 @@ def test_a_prompt_is_followed_by_the_answer_of_the_other_row():
 def rows(tmp_path):
     """Rows of different lengths, one of which loses its answer."""
     made = [
-        {"prompt": f"What is {'very ' * number}{number}? ", "completion": f"It is {number}." + " Really." * (number % 3), "label": number % 2}
+        {"prompt": f"What is {'very ' * number}{number}? ",
+            "completion": f"It is {number}." + " Really." * (number % 3), "label": number % 2}
         for number in range(9)
     ]  # fmt: skip
     return write_jsonl(tmp_path / "rows.jsonl", [*made, {**made[0], "prompt": "many words " * 40}])

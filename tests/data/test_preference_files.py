@@ -94,33 +94,56 @@ PREFERRED = [" The Baltic.<|end|>", " A lake.<|end|>"]
 SYSTEM, ANSWERS = {"system": "You are brief."}, {"chosen": GOOD, "rejected": BAD}
 IN_TEXT = [" The Baltic.<|eos|>", " A lake.<|eos|>"]
 PAIRS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "UltraFeedback": ("a.parquet", {"prompt": ASK, "prompt_id": "ab12", "messages": turns(ASK, GOOD), "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD), "score_chosen": 8.5, "score_rejected": 2.0}, [CHAT, *PREFERRED]),
+    "UltraFeedback": ("a.parquet", {"prompt": ASK, "prompt_id": "ab12", "messages": turns(ASK, GOOD),
+        "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD), "score_chosen": 8.5, "score_rejected": 2.0},
+            [CHAT, *PREFERRED]),
     "HH-RLHF": ("a.jsonl", {"chosen": f"{HUMAN} {GOOD}", "rejected": f"{HUMAN} {BAD}"}, [HUMAN, *IN_TEXT]),
-    "HH-RLHF after its prompt": ("a.parquet", {"prompt": HUMAN, "response": f" {GOOD}", "chosen": f" {GOOD}", "rejected": f" {BAD}"}, [HUMAN, *IN_TEXT]),
+    "HH-RLHF after its prompt": ("a.parquet", {"prompt": HUMAN, "response": f" {GOOD}", "chosen": f" {GOOD}",
+        "rejected": " "
+        f"{BAD}"}, [HUMAN, *IN_TEXT]),
     "Orca": ("a.jsonl", {**SYSTEM, "question": ASK, **ANSWERS}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
     "Orca without a system prompt": ("a.parquet", {"system": "", "question": ASK, **ANSWERS}, [CHAT, *PREFERRED]),
-    "Orca of distilabel": ("a.jsonl", {**SYSTEM, "input": ASK, **ANSWERS, "generations": [GOOD, BAD], "rating": [9.0, 1.0], "in_gsm8k_train": False}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
-    "Argilla's mix": ("a.parquet", {"dataset": "mix", "chosen": TALK[0], "rejected": TALK[1], "chosen_rating": 5.0}, [LATER, *PREFERRED]),
-    "Argilla's Capybara": ("a.parquet", {"conversation": [{"input": "Hi", "output": "Hello."}], "prompt": ASK, "chosen": TALK[0], "rejected": TALK[1]}, [LATER, *PREFERRED]),
-    "ORPO's mix": ("a.jsonl", {"source": "mix", "prompt": ASK, "question": ASK, "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD)}, [CHAT, *PREFERRED]),
-    "LLaMA-Factory, Alpaca": ("a.json", {**SYSTEM, "history": [["Hi", "Hello."]], "instruction": ASK, "input": "", **ANSWERS}, ["<|bos|>" + BRIEF + LATER.removeprefix("<|bos|>"), *PREFERRED]),
-    "LLaMA-Factory, ShareGPT": ("a.json", {"conversations": shared("Hi", "Hello.", ASK), "chosen": shared("", GOOD)[1], "rejected": shared("", BAD)[1]}, [LATER, *PREFERRED]),
-    "axolotl, chatml.argilla": ("a.jsonl", {**SYSTEM, "instruction": ASK, "chosen_response": GOOD, "rejected_response": BAD}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
-    "axolotl, chatml.prompt_pairs": ("a.jsonl", {**SYSTEM, "prompt": f"{ASK}\n", **ANSWERS}, ["You are brief.\n\nName a sea.\n", "The Baltic.<|eos|>", "A lake.<|eos|>"]),
-    "axolotl, chatml.ultra": ("a.jsonl", {**SYSTEM, "prompt": ASK, "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD)}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
-    "axolotl, chat_template": ("a.jsonl", {"messages": turns("Hi", "Hello.", ASK), "chosen": turns("", GOOD)[1], "rejected": turns("", BAD)[1]}, [LATER, *PREFERRED]),
-    "PKU-SafeRLHF after a choice": ("a.jsonl", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:], "rejected": turns("", BAD)[1:], "is_response_0_safe": True, "better_response_id": 0}, [CHAT, *PREFERRED]),
-    "SHP after a choice": ("a.csv", {"post_id": "x1", "instruction": ASK, **ANSWERS, "score_ratio": 2.5}, [CHAT, *PREFERRED]),
-    "TRL's texts": ("a.csv", {"prompt": "Q: Name a sea.\nA:", "chosen": f" {GOOD}", "rejected": f" {BAD}"}, ["Q: Name a sea.\nA:", *IN_TEXT]),
-    "TRL's messages": ("a.csv", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:], "rejected": turns("", BAD)[1:]}, [CHAT, *PREFERRED]),
+    "Orca of distilabel": ("a.jsonl", {**SYSTEM, "input": ASK, **ANSWERS, "generations": [GOOD, BAD],
+        "rating": [9.0, 1.0], "in_gsm8k_train": False}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "Argilla's mix": ("a.parquet", {"dataset": "mix", "chosen": TALK[0], "rejected": TALK[1], "chosen_rating": 5.0},
+        [LATER, *PREFERRED]),
+    "Argilla's Capybara": ("a.parquet", {"conversation": [{"input": "Hi", "output": "Hello."}], "prompt": ASK,
+        "chosen": TALK[0], "rejected": TALK[1]}, [LATER, *PREFERRED]),
+    "ORPO's mix": ("a.jsonl", {"source": "mix", "prompt": ASK, "question": ASK, "chosen": turns(ASK, GOOD),
+        "rejected": turns(ASK, BAD)}, [CHAT, *PREFERRED]),
+    "LLaMA-Factory, Alpaca": ("a.json", {**SYSTEM, "history": [["Hi", "Hello."]], "instruction": ASK, "input": "",
+        **ANSWERS}, ["<|bos|>" + BRIEF + LATER.removeprefix("<|bos|>"), *PREFERRED]),
+    "LLaMA-Factory, ShareGPT": ("a.json", {"conversations": shared("Hi", "Hello.", ASK), "chosen": shared("", GOOD)[1],
+        "rejected": shared("", BAD)[1]}, [LATER, *PREFERRED]),
+    "axolotl, chatml.argilla": ("a.jsonl", {**SYSTEM, "instruction": ASK, "chosen_response": GOOD,
+        "rejected_response": BAD}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "axolotl, chatml.prompt_pairs": ("a.jsonl", {**SYSTEM, "prompt": f"{ASK}\n", **ANSWERS}, ["You are brief.\n\nName "
+        "a sea.\n", "The Baltic.<|eos|>", "A lake.<|eos|>"]),
+    "axolotl, chatml.ultra": ("a.jsonl", {**SYSTEM, "prompt": ASK, "chosen": turns(ASK, GOOD), "rejected": turns(ASK,
+        BAD)}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "axolotl, chat_template": ("a.jsonl", {"messages": turns("Hi", "Hello.", ASK), "chosen": turns("", GOOD)[1],
+        "rejected": turns("", BAD)[1]}, [LATER, *PREFERRED]),
+    "PKU-SafeRLHF after a choice": ("a.jsonl", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:],
+        "rejected": turns("", BAD)[1:], "is_response_0_safe": True, "better_response_id": 0}, [CHAT, *PREFERRED]),
+    "SHP after a choice": ("a.csv", {"post_id": "x1", "instruction": ASK, **ANSWERS, "score_ratio": 2.5},
+        [CHAT, *PREFERRED]),
+    "TRL's texts": ("a.csv", {"prompt": "Q: Name a sea.\nA:", "chosen": f" {GOOD}", "rejected": f" {BAD}"}, ["Q: Name "
+        "a sea.\nA:", *IN_TEXT]),
+    "TRL's messages": ("a.csv", {"prompt": turns(ASK), "chosen": turns("", GOOD)[1:], "rejected": turns("", BAD)[1:]},
+        [CHAT, *PREFERRED]),
 }  # fmt: skip
 # Each row of a pair's two answers, the better one first.
 LABELLED: dict[str, tuple[str, Any, list[str]]] = {
-    "kto-mix-14k": ("a.parquet", lambda text: {"prompt": turns(ASK), "completion": turns("", text)[1:]}, [CHAT, *PREFERRED]),
-    "TRL's texts": ("a.csv", lambda text: {"prompt": "Q: Name a sea.\nA:", "completion": f" {text}"}, ["Q: Name a sea.\nA:", *IN_TEXT]),
-    "LLaMA-Factory, messages": ("a.json", lambda text: {"messages": turns("Hi", "Hello.", ASK, text)}, [LATER, *PREFERRED]),
-    "LLaMA-Factory, kto_tag": ("a.jsonl", lambda text: {"instruction": ASK, "input": "", "output": text}, [CHAT, *PREFERRED]),
-    "axolotl, chatml.intel": ("a.jsonl", lambda text: {**SYSTEM, "question": ASK, "completion": text}, ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
+    "kto-mix-14k": ("a.parquet", lambda text: {"prompt": turns(ASK), "completion": turns("", text)[1:]},
+        [CHAT, *PREFERRED]),
+    "TRL's texts": ("a.csv", lambda text: {"prompt": "Q: Name a sea.\nA:", "completion": f" {text}"}, ["Q: Name a "
+        "sea.\nA:", *IN_TEXT]),
+    "LLaMA-Factory, messages": ("a.json", lambda text: {"messages": turns("Hi", "Hello.", ASK, text)},
+        [LATER, *PREFERRED]),
+    "LLaMA-Factory, kto_tag": ("a.jsonl", lambda text: {"instruction": ASK, "input": "", "output": text},
+        [CHAT, *PREFERRED]),
+    "axolotl, chatml.intel": ("a.jsonl", lambda text: {**SYSTEM, "question": ASK, "completion": text},
+        ["<|bos|>" + BRIEF + ASKED, *PREFERRED]),
     "axolotl, chatml.argilla_chat": ("a.parquet", lambda text: {"completion": turns(ASK, text)}, [CHAT, *PREFERRED]),
 }  # fmt: skip
 
@@ -169,27 +192,54 @@ ONE = {"messages": turns(ASK, GOOD)}
 BESIDE = "with prompt, messages, conversations or instruction beside them, or as whole conversations."
 # Options and the row, and what is said, after the place for those that are refused.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "pairs as text": ("--task sft", PAIR, "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, --columns chosen=messages (a list) or chosen=completion (text)."),
-    "a bad answer as text": ("--task sft", {**LABEL, "label": False}, "the row has label false, which in KTO's format marks an answer not to learn; give --task kto, or remove such rows, or the column."),
-    "pairs as labelled answers": ("--task kto", PAIR, "the row is a preference pair (chosen, rejected); give --task dpo."),
-    "labelled answers as pairs": ("--task orpo", LABEL, f"the row is one answer with a label; give --task kto, or write pairs, which have chosen and rejected, {BESIDE}"),
-    "chats as pairs": ("--task dpo", ONE, f"the row has one answer; give --task sft, or write pairs, which have chosen and rejected, {BESIDE}"),
-    "chats as labelled answers": ("--task kto", ONE, "the row has no label, which --task kto learns from; add a column label (true or false), or learn all answers with --task sft."),
-    "one answer of two": ("--task dpo", {"prompt": ASK, "chosen": GOOD}, "the row has no rejected answer beside the other; add it or remove the row."),
-    "no prompt": ("--task dpo", ANSWERS, "the row has no prompt, and chosen and rejected do not begin with the same words; add a column prompt, or remove the row."),
-    "a prompt of another name": ("--task dpo", {"query": ASK, "chosen": "The sea.", "rejected": "The lake."}, "the row has no prompt, but a column query, which is not read; give --columns query=prompt, or query=instruction to use the chat template."),
-    "a labelled prompt of another name": ("--task kto", {"query": ASK, "completion": GOOD, "label": True}, "the row has no prompt, but a column query, which is not read; give --columns query=prompt, or query=instruction to use the chat template."),
-    "PKU-SafeRLHF before a choice": ("--task dpo", {"prompt": ASK, "response_0": GOOD, "response_1": BAD, "better_response_id": 0}, f"the row (prompt, response_0, response_1, better_response_id) is no pair of answers that the kit knows; write the better answer as chosen and the other as rejected, {BESIDE}"),
-    "SHP before a choice": ("--task dpo", {"history": ASK, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1}, f"the row (history, human_ref_A, human_ref_B, labels) is no pair of answers that the kit knows; write the better answer as chosen and the other as rejected, {BESIDE}"),
-    "several rejected answers": ("--task dpo", {**PAIR, "rejected": [BAD, "No."]}, "rejected is a list of texts ('A lake.', ...); write it as one text, or as a list of messages with role and content."),
-    "a list of prompts": ("--task dpo", {**PAIR, "prompt": [ASK]}, "prompt is a list of texts ('Name a sea.'); write it as one text, or as a list of messages with role and content."),
-    "several labelled answers": ("--task kto", {**LABEL, "completion": [GOOD, BAD]}, "completion is a list of texts ('The Baltic.', ...); write it as one text, or as a list of messages with role and content."),
-    "an answer that is a number": ("--task dpo", {**PAIR, "chosen": 4}, "chosen is a number, and an answer is text, a message or a list of messages; write it as one of them."),
-    "a label of another kind": ("--task kto", {**LABEL, "label": "good"}, "label is 'good', and a label is true (desirable) or false (undesirable); correct it or remove the row."),
-    "a score as label": ("--task kto", {**LABEL, "label": 0.7}, "label is '0.7', and a label is true (desirable) or false (undesirable); correct it or remove the row."),
-    "answers to other prompts": ("--task dpo", {"chosen": turns(ASK, GOOD), "rejected": turns("Hi", BAD)}, "chosen goes on with a user message where its answer should begin, so it is no answer to the same prompt as the other; give both the same prompt, or remove the row."),
-    "a prompt that is answered": ("--task dpo", {**PAIR, "prompt": turns(ASK, GOOD)}, "the prompt ends with an assistant message, and chosen begins with another one; end the prompt with the question."),
-    "pictures": ("--task dpo", {**PAIR, "images": ["a.png"]}, "the row has images, which task dpo does not take; remove them, or give --task sft and rows with the good answers as messages."),
+    "pairs as text": ("--task sft", PAIR, "the row is a preference pair (chosen, rejected); give --task dpo, or to "
+        "learn only the chosen answer, --columns chosen=messages (a list) or chosen=completion (text)."),
+    "a bad answer as text": ("--task sft", {**LABEL, "label": False}, "the row has label false, which in KTO's format "
+        "marks an answer not to learn; give --task kto, or remove such rows, or the column."),
+    "pairs as labelled answers": ("--task kto", PAIR, "the row is a preference pair (chosen, rejected); give --task "
+        "dpo."),
+    "labelled answers as pairs": ("--task orpo", LABEL, "the row is one answer with a label; give --task kto, or "
+        f"write pairs, which have chosen and rejected, {BESIDE}"),
+    "chats as pairs": ("--task dpo", ONE, "the row has one answer; give --task sft, or write pairs, which have chosen "
+        f"and rejected, {BESIDE}"),
+    "chats as labelled answers": ("--task kto", ONE, "the row has no label, which --task kto learns from; add a "
+        "column label (true or false), or learn all answers with --task sft."),
+    "one answer of two": ("--task dpo", {"prompt": ASK, "chosen": GOOD}, "the row has no rejected answer beside the "
+        "other; add it or remove the row."),
+    "no prompt": ("--task dpo", ANSWERS, "the row has no prompt, and chosen and rejected do not begin with the same "
+        "words; add a column prompt, or remove the row."),
+    "a prompt of another name": ("--task dpo", {"query": ASK, "chosen": "The sea.", "rejected": "The lake."}, "the "
+        "row has no prompt, but a column query, which is not read; give --columns query=prompt, or query=instruction "
+        "to use the chat template."),
+    "a labelled prompt of another name": ("--task kto", {"query": ASK, "completion": GOOD, "label": True}, "the row "
+        "has no prompt, but a column query, which is not read; give --columns query=prompt, or query=instruction to "
+        "use the chat template."),
+    "PKU-SafeRLHF before a choice": ("--task dpo", {"prompt": ASK, "response_0": GOOD, "response_1": BAD,
+        "better_response_id": 0}, "the "
+        "row (prompt, response_0, response_1, better_response_id) is no pair of answers that the kit knows; write the "
+        f"better answer as chosen and the other as rejected, {BESIDE}"),
+    "SHP before a choice": ("--task dpo", {"history": ASK, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1}, "the "
+        "row (history, human_ref_A, human_ref_B, labels) is no pair of answers that the kit knows; write the better "
+        f"answer as chosen and the other as rejected, {BESIDE}"),
+    "several rejected answers": ("--task dpo", {**PAIR, "rejected": [BAD, "No."]}, "rejected is a list of texts ('A "
+        "lake.', ...); write it as one text, or as a list of messages with role and content."),
+    "a list of prompts": ("--task dpo", {**PAIR, "prompt": [ASK]}, "prompt is a list of texts ('Name a sea.'); write "
+        "it as one text, or as a list of messages with role and content."),
+    "several labelled answers": ("--task kto", {**LABEL, "completion": [GOOD, BAD]}, "completion is a list of texts "
+        "('The Baltic.', ...); write it as one text, or as a list of messages with role and content."),
+    "an answer that is a number": ("--task dpo", {**PAIR, "chosen": 4}, "chosen is a number, and an answer is text, a "
+        "message or a list of messages; write it as one of them."),
+    "a label of another kind": ("--task kto", {**LABEL, "label": "good"}, "label is 'good', and a label is true "
+        "(desirable) or false (undesirable); correct it or remove the row."),
+    "a score as label": ("--task kto", {**LABEL, "label": 0.7}, "label is '0.7', and a label is true (desirable) or "
+        "false (undesirable); correct it or remove the row."),
+    "answers to other prompts": ("--task dpo", {"chosen": turns(ASK, GOOD), "rejected": turns("Hi", BAD)}, "chosen "
+        "goes on with a user message where its answer should begin, so it is no answer to the same prompt as the "
+        "other; give both the same prompt, or remove the row."),
+    "a prompt that is answered": ("--task dpo", {**PAIR, "prompt": turns(ASK, GOOD)}, "the prompt ends with an "
+        "assistant message, and chosen begins with another one; end the prompt with the question."),
+    "pictures": ("--task dpo", {**PAIR, "images": ["a.png"]}, "the row has images, which task dpo does not take; "
+        "remove them, or give --task sft and rows with the good answers as messages."),
 }  # fmt: skip
 
 
@@ -203,12 +253,21 @@ def test_a_mistake_in_a_row_is_one_sentence(mistake: str, tmp_path: Path, runtim
 
 
 TOLD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "identical answers": ("--task dpo", {**PAIR, "rejected": GOOD}, "2 of 2 training rows: chosen and rejected are the same tokens, so there is nothing to prefer; remove such rows."),
-    "an empty answer": ("--task dpo", {**PAIR, "rejected": " "}, "2 of 2 training rows: an answer is empty or only white space, so training teaches the model when to answer nothing; remove such rows unless that is meant."),
-    "an empty labelled answer": ("--task kto", {**LABEL, "completion": ""}, "2 of 2 training rows: an answer is empty or only white space, so training teaches the model when to answer nothing; remove such rows unless that is meant."),
-    "a prompt repeated in both texts": ("--task dpo", {"prompt": ASK, "chosen": f"{ASK} {GOOD}", "rejected": f"{ASK} {BAD}"}, "2 of 2 training rows: the answer begins with its prompt, so the model reads it twice and learns to repeat it; take it out of one of them unless that is meant."),
-    "a prompt repeated in a labelled answer": ("--task kto", {**LABEL, "completion": f"{ASK}\n{GOOD}"}, "2 of 2 training rows: the answer begins with its prompt, so the model reads it twice and learns to repeat it; take it out of one of them unless that is meant."),
-    "answers of one kind": ("--task kto", LABEL, "2 of 2 training rows are desirable, and kto learns from answers of both kinds; add the others."),
+    "identical answers": ("--task dpo", {**PAIR, "rejected": GOOD}, "2 of 2 training rows: chosen and rejected are "
+        "the same tokens, so there is nothing to prefer; remove such rows."),
+    "an empty answer": ("--task dpo", {**PAIR, "rejected": " "}, "2 of 2 training rows: an answer is empty or only "
+        "white space, so training teaches the model when to answer nothing; remove such rows unless that is meant."),
+    "an empty labelled answer": ("--task kto", {**LABEL, "completion": ""}, "2 of 2 training rows: an answer is empty "
+        "or only white space, so training teaches the model when to answer nothing; remove such rows unless that is "
+        "meant."),
+    "a prompt repeated in both texts": ("--task dpo", {"prompt": ASK, "chosen": f"{ASK} {GOOD}", "rejected": f"{ASK} "
+        f"{BAD}"}, "2 of 2 training rows: the answer begins with its prompt, so the model reads it twice and learns "
+            "to repeat it; take it out of one of them unless that is meant."),
+    "a prompt repeated in a labelled answer": ("--task kto", {**LABEL, "completion": f"{ASK}\n{GOOD}"}, "2 of 2 "
+        "training rows: the answer begins with its prompt, so the model reads it twice and learns to repeat it; take "
+        "it out of one of them unless that is meant."),
+    "answers of one kind": ("--task kto", LABEL, "2 of 2 training rows are desirable, and kto learns from answers of "
+        "both kinds; add the others."),
 }  # fmt: skip
 
 

@@ -34,14 +34,17 @@ def sharegpt(message: dict[str, str]) -> dict[str, str]:
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"chosen": [ASK, GOOD], "rejected": [ASK, BAD], "prompt": None},
-        {"chosen": '[{"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}]', "rejected": [ASK, BAD]},
+        {"chosen": '[{"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}]',
+            "rejected": [ASK, BAD]},
         # UltraFeedback's: the question as text, and the chosen conversation once more.
         {"prompt": "Q", "messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": [ASK], "chosen": "good", "rejected": "bad"},
         {"messages": [ASK], "chosen": GOOD, "rejected": BAD},
-        {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "good"}, "rejected": {"from": "gpt", "value": "bad"}},
-        {"chosen": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}], "rejected": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}]},
+        {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"}},
+        {"chosen": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}],
+            "rejected": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}]},
         {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
         {"question": "Q", "chosen": "good", "rejected": "bad"},
         {"instruction": "Q", "chosen_response": "good", "rejected_response": "bad"},
@@ -54,9 +57,11 @@ def sharegpt(message: dict[str, str]) -> dict[str, str]:
         # A table of texts: messages, and lists of them, as JSON of either form.
         {"prompt": json.dumps(ASK), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)},
         {"chosen": json.dumps([ASK, GOOD]), "rejected": json.dumps([ASK, BAD]), "prompt": "Q"},
-        {"conversations": json.dumps([sharegpt(ASK)]), "chosen": json.dumps(sharegpt(GOOD)), "rejected": json.dumps(sharegpt(BAD))},
+        {"conversations": json.dumps([sharegpt(ASK)]), "chosen": json.dumps(sharegpt(GOOD)),
+            "rejected": json.dumps(sharegpt(BAD))},
         {"chosen": json.dumps([sharegpt(ASK), sharegpt(GOOD)]), "rejected": json.dumps([sharegpt(ASK), sharegpt(BAD)])},
-        {"chosen": json.dumps({"messages": [ASK, GOOD]}), "rejected": json.dumps({"conversations": [sharegpt(ASK), sharegpt(BAD)]})},
+        {"chosen": json.dumps({"messages": [ASK, GOOD]}), "rejected": json.dumps({"conversations": [sharegpt(ASK),
+            sharegpt(BAD)]})},
         {"chosen": {"messages": [ASK, GOOD]}, "rejected": {"messages": [ASK, BAD]}},
         {"conversations": json.dumps([ASK]), "chosen": "good", "rejected": "bad"},
     ],
@@ -139,19 +144,27 @@ CHATS_AS_TEXT = {"chosen": json.dumps([ASK, GOOD]), "rejected": json.dumps({"mes
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "Q", **ANSWER_AS_TEXT}, "prompt is text and chosen is a list of messages as JSON text; make both text"),
+        ({"prompt": "Q", **ANSWER_AS_TEXT}, "prompt is text and chosen is a list of messages as JSON text; make both "
+            "text"),
         ({"instruction": "Q", **ANSWER_AS_TEXT}, "instruction is text and chosen is a list of messages as JSON text"),
-        ({"prompt": [ASK], **ANSWER_AS_TEXT}, "prompt is a list of messages and chosen is a list of messages as JSON text"),
+        ({"prompt": [ASK], **ANSWER_AS_TEXT}, "prompt is a list of messages and chosen is a list of messages as JSON "
+            "text"),
         ({"prompt": "Other", **CHATS_AS_TEXT}, "prompt is text and chosen is a list of messages as JSON text"),
-        ({"prompt": "Q", "completion": json.dumps(GOOD)}, "prompt is text and completion is a list of messages as JSON text"),
+        ({"prompt": "Q", "completion": json.dumps(GOOD)}, "prompt is text and completion is a list of messages as "
+            "JSON text"),
         ({"prompt": [ASK], "completion": json.dumps(GOOD)}, "prompt is a list of messages and completion is a list"),
-        ({"prompt": json.dumps([ASK]), "completion": "good"}, "completion is text and prompt is a list of messages as JSON"),
-        ({"instruction": "Q", "output": json.dumps([GOOD])}, "instruction is text and output is a list of messages as JSON"),
-        ({"text": json.dumps([ASK, GOOD])}, "text is messages as JSON text; write the list of messages as a column messages."),
+        ({"prompt": json.dumps([ASK]), "completion": "good"}, "completion is text and prompt is a list of messages as "
+            "JSON"),
+        ({"instruction": "Q", "output": json.dumps([GOOD])}, "instruction is text and output is a list of messages as "
+            "JSON"),
+        ({"text": json.dumps([ASK, GOOD])}, "text is messages as JSON text; write the list of messages as a column "
+            "messages."),
         ({"text": json.dumps({"conversations": [sharegpt(ASK)]})}, "text is messages as JSON text"),
         ({"text": str([{"content": "Q", "role": "user"}])}, "text is a list or object as Python or NumPy prints it"),
-        ({"prompt": "Q", "chosen": str({"messages": [ASK, GOOD]}), "rejected": "b"}, "chosen is a list or object as Python"),
-        ({"chosen": json.dumps({"messages": [ASK, GOOD], "id": 1}), "rejected": "b"}, "chosen is an object with messages and id"),
+        ({"prompt": "Q", "chosen": str({"messages": [ASK, GOOD]}), "rejected": "b"}, "chosen is a list or object as "
+            "Python"),
+        ({"chosen": json.dumps({"messages": [ASK, GOOD], "id": 1}), "rejected": "b"}, "chosen is an object with "
+            "messages and id"),
     ],
 )  # fmt: skip
 def test_json_text_that_may_be_meant_as_text_is_refused_by_every_task(row: dict[str, Any], said: str) -> None:
@@ -330,7 +343,8 @@ SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "bad"}]
         {"instruction": "Q", "input": "", "output": "bad", "kto_tag": "false"},
         {"question": "Q", "completion": "bad", "label": False},
         {"prompt": [ASK], "completion": "bad", "output": "", "response": "bad", "label": False},
-        {"prompt": '[{"role": "user", "content": "Q"}]', "completion": '[{"role": "assistant", "content": "bad"}]', "label": False},
+        {"prompt": '[{"role": "user", "content": "Q"}]', "completion": '[{"role": "assistant", "content": "bad"}]',
+            "label": False},
     ],
 )  # fmt: skip
 def test_every_form_of_a_labelled_answer_is_read(row: dict[str, Any]) -> None:
@@ -355,7 +369,8 @@ def test_the_label_is_about_the_last_answer() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the row is a preference pair (chosen, rejected); give --task dpo"),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the row is a preference pair (chosen, rejected); give "
+            "--task dpo"),
         ({"messages": [ASK, GOOD]}, "the row has no label, which --task kto learns from"),
         ({"messages": [ASK, GOOD], "label": None}, "the row has no label"),
         ({"messages": [ASK, GOOD], "label": True, "kto_tag": 0}, "the row has label and kto_tag, which disagree"),
@@ -365,10 +380,13 @@ def test_the_label_is_about_the_last_answer() -> None:
         ({"prompt": "", "completion": "good", "label": True}, "the row has an answer and no prompt"),
         ({"messages": [GOOD], "label": True}, "the conversation begins with the answer, without a prompt"),
         ({"prompt": [ASK], "label": True}, "the row has a label and no answer"),
-        ({"question": "Q", "answer": "a", "label": True}, "instruction and output; give --columns question=instruction answer=output."),
+        ({"question": "Q", "answer": "a", "label": True}, "instruction and output; give --columns "
+            "question=instruction answer=output."),
         ({"question": ["Q"], "output": "a", "label": True}, "question is a list, not text"),
-        ({"prompt": [ASK], "completion": 3, "label": True}, "completion is a number, and an answer is text, a message or a list"),
-        ({"prompt": "Q", "response": "one", "completion": "two", "label": True}, "the row has an answer in completion and in response, and its label is about one"),
+        ({"prompt": [ASK], "completion": 3, "label": True}, "completion is a number, and an answer is text, a message "
+            "or a list"),
+        ({"prompt": "Q", "response": "one", "completion": "two", "label": True}, "the row has an answer in completion "
+            "and in response, and its label is about one"),
         ({"messages": [ASK, BAD], "output": "two", "label": True}, "the row has an answer in output and in messages"),
         ([1], "the row is a list"),
     ],

@@ -97,7 +97,8 @@ def test_weights_mix_datasets_without_repeating_a_row(streamed: list[str]) -> No
 @pytest.mark.usefixtures("rows")
 def test_the_run_reads_its_rows_so_and_says_how_many(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     settings = settings_of(
-        "qa.csv[:50%]:2", "a.jsonl", "--eval_dataset", "qa.csv[-10%:]", "--columns", "Question=instruction", "Reply=output"
+        "qa.csv[:50%]:2", "a.jsonl", "--eval_dataset", "qa.csv[-10%:]", "--columns", "Question=instruction",
+            "Reply=output"
     )  # fmt: skip
     (tmp_path / "read").mkdir()
     read_examples(settings, cpu_runtime(), tmp_path / "read")
@@ -175,7 +176,8 @@ def test_the_yaml_of_the_page_parses(tmp_path: Path) -> None:
     [
         ("a.jsonl,b.jsonl", "separate datasets by spaces: --dataset a.jsonl b.jsonl."),
         ("a.jsonl:0.75", "a weight mixes several datasets, and there is one; leave :0.75 out, or give a.jsonl[:75%]"),
-        ("a.jsonl:75% b.jsonl", "dataset a.jsonl:75%: the weight is 75%, but it takes a number above 0; a slice stands in brackets"),
+        ("a.jsonl:75% b.jsonl", "dataset a.jsonl:75%: the weight is 75%, but it takes a number above 0; a slice "
+            "stands in brackets"),
         ("a.jsonl:0 b.jsonl", "the weight is 0, but it takes a number above 0"),
         ("a.jsonl[test]", "dataset a.jsonl[test]: a file has no splits"),
         ("a.jsonl[train[1]]", "is no slice that can be read; write one such as [:1000] or [10%:20%]."),
@@ -184,14 +186,18 @@ def test_the_yaml_of_the_page_parses(tmp_path: Path) -> None:
         ("a.jsonl[]", "the brackets hold no split"),
         ("a.jsonl[20:]", "dataset a.jsonl[train[20:]] holds no rows; give another slice."),
         ("qa.csv@en", "dataset qa.csv@en: a file has no subset; leave @en out."),
-        ("a.jsonl[:10%] --streaming --max_steps 1", "the number of streamed rows is not known; give a slice by numbers"),
+        ("a.jsonl[:10%] --streaming --max_steps 1",
+            "the number of streamed rows is not known; give a slice by numbers"),
         (".[:10] --streaming --max_steps 1", "a folder has no slices; name one of its files"),
         ("qa.csv", "give --columns Question=instruction Reply=output."),
-        ("qa.csv --columns Question=instruction,Reply=output", "is no pair of names; give each as OLD=NEW, with spaces"),
+        ("qa.csv --columns Question=instruction,Reply=output",
+            "is no pair of names; give each as OLD=NEW, with spaces"),
         ("qa.csv --columns Question=instruction Question=input", "renames Question twice; name it once."),
-        ("qa.csv --columns Question=instrucion", "instrucion is not a column that is read; give one of chosen, completion"),
+        ("qa.csv --columns Question=instrucion", "instrucion is not a column that is read; give one of chosen, "
+            "completion"),
         ("qa.csv --columns Answer=output", "the first rows have no column Answer; they have Question, Reply."),
-        ("qa.csv --columns Question=output Reply=output", "the row has two columns output after --columns; rename the other one"),
+        ("qa.csv --columns Question=output Reply=output", "the row has two columns output after --columns; rename the "
+            "other one"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_before_anything_is_loaded(words: str, said: str) -> None:

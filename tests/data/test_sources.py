@@ -12,17 +12,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.sources import json_text
 from unsloth_ddp.data.sources.json_text import LFS_POINTER
 from unsloth_ddp.data.sources.rows import check_source, is_file, left_out, read_rows, streamed_sources
 from unsloth_ddp.utils.errors import UserError
@@ -87,8 +83,10 @@ def test_a_csv_cell_may_hold_lines_commas_quotes_and_long_json(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", b'{"n": "1"}\n{"n": "2"}\n'), ("a.ndjson.zst", b'{"n": "1"}\n{"n": "2"}\n'), ("a.CSV.bz2", b"n\n1\n2\n"),
-        ("a.json.xz", b'[{"n": "1"}, {"n": "2"}]'), ("a.jsonl", b'{"n": "1"}\n{"n": "2"}'), ("a.ndjson", b'{"n": "1"}\n{"n": "2"}'),
+        ("a.jsonl.gz", b'{"n": "1"}\n{"n": "2"}\n'), ("a.ndjson.zst", b'{"n": "1"}\n{"n": "2"}\n'),
+            ("a.CSV.bz2", b"n\n1\n2\n"),
+        ("a.json.xz", b'[{"n": "1"}, {"n": "2"}]'), ("a.jsonl", b'{"n": "1"}\n{"n": "2"}'),
+            ("a.ndjson", b'{"n": "1"}\n{"n": "2"}'),
     ],
 )  # fmt: skip
 def test_compressed_text_is_read_by_its_content(
@@ -139,16 +137,20 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.jsonl", '{"a": 1, "a": 2}', ":1 is not JSON ('a' is given twice); fix or remove it."),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2 is not UTF-8 text (invalid start byte at byte 8 of the line); "),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), ":1 is not UTF-8 text (invalid start byte at byte 1 of the line"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], " is damaged: Compressed file ended before the"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9],
+            " is damaged: Compressed file ended before the"),
         ("a.csv.xz", lzma.compress(b"a\n1")[:-9], " is damaged: Compressed file ended before the end-of-stream marker"),
         ("a.jsonl.zst", zstd(b'{"a": 1}\n' * 99)[:-9], " is damaged: "),
         ("a.jsonl.bz2", bz2.compress(b'{"a": 1}\n{"a":'), ":2 is not JSON (Expecting value at column 6)"),
         ("a.csv", b"PK\x03\x04rest", " is a zip archive or an Excel file, not text, despite its name; unpack it, or"),
         ("a.jsonl", b"ARROW1\0\0", " is Arrow, not text, despite its name; write it as Parquet."),
         ("a.jsonl", b"PAR1\x15\x04\n\xff", " is Parquet, not text, despite its name; name it .parquet."),
-        ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object per line, or name it .json if it is"),
-        ("a.jsonl", '[{\n  "a": 1\n}]', " is JSON over several lines; write one object per line, or name it .json if it is"),
-        ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object per line, or name it .json if it is"),
+        ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object per line, or name it .json if "
+            "it is"),
+        ("a.jsonl", '[{\n  "a": 1\n}]', " is JSON over several lines; write one object per line, or name it .json if "
+            "it is"),
+        ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object per line, or name it .json if it "
+            "is"),
         ("a.json", '[{"a": 1},\n {"a": }]', ":2 is not JSON (Expecting value at column 8); fix or remove it."),
         ("a.json", '[{"a": 1},\n {"a":\n }]', ":2 is not JSON (Expecting value at line 2 of the row, column 2); "),
         ("a.json", '[\n{"a": 1}\n{"a": 2}]', ":2 is not JSON (no , or ] follows the row that begins here); fix it."),
@@ -164,7 +166,8 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.csv", "a,a\n1,2\n", ":1 names a column twice (a, a); rename one."),
         ("a.csv", 'a\n"b\nc\n', ":2 is not CSV (unexpected end of data); fix or remove it."),
         ("a.csv", b"a\nb\n\xe9\n", ":3 is not UTF-8 text"),
-        ("a.jsonl", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; run git lfs pull in its folder."),
+        ("a.jsonl", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; run git lfs pull in "
+            "its folder."),
         ("a.parquet", LFS_POINTER + b"/spec/v1\noid", " is a Git LFS pointer, not the file itself; "),
         ("a.parquet", "PAR1 no", " is not readable Parquet after row 0 ("),
         ("a.parquet", "", " is not readable Parquet after row 0 ("),
@@ -234,7 +237,8 @@ def test_a_cut_off_parquet_file_is_refused(tmp_path: Path) -> None:
     [
         ("rows.jsonl", True), ("rows.CSV", True), ("./rows", True), ("~/rows", True), ("/rows", True),
         ("rows.jsonl.gz", True), ("rows.CSV.ZIP", True), ("owner/name.gz", False),
-        ("a/b/c", True), ("my chats", True), ("owner/name:train", True), ("name", False), ("owner/name", False), ("owner/name-v1.5", False),
+        ("a/b/c", True), ("my chats", True), ("owner/name:train", True), ("name", False), ("owner/name", False),
+            ("owner/name-v1.5", False),
     ],
 )  # fmt: skip
 def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
@@ -255,7 +259,8 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
         ("{}/loop.jsonl", "there is no such file; check the path"),
         (
             "{}",
-            "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes folders.",
+            "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes "
+            "folders.",
         ),
         ("{}/notes.txt", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
         ("{}/a.gz", "is compressed, and its name does not say that it is one text file; unpack it"),
@@ -318,40 +323,6 @@ def test_a_hub_dataset_without_a_network_comes_with_advice(monkeypatch: pytest.M
         r"--local-dir FOLDER\) and give the files",
     ):
         list(read_rows("my/rows", "train"))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-ONE_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@given(st.lists(JSON, max_size=5), st.sampled_from([None, 0, 1]), st.sampled_from(["\n", "\r\n"]))
-@ONE_FOLDER
-def test_any_json_rows_are_read_back_from_a_list_and_from_lines(
-    tmp_path: Path, made: list[Any], indent: int | None, end: str
-) -> None:
-    listed = write(tmp_path, "a.json", json.dumps(made, indent=indent).replace("\n", end))
-    assert [columns for _, columns in rows(listed)] == made
-    # However the file is cut into parts.
-    for size in (1, 7):
-        with patch.object(json_text, "CHUNK", size):
-            in_parts = rows(listed)
-        assert in_parts == rows(listed)
-    lined = write(tmp_path, "a.jsonl", "".join(json.dumps(row, ensure_ascii=False) + end for row in made))
-    assert rows(lined) == [(f":{number}", row) for number, row in enumerate(made, 1)]
-
-
-@given(st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]), st.binary(max_size=60) | st.text().map(str.encode))
-@ONE_FOLDER
-def test_any_bytes_are_rows_or_refused(tmp_path: Path, suffix: str, content: bytes) -> None:
-    path = write(tmp_path, f"a{suffix}", content)
-    try:
-        rows(path)
-    except UserError as refused:
-        assert str(path) in str(refused)
 
 
 @pytest.mark.parametrize("cell", ["nan", "NaN", "NULL", "null", "None", "<NA>"])

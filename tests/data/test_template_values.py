@@ -37,7 +37,8 @@ def taken(row: dict[str, Any], template: str = "qwen3", convert: Any = to_exampl
     ("row", "of_run", "values", "unread"),
     [
         ({"enable_thinking": False, "source": "x"}, {}, {"enable_thinking": False}, ["source"]),
-        ({"chat_template_kwargs": '{"enable_thinking": true, "a": null}'}, {"enable_thinking": False}, {"enable_thinking": True}, []),
+        ({"chat_template_kwargs": '{"enable_thinking": true, "a": null}'}, {"enable_thinking": False},
+            {"enable_thinking": True}, []),
         ({}, {"enable_thinking": False}, {"enable_thinking": False}, []),
         # Reasoning, and no switch.
         ({"enable_thinking": "first I add"}, {}, {}, ["enable_thinking"]),

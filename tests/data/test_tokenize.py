@@ -37,35 +37,41 @@ TOOL_TURNS = [
 ]
 
 PLAIN = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'assistant: ' }}{% endif %}"
 )
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # EOS ends the chat, not each turn, as in Phi-3.
 EOS_LAST = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )
 NO_END = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|assistant|>' }}{% endif %}"
 )
 INST = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}{% else "
+    "%}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 # The end of the turn stands outside the marks, behind a line break.
 MARKED_CONTENT = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ "
+    "m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n<|end|>' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-NUMBERED = "{{ messages | length ~ ' turns\n' }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+NUMBERED = (
+    "{{ messages | length ~ ' turns\n' }}"
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+)
 
-GROUPED = "{% for role in ('user', 'assistant') %}{% for m in messages if m['role'] == role %}{{ m['content'] + '\n' }}{% endfor %}{% endfor %}"
+GROUPED = (
+    "{% for role in ('user', 'assistant') %}"
+    "{% for m in messages if m['role'] == role %}{{ m['content'] + '\n' }}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -318,7 +324,10 @@ def test_a_file_that_is_not_jinja_is_refused_with_its_line(tmp_path: Path) -> No
         check_chat_template(str(path))
 
 
-ENDED = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from unsloth_ddp.data.sources.identity import data_identity
 
 RUNTIME = cpu_runtime()
 END_AND_NEWLINE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 DATED = "{{ strftime_now('%Y-%m-%d') + ' ' }}" + END_AND_NEWLINE
 SHORT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -35,7 +35,8 @@ def tokenizer() -> Any:
 
 
 def tokenize(
-    folder: Path, tokenizer: Any, rows: list[dict[str, Any]], template: str | None = None, day: str | None = None, **given: Any
+    folder: Path, tokenizer: Any, rows: list[dict[str, Any]], template: str | None = None, day: str | None = None,
+        **given: Any
 ) -> tuple[TokenizedRows, Settings]:  # fmt: skip
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = Settings(dataset=[str(folder / "rows.jsonl")], **({"max_length": 64} | given))
@@ -97,9 +98,9 @@ def test_what_is_not_read_is_told_once(tmp_path: Path, tokenizer: Any, capsys: p
     tokenize(tmp_path, tokenizer, [*rows, {"prompt": "Hi ", "completion": "Hello."}], END_AND_NEWLINE)
     assert capsys.readouterr().out.splitlines() == [
         f"Columns of {tmp_path}/rows.jsonl that are not read: id (3 rows), source (3 rows).",
-        "1 of 4 training rows: prompt and answer are texts, which are joined without the chat template and with nothing "
-        "between them; to use the template, give lists of messages, or Alpaca's columns (instruction and output; in pairs, instruction in place of prompt). "
-        f"The first is {tmp_path}/rows.jsonl:4.",
+        "1 of 4 training rows: prompt and answer are texts, which are joined without the chat template and with "
+        "nothing between them; to use the template, give lists of messages, or Alpaca's columns (instruction and "
+        f"output; in pairs, instruction in place of prompt). The first is {tmp_path}/rows.jsonl:4.",
         "Keys of training messages that the chat template does not read: name (3 rows).",
     ]
 
@@ -111,10 +112,10 @@ def test_special_tokens_in_the_texts_of_rows_are_told_once(
     rows = [chat("a<|end|>"), chat("<|eos|>", "b<|end|>"), {"text": "<|bos|>Once"}, chat("<|pad|>"), SHORT]
     tokenize(tmp_path, tokenizer, rows, looks_for)
     assert capsys.readouterr().out.splitlines() == [
-        "2 of 5 training rows: <|end|> is rendered twice, because the rows hold it and the chat template adds it; remove it "
-        f"from the rows. The first is {tmp_path}/rows.jsonl:1.",
-        "Special tokens in training texts are read as such and not as text; remove them unless that is meant: "
-        "<|end|> (2 rows), <|bos|> (1 row), <|eos|> (1 row).",
+        "2 of 5 training rows: <|end|> is rendered twice, because the rows hold it and the chat template adds it; "
+        f"remove it from the rows. The first is {tmp_path}/rows.jsonl:1.",
+        "Special tokens in training texts are read as such and not as text; remove them unless that is meant: <|end|> "
+        "(2 rows), <|bos|> (1 row), <|eos|> (1 row).",
     ]
     tokenize(
         tmp_path,

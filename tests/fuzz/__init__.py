@@ -1,4 +1,4 @@
-"""Rubbish in: whatever stands in data, settings, manifests and model folders ends in the kit's own sentence, or works."""
+"""Rubbish in: whatever stands in data, settings, manifests and model folders ends in one sentence, or works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch plan, whatever its numbers: every row once an epoch, as many rows a rank, and the same rest after a resume."""
+"""The batch plan, whatever its numbers: every row once an epoch, as many a rank, and the same rest after a resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLANS = st.builds(BatchPlan, NUMBERS, st.integers(1, 4), st.integers(1, 6))
 
 
 def deal(plan: BatchPlan, rows: int, seed: int, epoch: int, done: int) -> list[list[list[int]]]:
-    """By step and rank the rows that are left of an epoch after `done` steps, dealt and skipped by accelerate's classes."""
+    """Return the rows that are left of an epoch after `done` steps, by step and rank, as accelerate deals them."""
     order = RowOrder(rows, plan.per_device * plan.processes, seed)
     order.set_epoch(epoch)
     ranks = []

@@ -86,7 +86,8 @@ CHECKPOINTS: dict[str, tuple[Act, str]] = {
     "manifest that lists a file above": (in_manifest(files={"../x": {"bytes": 1, "xxh3_128": "0"}}), SKIPPED),
     "manifest of a run that is a list": (in_manifest(run=[]), SKIPPED),
     "optimizer cut off": (lambda at: os.truncate(at / "optimizer.pt", 100), SKIPPED),
-    "optimizer of other bytes": (lambda at: (at / "optimizer.pt").write_bytes(b"\0" * (at / "optimizer.pt").stat().st_size), SKIPPED),
+    "optimizer of other bytes": (lambda at: (at / "optimizer.pt").write_bytes(
+        b"\0" * (at / "optimizer.pt").stat().st_size), SKIPPED),
     "optimizer is a link": (instead("optimizer.pt", lambda path: path.symlink_to("/dev/zero")), SKIPPED),
     "optimizer is a pipe": (instead("optimizer.pt", os.mkfifo), SKIPPED),
     "state with another step": (in_state(global_step=10**18), SKIPPED),
@@ -95,13 +96,18 @@ CHECKPOINTS: dict[str, tuple[Act, str]] = {
     "state with callbacks of code": (in_state(stateful_callbacks={"os.system": {"args": {}}}), SKIPPED),
     "state of a list": (described(lambda at: (at / "trainer_state.json").write_text("[]")), SKIPPED),
     "forged optimizer that is code": (described(lambda at: evil(at / "optimizer.pt")), "optimizer|checkpoint-2"),
-    "forged optimizer that is no optimizer": (described(lambda at: torch.save([1], at / "optimizer.pt")), "optimizer|checkpoint-2"),
-    "forged optimizer of other shapes": (described(lambda at: torch.save({"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": []}, at / "optimizer.pt")), "optimizer|checkpoint-2"),
+    "forged optimizer that is no optimizer": (described(lambda at: torch.save([1], at / "optimizer.pt")),
+        "optimizer|checkpoint-2"),
+    "forged optimizer of other shapes": (described(lambda at: torch.save({"state": {0: {"exp_avg": torch.zeros(3)}},
+        "param_groups": []}, at / "optimizer.pt")), "optimizer|checkpoint-2"),
     "forged random states that are code": (described(lambda at: evil(at / "rng_state.pth")), "rng_state|checkpoint-2"),
-    "forged random states that are none": (described(lambda at: torch.save({"python": 1}, at / "rng_state.pth")), "rng_state|checkpoint-2"),
+    "forged random states that are none": (described(lambda at: torch.save({"python": 1}, at / "rng_state.pth")),
+        "rng_state|checkpoint-2"),
     "forged scheduler that is code": (described(lambda at: evil(at / "scheduler.pt")), "scheduler|checkpoint-2"),
-    "forged adapter of other shapes": (described(lambda at: save_file({"a": torch.zeros(2)}, at / "adapter_model.safetensors")), "adapter|checkpoint-2"),
-    "forged adapter config": (described(lambda at: (at / "adapter_config.json").write_text("[]")), f"{TRAINS}|adapter|checkpoint-2"),
+    "forged adapter of other shapes": (described(lambda at: save_file({"a": torch.zeros(2)},
+        at / "adapter_model.safetensors")), "adapter|checkpoint-2"),
+    "forged adapter config": (described(lambda at: (at / "adapter_config.json").write_text("[]")),
+        f"{TRAINS}|adapter|checkpoint-2"),
 }  # fmt: skip
 
 

@@ -57,7 +57,8 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "parquet cut off": ("a.parquet", GOOD_PARQUET[:-9], "a.parquet"),
     "parquet without its head": ("a.parquet", GOOD_PARQUET[9:], "a.parquet is not readable Parquet after row 0"),
     "parquet whose footer is said to be huge": ("a.parquet", GOOD_PARQUET[:-8] + b"\xff\xff\xff\x7fPAR1", "a.parquet"),
-    "parquet with a page overwritten": ("a.parquet", b"PAR1" + b"\xff" * 60 + GOOD_PARQUET[64:], "a.parquet is not readable Parquet after row 0"),
+    "parquet with a page overwritten": ("a.parquet", b"PAR1" + b"\xff" * 60 + GOOD_PARQUET[64:], "a.parquet is not "
+        "readable Parquet after row 0"),
     "parquet without a row": ("a.parquet", parquet(text=pyarrow.array([], pyarrow.string())), "a.parquet"),
     "parquet of bytes": ("a.parquet", parquet(text=[b"\xff\xfe"] * 3), "a.parquet"),
     "jsonl under the name of a parquet": ("a.parquet", CHAT, "a.parquet"),
@@ -83,7 +84,8 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "NaN for a text": ("a.jsonl", text("NaN"), "a.jsonl:1"),
     "infinity for a role": ("a.jsonl", b'{"messages": [{"role": Infinity, "content": "x"}]}\n', "a.jsonl:1"),
     "a key twice": ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl:1"),
-    "a key twice in a turn": ("a.jsonl", CHAT.replace(b'"role": "user"', b'"role": "user", "role": "system"'), "a.jsonl:1"),
+    "a key twice in a turn": ("a.jsonl", CHAT.replace(b'"role": "user"', b'"role": "user", "role": "system"'),
+        "a.jsonl:1"),
     "100,000 keys": ("a.jsonl", json.dumps({f"k{n}": n for n in range(100_000)}).encode(), "a.jsonl:1"),
     "a key of a megabyte": ("a.jsonl", json.dumps({"k" * 1_000_000: 1}).encode(), "a.jsonl:1"),
     "a role of a megabyte": ("a.jsonl", CHAT.replace(b"assistant", b"r" * 1_000_000), "a.jsonl:1"),
@@ -123,10 +125,14 @@ PLACES: dict[str, tuple[Act, str]] = {
     "a link to itself": (lambda at: (at / "a.jsonl").symlink_to("a.jsonl"), "a.jsonl"),
     "a link to nothing": (lambda at: (at / "a.jsonl").symlink_to("b.jsonl"), "a.jsonl"),
     "a folder without a file": (lambda at: (at / "a.jsonl").mkdir(), "a.jsonl"),
-    "a folder that holds itself": (lambda at: ((at / "a.jsonl").mkdir(), (at / "a.jsonl" / "b").symlink_to(at)), "a.jsonl"),
-    "a file nobody may read": (lambda at: ((at / "a.jsonl").write_bytes(CHAT), mode(at / "a.jsonl", 0)), "a.jsonl.*[Pp]ermission"),
-    "a folder nobody may enter": (lambda at: ((at / "a.jsonl").mkdir(), mode(at / "a.jsonl", 0)), "a.jsonl is a folder"),
-    "a line of a terabyte": (lambda at: ((at / "a.jsonl").write_bytes(b'{"'), truncate_to_a_terabyte(at / "a.jsonl")), "a.jsonl:1"),
+    "a folder that holds itself": (lambda at: ((at / "a.jsonl").mkdir(), (at / "a.jsonl" / "b").symlink_to(at)),
+        "a.jsonl"),
+    "a file nobody may read": (lambda at: ((at / "a.jsonl").write_bytes(CHAT), mode(at / "a.jsonl", 0)),
+        "a.jsonl.*[Pp]ermission"),
+    "a folder nobody may enter": (lambda at: ((at / "a.jsonl").mkdir(), mode(at / "a.jsonl", 0)),
+        "a.jsonl is a folder"),
+    "a line of a terabyte": (lambda at: ((at / "a.jsonl").write_bytes(b'{"'), truncate_to_a_terabyte(at / "a.jsonl")),
+        "a.jsonl:1"),
     "not there": (lambda at: None, "a.jsonl: there is no such file"),
 }  # fmt: skip
 
@@ -236,19 +242,24 @@ MODELS: dict[str, tuple[Act, str]] = {
     "config is nothing": (put("config.json", ""), "config.json"),
     "config nested too deep": (put("config.json", "[" * 100_000), "config.json"),
     "config of bytes": (put("config.json", b"\xff\xfe\0"), "config.json"),
-    "config is a pipe": (lambda at: ((at / "model/config.json").unlink(), os.mkfifo(at / "model/config.json")), "config.json"),
-    "config is a device": (lambda at: ((at / "model/config.json").unlink(), (at / "model/config.json").symlink_to("/dev/zero")), "config.json"),
-    "config is a folder": (lambda at: ((at / "model/config.json").unlink(), (at / "model/config.json").mkdir()), "config.json"),
+    "config is a pipe": (lambda at: ((at / "model/config.json").unlink(), os.mkfifo(at / "model/config.json")),
+        "config.json"),
+    "config is a device": (lambda at: ((at / "model/config.json").unlink(),
+        (at / "model/config.json").symlink_to("/dev/zero")), "config.json"),
+    "config is a folder": (lambda at: ((at / "model/config.json").unlink(), (at / "model/config.json").mkdir()),
+        "config.json"),
     "no config": (lambda at: (at / "model/config.json").unlink(), "config.json"),
     "no kind": (config(model_type=None), "model"),
     "no such kind": (config(model_type="no such kind"), "no such kind"),
     "kind is a number": (config(model_type=7), "model"),
     "no architecture": (config(architectures=None), f"{TRAINS}|model"),
     "no such architecture": (config(architectures=["No"]), f"{TRAINS}|model"),
-    "size is a text": (config(hidden_size="wide"), "model model cannot be loaded: .*hidden_size.*; correct the model's files"),
+    "size is a text": (config(hidden_size="wide"), "model model cannot be loaded: .*hidden_size.*; correct the "
+        "model's files"),
     "size is negative": (config(hidden_size=-128), "model model cannot be loaded: .*-128.*; correct the model's files"),
     "size is zero": (config(hidden_size=0), "model"),
-    "size is a fraction": (config(hidden_size=128.5), "model model cannot be loaded: .*hidden_size.*; correct the model's files"),
+    "size is a fraction": (config(hidden_size=128.5), "model model cannot be loaded: .*hidden_size.*; correct the "
+        "model's files"),
     "size is enormous": (config(hidden_size=10**9), "sizes of its weights differ"),
     "inner size is enormous": (config(intermediate_size=10**12), "intermediate_size|model"),
     "heads are enormous": (config(num_attention_heads=10**9), "model"),
@@ -258,28 +269,36 @@ MODELS: dict[str, tuple[Act, str]] = {
     "vocabulary is enormous": (config(vocab_size=10**10), "vocab_size"),
     "vocabulary is negative": (config(vocab_size=-5), "model"),
     "positions are enormous": (config(max_position_embeddings=10**12), f"{TRAINS}|max_position_embeddings|model"),
-    "positions are a text": (config(max_position_embeddings="far"), "model model cannot be loaded: .*max_position_embeddings"),
+    "positions are a text": (config(max_position_embeddings="far"), "model model cannot be loaded: "
+        ".*max_position_embeddings"),
     "rope of another type": (config(rope_parameters={"rope_type": "no", "rope_theta": 1}), "model"),
     "rope is a list": (config(rope_parameters=[1]), "model"),
     "dtype of no torch": (config(dtype="float7"), "model"),
-    "activation is code": (config(hidden_act="__import__('os').mkdir('ran')"), "model model cannot be loaded: .*; correct the model's files"),
+    "activation is code": (config(hidden_act="__import__('os').mkdir('ran')"), "model model cannot be loaded: .*; "
+        "correct the model's files"),
     "quantized in a way nobody knows": (config(quantization_config={"quant_method": "no"}), "model"),
     "quantized by a list": (config(quantization_config=[1]), "model"),
-    "its own code": (lambda at: (config(model_type="evil", auto_map={"AutoConfig": "evil.C"})(at), put("evil.py", "import os; os.mkdir('ran')")(at)), "trust_remote_code"),
+    "its own code": (lambda at: (config(model_type="evil", auto_map={"AutoConfig": "evil.C"})(at),
+        put("evil.py", "import "
+        "os; os.mkdir('ran')")(at)), "trust_remote_code"),
     "weights are nothing": (put(SAFE, b""), "model"),
     "weights are a text": (put(SAFE, b"weights" * 99), "model"),
-    "weights are an LFS pointer": (put(SAFE, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"), "model"),
+    "weights are an LFS pointer": (put(SAFE, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"),
+        "model"),
     "header said to be enormous": (header(lambda held: None, 1 << 62), "model"),
     "header said to be too short": (header(lambda held: None, 20), "model"),
-    "offsets beyond the file": (header(lambda held: [one.update(data_offsets=[0, 1 << 40]) for one in each(held)]), "model"),
+    "offsets beyond the file": (header(lambda held: [one.update(data_offsets=[0, 1 << 40]) for one in each(held)]),
+        "model"),
     "offsets are negative": (header(lambda held: each(held)[0].update(data_offsets=[-4, 4])), "model"),
     "offsets overlap": (header(lambda held: each(held)[1].update(data_offsets=each(held)[0]["data_offsets"])), "model"),
     "shape of another size": (header(lambda held: each(held)[0].update(shape=[3, 3])), "model"),
     "shape is enormous": (header(lambda held: each(held)[0].update(shape=[1 << 40, 1 << 40])), "model"),
     "dtype nobody knows": (header(lambda held: each(held)[0].update(dtype="F7")), "model"),
     "dtype of integers": (header(lambda held: [one.update(dtype="I32") for one in each(held)]), BROKEN),
-    "weights of other names": (lambda at: save_file({"a": torch.zeros(2)}, at / "model" / SAFE, {"format": "pt"}), "model"),
-    "weights are NaN": (lambda at: save_file({k: v * float("nan") for k, v in load_file(at / "model" / SAFE).items()}, at / "model" / SAFE, {"format": "pt"}), BROKEN),
+    "weights of other names": (lambda at: save_file({"a": torch.zeros(2)}, at / "model" / SAFE, {"format": "pt"}),
+        "model"),
+    "weights are NaN": (lambda at: save_file({k: v * float("nan") for k, v in load_file(at / "model" / SAFE).items()},
+        at / "model" / SAFE, {"format": "pt"}), BROKEN),
     "index names a file above": (index("../outside.safetensors"), "outside.safetensors"),
     "index names a file of the system": (index("/etc/passwd"), "/etc/passwd"),
     "index names a file that is missing": (index("none.safetensors"), "none.safetensors"),
@@ -288,16 +307,29 @@ MODELS: dict[str, tuple[Act, str]] = {
     "tokenizer is nothing": (put("tokenizer.json", ""), "token"),
     "tokenizer is a list": (put("tokenizer.json", "[]"), "token"),
     "tokenizer cut off": (lambda at: os.truncate(at / "model/tokenizer.json", 900), "token"),
-    "tokenizer without a model": (damaged_tokenizer(lambda held: held.pop("model")), "model model: its tokenizer cannot be loaded: .*; correct the model's files"),
-    "tokenizer of another kind": (damaged_tokenizer(lambda held: held["model"].update(type="No")), "model model: its tokenizer cannot be loaded: .*; correct the model's files"),
-    "tokenizer with an enormous id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": 1 << 31})), "gives 'zzzz' the id 2147483648, but an id is"),
-    "tokenizer with a negative id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": -1})), "gives 'zzzz' the id -1, but an id is"),
-    "tokenizer whose pattern is enormous": (damaged_tokenizer(lambda held: held.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(" * 50_000}, "behavior": "Isolated", "invert": False})), "model model: its tokenizer cannot be loaded: .*; correct the model's files"),
-    "tokenizer of a class nobody knows": (json_file("tokenizer_config.json", tokenizer_class="os.system"), f"{TRAINS}|token"),
-    "tokenizer with its own code": (lambda at: (json_file("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})(at), put("evil.py", "import os; os.mkdir('ran')")(at)), f"{TRAINS}|trust_remote_code"),
+    "tokenizer without a model": (damaged_tokenizer(lambda held: held.pop("model")), "model model: its tokenizer "
+        "cannot be loaded: .*; correct the model's files"),
+    "tokenizer of another kind": (damaged_tokenizer(lambda held: held["model"].update(type="No")), "model model: its "
+        "tokenizer cannot be loaded: .*; correct the model's files"),
+    "tokenizer with an enormous id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": 1 << 31})),
+        "gives "
+        "'zzzz' the id 2147483648, but an id is"),
+    "tokenizer with a negative id": (damaged_tokenizer(lambda held: held["model"]["vocab"].update({"zzzz": -1})),
+        "gives "
+        "'zzzz' the id -1, but an id is"),
+    "tokenizer whose pattern is enormous": (damaged_tokenizer(lambda held: held.update(pre_tokenizer={"type": "Split",
+        "pattern": {"Regex": "(" * 50_000}, "behavior": "Isolated", "invert": False})), "model "
+        "model: its tokenizer cannot be loaded: .*; correct the model's files"),
+    "tokenizer of a class nobody knows": (json_file("tokenizer_config.json", tokenizer_class="os.system"),
+        f"{TRAINS}|token"),
+    "tokenizer with its own code": (lambda at: (json_file("tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["evil.T", None]})(at), put("evil.py", "import "
+        "os; os.mkdir('ran')")(at)), f"{TRAINS}|trust_remote_code"),
     "tokenizer config is a list": (put("tokenizer_config.json", "[]"), "token"),
     "template without end": (template(LOOP), "chat template"),
-    "template that doubles": (template("{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"), "chat template"),
+    "template that doubles": (template("{% set n = namespace(x='ab') %}"
+            "{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"), "chat "
+        "template"),
     "template that raises": (template("{{ raise_exception('no\x1b[2J') }}"), "chat template|template"),
     "template that divides by zero": (template("{{ 1 / 0 }}"), "template"),
     "template that calls itself": (template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "template"),
@@ -306,9 +338,11 @@ MODELS: dict[str, tuple[Act, str]] = {
     "template that includes a file": (template("{% include '/etc/passwd' %}"), "template"),
     "template is nothing": (template(""), f"{TRAINS}|template|supervised"),
     "template of a power": (template("{{ 9 ** 9 ** 9 }}"), "template"),
-    "template of bytes": (put("chat_template.jinja", b"\xff\xfe"), "model model: its tokenizer cannot be loaded: .*utf-8"),
+    "template of bytes": (put("chat_template.jinja", b"\xff\xfe"), "model model: its tokenizer cannot be loaded: "
+        ".*utf-8"),
     "generation config is a list": (put("generation_config.json", "[]"), f"{TRAINS}|generation_config.json"),
-    "generation config is text": (put("generation_config.json", '{"temperature": "hot"}'), f"{TRAINS}|generation_config|model"),
+    "generation config is text": (put("generation_config.json", '{"temperature": "hot"}'),
+        f"{TRAINS}|generation_config|model"),
 }  # fmt: skip
 
 
@@ -322,8 +356,10 @@ def test_models(place: Path, name: str) -> None:
 # ---- settings and options ----
 
 SETTINGS: dict[str, tuple[str, str]] = {
-    "anchors that double": ("a0: &a0 [1,1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "c.yaml"),
-    "anchors in an option": ("trainer_args:\n  a0: &a0 [1,1]\n" + "".join(f"  a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "trainer_args|c.yaml"),
+    "anchors that double": ("a0: &a0 [1,1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)),
+        "c.yaml"),
+    "anchors in an option": ("trainer_args:\n  a0: &a0 [1,1]\n" + "".join(f"  a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n"
+        for n in range(1, 40)), "trainer_args|c.yaml"),
     "an anchor of itself": ("trainer_args: &a {x: *a}", "c.yaml is not YAML: an alias"),
     "a tag that calls": ("trainer_args: !!python/object/apply:os.mkdir [ran]", "c.yaml"),
     "a tag that makes an object": ("model: !!python/object/new:pathlib.Path [x]", "c.yaml"),
@@ -357,14 +393,17 @@ def test_settings(place: Path, name: str) -> None:
 
 WORDS = {
     "--lora_r -1": "lora_r", "--lora_r 1e9": "lora_r", "--max_length 0": "max_length", "--seed x": "seed",
-    "--learning_rate -1": "learning_rate", "--learning_rate 1e400": "learning_rate", "--num_train_epochs nan": "num_train_epochs",
+    "--learning_rate -1": "learning_rate", "--learning_rate 1e400": "learning_rate",
+        "--num_train_epochs nan": "num_train_epochs",
     "--global_batch_size 99999999999999999999": "global_batch_size", "--optim 'os.system(1)'": "optim",
     "--lr_scheduler_type ../x": "lr_scheduler_type", "--trainer_args '{\"a\": NaN}'": "trainer_args",
     "--trainer_args '[1]'": "trainer_args", "--no_such 1": "no_such", "--seed": "seed", "--run_name ''": "run_name",
     "--run_name ../x": "run_name", f"--run_name {'x' * 300}": "run_name", "--output_dir /proc/x": "/proc/x",
-    "--resume /dev/zero": "/dev/zero", "--chat_template /dev/zero": "/dev/zero", "--lora_target_modules '('": "lora_target_modules",
+    "--resume /dev/zero": "/dev/zero", "--chat_template /dev/zero": "/dev/zero",
+        "--lora_target_modules '('": "lora_target_modules",
     "--lora_target_modules '(a+)+$'": "lora_target_modules", "--max_time 1:2:3:4:5": "max_time",
-    "--save_total_limit -3": "save_total_limit", "--dataset_split 'train[999%]'": "dataset_split|train", "--packing sometimes": "packing",
+    "--save_total_limit -3": "save_total_limit", "--dataset_split 'train[999%]'": "dataset_split|train", "--packing "
+        "sometimes": "packing",
 }  # fmt: skip
 
 

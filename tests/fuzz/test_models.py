@@ -1,4 +1,4 @@
-"""Model folders with parts missing, foreign, damaged or hostile: refused in a sentence, and none of their code is run."""
+"""Model folders with parts missing, foreign, damaged or hostile: refused in a sentence; none of their code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fuzz names and paths that lead elsewhere, nowhere or in circles: they are refused before a file is read or changed."""
+"""Fuzz names and paths that lead elsewhere, nowhere or in circles: refused before a file is read or changed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from unsloth_ddp.run import folder as run_folder
 
 PATHS = ("model", "dataset", "eval_dataset", "output_dir", "resume", "chat_template", "compiled_cache_dir")
 TRICKS = st.sampled_from(
-    ["..", ".", "../../etc", "/", "/etc/passwd", "a/../..", "~", "~root/x", "~nobody_here/x", "$HOME/x", "x" * 300, "x/" * 3000, "circle",
-     "./circle", "./circle/x", "file", "file/below", "dangling", "out", "a\nb", "\x1b[2J", "-rf", "con", "a\\b", "\ufeff", "\u202etxt",
+    ["..", ".", "../../etc", "/", "/etc/passwd", "a/../..", "~", "~root/x", "~nobody_here/x", "$HOME/x", "x" * 300,
+        "x/" * 3000, "circle",
+     "./circle", "./circle/x", "file", "file/below", "dangling", "out", "a\nb", "\x1b[2J", "-rf", "con", "a\\b",
+         "\ufeff", "\u202etxt",
      "\udcff", "a\0b", " ", "|ls", "`ls`", "http://x/y", "file:///etc/passwd", "checkpoint-3", "settings.yaml"]
 ) | st.text(max_size=20)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Files of rubbish as rows: read, checked and written to the run's folder as a run does, or refused by file and line."""
+"""Files of rubbish as rows: read, checked and stored as a run does, or refused by file and line."""
 
 from __future__ import annotations
 
@@ -116,9 +116,12 @@ def test_any_table_of_csv_is_examples_or_one_sentence(tmp_path: Path, cells: lis
 
 ARROW = st.sampled_from(
     [
-        (pyarrow.string(), ["x"]), (pyarrow.string(), [None]), (pyarrow.large_string(), ["x"]), (pyarrow.binary(), [b"\xff"]),
-        (pyarrow.float64(), [float("nan")]), (pyarrow.int64(), [2**62]), (pyarrow.bool_(), [True]), (pyarrow.date32(), [1]),
-        (pyarrow.timestamp("us"), [2**62]), (pyarrow.timestamp("ns", tz="No/Where"), [1]), (pyarrow.duration("s"), [2**62]),
+        (pyarrow.string(), ["x"]), (pyarrow.string(), [None]), (pyarrow.large_string(), ["x"]),
+            (pyarrow.binary(), [b"\xff"]),
+        (pyarrow.float64(), [float("nan")]), (pyarrow.int64(), [2**62]), (pyarrow.bool_(), [True]),
+            (pyarrow.date32(), [1]),
+        (pyarrow.timestamp("us"), [2**62]), (pyarrow.timestamp("ns", tz="No/Where"), [1]),
+            (pyarrow.duration("s"), [2**62]),
         (pyarrow.decimal128(5, 2), [None]), (pyarrow.null(), [None]), (pyarrow.list_(pyarrow.string()), [["x"]]),
         (pyarrow.map_(pyarrow.string(), pyarrow.string()), [[("role", "user")]]),
         (pyarrow.struct([("role", pyarrow.string())]), [{"role": None}]),

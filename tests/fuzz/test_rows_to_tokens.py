@@ -1,4 +1,4 @@
-"""Rows of random structure and markup under the templates of TRL, Unsloth and Transformers: each part is followed to its tokens.
+"""Follow each part of random rows to its tokens, under the templates of TRL, Unsloth and Transformers.
 
 A row is refused, or every word of it stands in its tokens as often as in the row, its markup too, only answers are
 supervised, they follow the generation prompt, and both answers of a pair follow the same tokens. What differs has to be
@@ -39,7 +39,8 @@ many = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 MARKUP = [
-    "<tool_response>", "</tool_response>", "<think>", "</think>", "/think", "/no_think", "[THINK]", "<|channel>", "<channel|>",
+    "<tool_response>", "</tool_response>", "<think>", "</think>", "/think", "/no_think", "[THINK]", "<|channel>",
+        "<channel|>",
     "<tool_call>", "[INST]", "<|im_end|>", "ASSISTANT:", "### Response:", "<tools>", "{{ x }}", "<image>", "</s>",
 ]  # fmt: skip
 # Reasoning may be written in other markup, and that of earlier turns left out.

@@ -24,12 +24,12 @@ from unsloth_ddp.data.sources.examples import read_examples
 from unsloth_ddp.data.sources.formats import to_example
 
 UNMARKED = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}{% if add_generation_prompt "
+    "%}{{ 'assistant: ' }}{% endif %}"
 )
 TRIMMED = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] | trim }}{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ "
+    "m['content'] | trim }}{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
 )
 NOTHING = "{% for m in messages %}{% endfor %}"
 ANSWER = {"role": "assistant", "content": "Hello."}

@@ -1,4 +1,4 @@
-"""trainer_state.json with any values: resumed only with those that a run writes, and skipped in one sentence otherwise."""
+"""trainer_state.json with any values: resumed only with those that a run writes, otherwise skipped in one sentence."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_what_a_run_writes_is_accepted(tmp_path: Path) -> None:
         ({"best_model_checkpoint": 5}, "best_model_checkpoint in"),
         ({"stateful_callbacks": {"SavedTotals": {"args": {}}}}, "stateful_callbacks in"),
         ({"stateful_callbacks": {"SavedTotals": {"args": {"pending": [[1, 2]]}, "attributes": {}}}}, "SavedTotals in"),
-        ({"stateful_callbacks": {"SavedTotals": {"args": {"totals": {"tokens": 1.5}}, "attributes": {}}}}, "SavedTotals in"),
+        ({"stateful_callbacks": {"SavedTotals": {"args": {"totals": {"tokens": 1.5}}, "attributes": {}}}},
+            "SavedTotals "
+            "in"),
         ({"stateful_callbacks": {"SavedTotals": {"args": {"x": 1}, "attributes": {}}}}, "SavedTotals in"),
         ({"one_more": 1}, "one_more in"),
     ],

@@ -53,25 +53,25 @@ def make_parser() -> Parser:
     return parser
 
 
-def check(given: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
     """Refuse values out of bounds, and options that do not go together."""
-    if given.max_new_tokens is not None and given.max_new_tokens <= 0:
-        raise UserError(f"--max_new_tokens is {given.max_new_tokens}, but it has to be above 0.")
-    if given.temperature is not None and not (0 <= given.temperature < math.inf):
-        raise UserError(f"--temperature is {given.temperature:g}, but it has to be 0 or more.")
+    if options.max_new_tokens is not None and options.max_new_tokens <= 0:
+        raise UserError(f"--max_new_tokens is {options.max_new_tokens}, but it has to be above 0.")
+    if options.temperature is not None and not (0 <= options.temperature < math.inf):
+        raise UserError(f"--temperature is {options.temperature:g}, but it has to be 0 or more.")
     for option in ("system", "image"):
-        if given.plain and getattr(given, option):
+        if options.plain and getattr(options, option):
             raise UserError(f"--{option} has no place in --plain, which renders no chat; leave one of them out.")
-    if given.ask is not None and not given.ask.strip():
+    if options.ask is not None and not options.ask.strip():
         raise UserError("--ask is empty; give the question.")
 
 
 def chat(argv: list[str]) -> None:
     """Read the command line, load the run, and answer."""
-    given = make_parser().parse_args(argv)
-    check(given)
-    images = [ImageFiles([Path()], download=True).checked(image_value(image)) for image in given.image]
-    result = find_result(given.run)
+    arguments = make_parser().parse_args(argv)
+    check(arguments)
+    images = [ImageFiles([Path()], download=True).checked(image_value(image)) for image in arguments.image]
+    result = find_result(arguments.run)
     settings = result.settings
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
@@ -81,9 +81,9 @@ def chat(argv: list[str]) -> None:
     from unsloth_ddp.model.backend import BackendFacts, choose_backend
     from unsloth_ddp.model.loading.trained import check_trained, check_trust
 
-    check_trust(settings, trusted=given.trust_remote_code)
+    check_trust(settings, trusted=arguments.trust_remote_code)
     check_trained(settings, result.folder)
-    for sentence in result.sentences(plain=given.plain):
+    for sentence in result.sentences(plain=arguments.plain):
         print(sentence, file=sys.stderr, flush=True)
     runtime = single_process(settings)
     # On a CPU a run of Unsloth answers with Transformers.
@@ -97,15 +97,15 @@ def chat(argv: list[str]) -> None:
 
             values = settings.chat_template_kwargs
             options = GenerationOptions(
-                given.max_new_tokens, given.temperature, plain=given.plain, template_values=values
+                arguments.max_new_tokens, arguments.temperature, plain=arguments.plain, template_values=values
             )
             speakers = load_speakers(
-                result, runtime, options, system=given.system, compare=given.compare, images=images
+                result, runtime, options, system=arguments.system, compare=arguments.compare, images=images
             )
-        if given.ask is None:
+        if arguments.ask is None:
             converse(speakers, terminal=sys.stdin.isatty())
         else:
-            answer_once(speakers, given.ask)
+            answer_once(speakers, arguments.ask)
 
 
 def main(argv: list[str]) -> int:

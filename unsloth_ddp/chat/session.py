@@ -76,7 +76,7 @@ def converse(speakers: list[Speaker], *, terminal: bool) -> None:
 
 def _take_turn(speakers: list[Speaker], question: str) -> None:
     """Let each model answer; an error or an interruption ends this turn only, for all of them."""
-    before = [speaker.history for speaker in speakers]
+    histories = [speaker.history for speaker in speakers]
     try:
         answer_once(speakers, question, empty="(nothing)")
         return
@@ -87,7 +87,7 @@ def _take_turn(speakers: list[Speaker], question: str) -> None:
         print(f"chat: error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("\nInterrupted. The conversation does not keep this question.", flush=True)
-    for speaker, history in zip(speakers, before, strict=True):
+    for speaker, history in zip(speakers, histories, strict=True):
         speaker.history = history
 
 
@@ -130,11 +130,11 @@ class Speaker:
         """
         first = not any(message["role"] == "user" for message in self.history)
         shown = JoinedText([*[None] * len(self.images), question], self.images) if self.images and first else question
-        asked = [*self.history, {"role": "user", "content": shown}]
+        turns = [*self.history, {"role": "user", "content": shown}]
         with self.using():
-            text = generate(self.model, self.tokenizer, asked, self.options, write, self.processing)
+            text = generate(self.model, self.tokenizer, turns, self.options, write, self.processing)
         if not self.options.plain:
-            self.history = [*asked, {"role": "assistant", "content": text}]
+            self.history = [*turns, {"role": "assistant", "content": text}]
         return text
 
 

@@ -69,9 +69,9 @@ class ArrowRows:
         return [index]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        found = {name: column[row] for name, column in self.columns.items()}
-        found |= {name: column[row].as_py() for name, column in self.texts.items()}
-        return found | {name: values[row] for name, values in self.added.items()}
+        row_values = {name: column[row] for name, column in self.columns.items()}
+        row_values |= {name: column[row].as_py() for name, column in self.texts.items()}
+        return row_values | {name: values[row] for name, values in self.added.items()}
 
 
 @dataclass
@@ -103,12 +103,14 @@ def join_rows(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     many tokens each of its two rows has. The label of each row's first token is ignored, as in an unpacked row, because
     no token of the row predicts it.
     """
-    lengths = np.concatenate([one.get("parts", [len(one["input_ids"])]) for one in examples]).astype(np.int64)
-    labels = np.concatenate([one["labels"] for one in examples])
+    lengths = np.concatenate([example.get("parts", [len(example["input_ids"])]) for example in examples]).astype(
+        np.int64
+    )
+    labels = np.concatenate([example["labels"] for example in examples])
     labels[np.cumsum(lengths) - lengths] = IGNORED
-    further: dict[str, Any] = {n: [one[n] for one in examples] for n in examples[0] if n not in OF_TOKENS}
+    further: dict[str, Any] = {n: [example[n] for example in examples] for n in examples[0] if n not in OF_TOKENS}
     further = {name: values if name in IMAGE_KEYS else np.stack(values) for name, values in further.items()}
-    ids = np.concatenate([one["input_ids"] for one in examples])
+    ids = np.concatenate([example["input_ids"] for example in examples])
     return {"input_ids": ids, "labels": labels, "lengths": lengths, **further}
 
 

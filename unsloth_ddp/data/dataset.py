@@ -146,7 +146,7 @@ class TokenizedRows:
         return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.units))])
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a padded pair twice the longer row."""
+        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a padded pair twice the longer one."""
         if self.packing is not None:
             trained = self.trained_lengths()
             return np.append(self.packing.sums(trained), trained[-1])
@@ -204,15 +204,19 @@ def tokenize_examples(
 
 def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
     """Return the tokens of the longest row of these sets, or --max_length if a set is streamed."""
-    found = [one for one in sets if one is not None]
-    return settings.max_length if any(one.streamed for one in found) else max(one.counts.longest for one in found)
+    tokenized_sets = [rows for rows in sets if rows is not None]
+    return (
+        settings.max_length
+        if any(rows.streamed for rows in tokenized_sets)
+        else max(rows.counts.longest for rows in tokenized_sets)
+    )
 
 
 def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     """Return the tokens of the rows, with a report on each; `problem` says why a row cannot be rendered."""
     images = IMAGES if encoder.processing is not None else {}
-    own = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else images
-    features = datasets.Features({**TOKEN_FEATURES, **own, **REPORT_FEATURES})
+    task_features = PARTS if settings.task in PAIR_TASKS else DESIRABLE if settings.task == "kto" else images
+    features = datasets.Features({**TOKEN_FEATURES, **task_features, **REPORT_FEATURES})
 
     def encode(row: str, location: str) -> dict[str, Any]:
         try:
@@ -266,8 +270,8 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     tokenized = tokenized.remove_columns(list(REPORT_FEATURES))
     dropped = 0
     if left_out.any():
-        kept = np.flatnonzero(~left_out)
-        if not len(kept):
+        fitting = np.flatnonzero(~left_out)
+        if not len(fitting):
             raise UserError(
                 f"Every {purpose} row of the {len(tokenized):,} that were read is longer than max_length "
                 f"{settings.max_length}, so none is left; raise "
@@ -278,8 +282,8 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
                 f"{counted(int(cuts_image.sum()), f'{purpose} row')} left out: max_length {settings.max_length} ends "
                 "before the last image does; raise max_length or lower image_max_pixels."
             )
-        dropped = len(tokenized) - len(kept)
-        tokenized = tokenized.select(kept).flatten_indices()
+        dropped = len(tokenized) - len(fitting)
+        tokenized = tokenized.select(fitting).flatten_indices()
     counts = _count(tokenized, dropped)
     if not counts.supervised:
         limit = f"max_length {settings.max_length}"
@@ -299,8 +303,8 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     further = {"parts": [1, 1], "desirable": [1], "images": [], "rendered": "", "pixels": 0}
     filler |= {name: value for name, value in further.items() if name in features}
     with_filler = datasets.concatenate_datasets([tokenized, datasets.Dataset.from_list([filler], features=features)])
-    found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}
-    with_filler.info.description = json.dumps(found)
+    description = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}
+    with_filler.info.description = json.dumps(description)
     return with_filler
 
 
@@ -336,16 +340,16 @@ def _balance(tokenized: datasets.Dataset, settings: Settings, purpose: str) -> l
         return []
     desirable = int(pc.sum(pc.list_flatten(column_of(tokenized, "desirable"))).as_py())
     undesirable = len(tokenized) - desirable
-    found = f"{desirable:,} of {counted(len(tokenized), 'training row')} are desirable"
+    share = f"{desirable:,} of {counted(len(tokenized), 'training row')} are desirable"
     if not desirable or not undesirable:
-        return [f"{found}, and kto learns from answers of both kinds; add the others."]
+        return [f"{share}, and kto learns from answers of both kinds; add the others."]
     if not settings.desirable_weight or not settings.undesirable_weight:
-        return [f"{found}, and only one of the two kinds has a weight, so kto learns from it alone."]
+        return [f"{share}, and only one of the two kinds has a weight, so kto learns from it alone."]
     ratio = settings.desirable_weight * desirable / (settings.undesirable_weight * undesirable)
     if 1 <= ratio <= 4 / 3:
         return []
     return [
-        f"{found}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give "
+        f"{share}: the weights of the two kinds are {ratio:.2g} : 1 in sum, and 1 to 1.33 : 1 is usual; give "
         "--desirable_weight or --undesirable_weight."
     ]
 
@@ -357,10 +361,10 @@ def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
 
 def _tokenized_rows(path: Path, processing: ImageProcessing | None) -> TokenizedRows:
     tokenized = datasets.load_from_disk(path)
-    found = json.loads(tokenized.info.description)
+    description = json.loads(tokenized.info.description)
     rows = tokenized.with_format("numpy", columns=["input_ids", "labels"])
-    stop_tokens = tuple(found["stop_tokens"])
-    return TokenizedRows(rows, Counts(**found["counts"]), stop_tokens=stop_tokens, processing=processing)
+    stop_tokens = tuple(description["stop_tokens"])
+    return TokenizedRows(rows, Counts(**description["counts"]), stop_tokens=stop_tokens, processing=processing)
 
 
 def make_encoder(

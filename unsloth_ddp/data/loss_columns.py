@@ -25,7 +25,7 @@ def loss_directions(columns: Mapping[str, Any]) -> dict[str, list[int] | None]:
     Raises:
         UserError: a row that is not to be learned, or a direction that is not read.
     """
-    found: dict[str, list[int] | None] = {}
+    directions: dict[str, list[int] | None] = {}
     for name, value in columns.items():
         if is_empty(value) or not directs_loss(name):
             continue
@@ -37,7 +37,7 @@ def loss_directions(columns: Mapping[str, Any]) -> dict[str, list[int] | None]:
         if flag is None or isinstance(flag, dict):
             continue  # a text, such as the name of a train
         flags = flag if isinstance(flag, list) else [flag]
-        if not all(isinstance(one, bool | int | float) and one in (0, 1) for one in flags) or not _is_read(name):
+        if not all(isinstance(item, bool | int | float) and item in (0, 1) for item in flags) or not _is_read(name):
             if isinstance(flag, list) or flag:
                 raise UserError(
                     f"the row has {name[:100]} ({str(value)[:40]}), which says what is learned and is not read; "
@@ -45,12 +45,12 @@ def loss_directions(columns: Mapping[str, Any]) -> dict[str, list[int] | None]:
                 )
             continue  # nothing is masked
         if isinstance(flag, list):
-            found[name] = [int(one) for one in flag]
+            directions[name] = [int(item) for item in flag]
         elif flag:
-            found[name] = None
+            directions[name] = None
         else:
             raise UserError(f"the row has {name[:100]} {str(value)[:20]}, so it is not to be learned; remove it.")
-    return found
+    return directions
 
 
 def _is_read(name: str) -> bool:

@@ -42,21 +42,21 @@ def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at:
     """
     # The first token is never predicted.
     labels = [IGNORED, *labels[1:]]
-    parts, end, before = [], 0, ""
+    parts, end, decoded = [], 0, ""
     for supervised, run in groupby(labels, key=lambda label: label != IGNORED):
         start, end = end, end + len(list(run))
         # Many tokenizers drop leading space, so a part is decoded as what it adds to the text before it.
         so_far = tokenizer.decode(token_ids=input_ids[:end], skip_special_tokens=False)
-        goes_on = so_far.startswith(before)
+        goes_on = so_far.startswith(decoded)
         text = (
-            so_far[len(before) :]
+            so_far[len(decoded) :]
             if goes_on
             else tokenizer.decode(token_ids=input_ids[start:end], skip_special_tokens=False)
         )
-        before = so_far
+        decoded = so_far
         text = "\n".join(printable(line) for line in text.split("\n"))
         parts.append(f"{SUPERVISED_START}{text}{SUPERVISED_END}" if supervised else text)
-    shown = REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])} ", "".join(parts))
+    shown = REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", "".join(parts))
     if (left_out := len(shown) - MOST_CHARACTERS) > 0:
         half = MOST_CHARACTERS // 2
         shown = f"{shown[:half]}\n... {left_out:,} characters ...\n{shown[-half:]}"

@@ -87,10 +87,10 @@ def _said_in_notes(tokenized: datasets.Dataset, locations: pa.ChunkedArray, purp
     for kind in dict.fromkeys(note.partition("\t")[0] for note in counts):
         named = {note: note.partition("\t")[2] for note in counts if note.partition("\t")[0] == kind}
         of_kind = rows.filter(pc.is_in(values, pa.array(list(named)))).unique()
-        said = NOTES[kind].replace("{}", _listed({what: counts[note] for note, what in named.items()}))
+        sentence = NOTES[kind].replace("{}", _listed({what: counts[note] for note, what in named.items()}))
         first = locations[pc.min(of_kind).as_py()]
         sentences.append(
-            f"{len(of_kind):,} of {counted(len(tokenized), f'{purpose} row')}: {said}. The first is {first}."
+            f"{len(of_kind):,} of {counted(len(tokenized), f'{purpose} row')}: {sentence}. The first is {first}."
         )
     return sentences
 
@@ -105,7 +105,9 @@ def _listed(counts: dict[str, int]) -> str:
 def most_frequent(lists: pa.ChunkedArray) -> dict[Any, int]:
     """Count the values in a column of lists, the most frequent first."""
     counted = pc.value_counts(pc.list_flatten(lists)).to_pylist()
-    return {item["values"]: item["counts"] for item in sorted(counted, key=lambda one: (-one["counts"], one["values"]))}
+    return {
+        item["values"]: item["counts"] for item in sorted(counted, key=lambda item: (-item["counts"], item["values"]))
+    }
 
 
 def column_of(rows: datasets.Dataset, name: str) -> Any:

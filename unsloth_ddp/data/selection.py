@@ -75,14 +75,14 @@ def mixed(rows: Sequence[Iterator[Row]], weights: Sequence[float | None]) -> Ite
     if not any(weights):
         yield from itertools.chain.from_iterable(rows)
         return
-    taken = [0] * len(rows)
+    yielded = [0] * len(rows)
     while True:
-        number = min(range(len(rows)), key=lambda i: (taken[i] + 1) / (weights[i] or 1))
+        number = min(range(len(rows)), key=lambda i: (yielded[i] + 1) / (weights[i] or 1))
         try:
             row = next(rows[number])
         except StopIteration:
             return
-        taken[number] += 1
+        yielded[number] += 1
         yield row
 
 

@@ -26,12 +26,12 @@ class TemplateColumns:
     Args:
         of_run: --chat_template_kwargs, over which those of a row take precedence.
         variables: the names that the template reads.
-        taken: counts the columns that values were taken from.
+        rows_of_column: counts the columns that values were taken from.
     """
 
     of_run: Mapping[str, Any] = field(default_factory=dict)
     variables: Collection[str] = ()
-    taken: Counter[str] = field(default_factory=Counter)
+    rows_of_column: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.of_run = check_template_values(dict(self.of_run), COLUMN)
@@ -47,12 +47,12 @@ class TemplateColumns:
         read = {n: columns[n] for n in example.unread if n in self.variables and _is_switch(columns.get(n))}
         values = {**self.of_run, **read}
         if COLUMN in example.unread:
-            given = read.setdefault(COLUMN, columns[COLUMN])
-            values |= check_template_values(from_json(given, COLUMN) if isinstance(given, str) else given, COLUMN)
+            kwargs = read.setdefault(COLUMN, columns[COLUMN])
+            values |= check_template_values(from_json(kwargs, COLUMN) if isinstance(kwargs, str) else kwargs, COLUMN)
         example.unread = [name for name in example.unread if name not in read]
-        self.taken.update(read.keys())
-        for one in filter(None, (example, example.rejected)):
-            one.template_values = values
+        self.rows_of_column.update(read.keys())
+        for half in filter(None, (example, example.rejected)):
+            half.template_values = values
 
 
 def check_template_values(values: Any, what: str) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def check_template_values(values: Any, what: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{what} is {kind_of(values)}, not an object with values for the chat template.")
     check_plain(values, what)
-    if own := RESERVED.intersection(values):
-        fix = "give tools as a column" if "tools" in own else "leave it out"
-        raise UserError(f"{what} has {min(own)}, which the chat template is given anyway; {fix}.")
+    if reserved := RESERVED.intersection(values):
+        fix = "give tools as a column" if "tools" in reserved else "leave it out"
+        raise UserError(f"{what} has {min(reserved)}, which the chat template is given anyway; {fix}.")
     return {str(name): value for name, value in values.items() if not is_missing(value)}
 
 

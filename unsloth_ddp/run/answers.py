@@ -204,7 +204,7 @@ def padded_left(
         "attention_mask": torch.tensor([[0] * n + [1] * len(prompt["input_ids"]) for n, prompt in rows]),
     }
     if processing:
-        inputs |= processing.collate(prompts, length, left=True)
+        inputs |= processing.collate(prompts, length, pad_left=True)
         # Positions of the images of an earlier batch (M-RoPE), which a batch of texts would take for its own.
         for module in model.modules():
             if getattr(module, "rope_deltas", None) is not None:

@@ -96,7 +96,9 @@ def test_larger_images_are_scaled_down_to_fewer_tokens(model: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}",
+        (
+            "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for p in m.content %}{% if p.type == 'text' %}{{ "
+            "p.text }}{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}",
          r"the rendered row has 0 image token\(s\) \(<\|image_pad\|>\) for 1 image\(s\); take the token out"),
         ("{{ raise_exception('no lists') }}", r"cannot render the row \(no lists\)"),
     ],
@@ -107,7 +109,8 @@ def test_a_template_that_leaves_out_an_image_is_refused(model: Path, tmp_path: P
 
 
 def test_a_template_that_takes_texts_gets_the_image_token_in_them(model: Path, tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"  # fmt: skip
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     encoder = encoder_of(model, template=template)
     encoded = encoder.encode(row(tmp_path))
     assert encoded.rendered == "<|user|>What is this?<|image_pad|>Tell me.<|end|><|assistant|>a red circle<|end|>"

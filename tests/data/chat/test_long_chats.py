@@ -84,8 +84,11 @@ def test_a_long_chat_is_rendered_as_seldom_as_a_short_one(name: str, monkeypatch
         rendered.append(name)
         return original(self, *given, **others)
 
+    long = renderer(name)
+    # Looked for once for each template.
+    assert not long.pair.template.unasked_prompt
     monkeypatch.setattr(ChatTemplate, "_render", count)
-    assert renderer(name).render(Example(chat(random.Random(1), 80), tools=[TOOL])).spans
+    assert long.render(Example(chat(random.Random(1), 80), tools=[TOOL])).spans
     assert len(rendered) <= MOST_RENDERED
 
 

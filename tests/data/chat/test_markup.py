@@ -1,4 +1,4 @@
-"""Markup that a row and its template both write, that a template takes out, and prompts that training does not follow, are told."""
+"""Markup that a row and its template both write or that a template takes out, and prompts that rows lack, are told."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def system(content: str) -> dict[str, Any]:
         (from_trl("qwen3"), CALLED, {"twice\t<tool_response>", "twice\t</tool_response>"}),
         (from_trl("qwen2_5"), CALLED, {"twice\t<tool_response>", "twice\t</tool_response>"}),
         (from_trl("qwen3"), [*CALLED[:2], {**TOOL_ANSWER, "content": "2"}, CALLED[3]], set()),
-        (from_trl("qwen3"), [ask("q1"), say("a", reasoning_content="<think>b</think>")], {"twice\t<think>", "twice\t</think>"}),
+        (from_trl("qwen3"), [ask("q1"), say("a", reasoning_content="<think>b</think>")],
+            {"twice\t<think>", "twice\t</think>"}),
         (PLAIN, [{"role": "user", "content": "user: Hi"}, say("Yes: user: no.")], {"twice\tuser:"}),
         (PLAIN, [{"role": "user", "content": "user"}, say("assistant")], set()),
         (from_trl("qwen3_6"), [ask("q1"), say("<think>\nfirst I have to")], {"cut\t<think>", "second block"}),

@@ -76,8 +76,8 @@ def test_a_pair_is_rendered_in_one_form_where_each_answer_alone_would_take_anoth
 def test_answers_that_change_their_prompt_are_refused(core: Tokenizer) -> None:
     # Reasoning before is shown if the last message has some.
     source = template(
-        "{% if messages[-1].thinking %}{{ m.thinking }}{% endif %}{{ m['content'] }}"
-        "{% if m.thinking and not messages[-1].thinking %} {% endif %}"
+        "{% if messages[-1].thinking %}{{ m.thinking }}{% endif %}{{ m['content'] }}{% if m.thinking and not "
+        "messages[-1].thinking %} {% endif %}"
     )
     turns = [ask("q1"), say("Earlier.", thinking="because"), ask("q2")]
     row = {"prompt": turns, "chosen": [say("Good.", thinking="so")], "rejected": [say("Bad.")]}

@@ -1,10 +1,8 @@
-"""Find the tokens of a text that are supervised, and the supervised tokens of a row or a batch from its labels."""
+"""Find the supervised tokens of a row or a batch from its labels."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,95 +16,15 @@ MULTIPLE = 128
 MOST_SELECTED = 0.9
 
 
-@dataclass
-class Tokens:
-    """The tokens of a text.
-
-    Args:
-        ids: token ids; more than `offsets` has, once tokens are appended.
-        offsets: the characters of each token.
-    """
-
-    text: str
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-
-    def __post_init__(self) -> None:
-        self._starts, self._ends = map(list, zip(*self.offsets, strict=True)) if self.offsets else ([], [])
-
-    def is_blank(self, position: int) -> bool:
-        """Return whether a token of the text is only white space."""
-        return position < len(self.offsets) and not self.text[slice(*self.offsets[position])].strip()
-
-    def behind(self, character: int) -> int:
-        """Return the first token that ends behind a character; the number of tokens if there is none."""
-        return bisect_right(self._ends, character)
-
-    def of_span(self, span: tuple[int, int]) -> tuple[int, int]:
-        """Return the first token that stands in a span, and the one behind the last."""
-        return self.behind(span[0]), bisect_left(self._starts, span[1])
-
-    def of_turn(self, span: tuple[int, int], special_ids: Collection[int]) -> tuple[int, int]:
-        """Return the tokens of a span, white space at its end aside, with the special token that ends its turn."""
-        start, end = span
-        first, last = self.of_span((start, start + len(self.text[start:end].rstrip())))
-        last = max(first, last)
-        if last == first or self.ids[last - 1] not in special_ids:
-            behind = last
-            while behind < len(self.ids) and self.is_blank(behind):
-                behind += 1
-            if behind == len(self.ids):
-                last = behind
-            elif self.ids[behind] in special_ids:
-                last = behind + 1
-        return first, last
-
-    def end_in(self, stops: Collection[int]) -> bool:
-        """Return whether the last token that is not white space is one of `stops`."""
-        for position in reversed(range(len(self.offsets))):
-            if self.ids[position] in stops or not self.is_blank(position):
-                return self.ids[position] in stops
-        return False
-
-
 def selected_positions(supervised: int, tokens: int) -> int:
     """Return at how many of the tokens of a micro-batch logits are computed: tiles of supervised ones, or all."""
-    found = max(1, -(-supervised // MULTIPLE)) * MULTIPLE
-    return tokens if found > MOST_SELECTED * tokens else found
+    tiled = max(1, -(-supervised // MULTIPLE)) * MULTIPLE
+    return tokens if tiled > MOST_SELECTED * tokens else tiled
 
 
 def first_supervised(labels: Sequence[int]) -> int | None:
     """Return the first supervised token that is predicted, which the first of a row is not; None if there is none."""
     return next((place for place, label in enumerate(labels) if label != IGNORED and place), None)
-
-
-def stop_tokens(labels: list[int], is_blank: Callable[[int], bool], special_ids: Collection[int]) -> list[int]:
-    """Return the special token that ends the last supervised run of tokens; empty if the run does not end in one.
-
-    If that run holds only special tokens, for example an EOS after the end of the turn, the run before it counts too.
-
-    Args:
-        labels: (tokens,), IGNORED where a token is not supervised.
-        is_blank: returns whether a token is only white space.
-        special_ids: the tokenizer's special tokens.
-    """
-    stops: list[int] = []
-    position = len(labels) - 1
-    while position >= 0:
-        while (
-            position >= 0
-            and labels[position] not in special_ids
-            and (labels[position] == IGNORED or is_blank(position))
-        ):
-            position -= 1
-        if position < 0 or labels[position] not in special_ids:
-            break
-        stops.append(labels[position])
-        while position >= 0 and labels[position] in special_ids:
-            position -= 1
-        if position >= 0 and labels[position] != IGNORED:
-            break
-    return stops
 
 
 def supervise_from_same_token(rows: Sequence[tuple[list[int], list[int]]]) -> None:

@@ -48,8 +48,8 @@ class Mark(NamedTuple):
 
     literal: str
     role: str
-    left: Part | None
-    right: Part | None
+    part_before: Part | None
+    part_behind: Part | None
 
 
 @dataclass
@@ -110,13 +110,13 @@ class Markup:
     """The markup that divides the texts of a row: what a template looks for in texts, and reasoning's."""
 
     def __init__(self, literals: Iterable[str]) -> None:
-        self.literals = tuple(sorted({THINK_START, THINK_END, *literals}, key=lambda one: (-len(one), one)))
+        self.literals = tuple(sorted({THINK_START, THINK_END, *literals}, key=lambda literal: (-len(literal), literal)))
         self._pattern = re.compile("(" + "|".join(map(re.escape, self.literals)) + ")")
 
     def split(self, text: str) -> list[str]:
         """Return the pieces of a text: text at even indices, markup at odd ones."""
         # Searching for each literal is faster than a pattern of alternatives.
-        return self._pattern.split(text) if any(one in text for one in self.literals) else [text]
+        return self._pattern.split(text) if any(literal in text for literal in self.literals) else [text]
 
 
 def closes(markup: str) -> bool:
@@ -131,41 +131,41 @@ def stand_in(example: Example, markup: Markup, *, any_tools: bool, any_arguments
         any_tools: give all tools one description, which fits templates that print a tool as JSON.
         any_arguments: give all tool calls one key and value, which fits templates that print arguments as JSON.
     """
-    made = StandIn(example, any_tools, any_arguments, markup.literals)
-    messages = [_message(made, index, message, markup) for index, message in enumerate(example.messages)]
-    tools = [_tool(made, index, tool) for index, tool in enumerate(example.tools or [])]
-    made.example = replace(example, messages=messages, tools=tools or None)
-    return made
+    standin = StandIn(example, any_tools, any_arguments, markup.literals)
+    messages = [_message(standin, index, message, markup) for index, message in enumerate(example.messages)]
+    tools = [_tool(standin, index, tool) for index, tool in enumerate(example.tools or [])]
+    standin.example = replace(example, messages=messages, tools=tools or None)
+    return standin
 
 
-def _message(made: StandIn, index: int, message: Message, markup: Markup) -> Message:
-    found: Message = {}
+def _message(standin: StandIn, index: int, message: Message, markup: Markup) -> Message:
+    standin_message: Message = {}
     for key, value in message.items():
         if key == "role":
-            found[key] = value
+            standin_message[key] = value
         elif key == "tool_calls" and value:
-            found[key] = [_call(made, index, number, call) for number, call in enumerate(value)]
+            standin_message[key] = [_call(standin, index, number, call) for number, call in enumerate(value)]
         elif key == "content" and isinstance(value, list):
-            found[key] = [
-                {**part, "text": _text(made, index, message["role"], (key, place), part["text"], markup)}
+            standin_message[key] = [
+                {**part, "text": _text(standin, index, message["role"], (key, place), part["text"], markup)}
                 if "text" in part
                 else part
                 for place, part in enumerate(value)
             ]
         elif not isinstance(value, str) or not value.strip():
-            found[key] = value
+            standin_message[key] = value
         elif key == "content" or key in REASONING_KEYS:
-            found[key] = _text(made, index, message["role"], (key,), value, markup)
+            standin_message[key] = _text(standin, index, message["role"], (key,), value, markup)
         elif key == "tool_call_id":
-            found[key] = _id(made, index, value)
-        elif key == "name" and value in made.called:
-            found[key] = made.called[value]
+            standin_message[key] = _id(standin, index, value)
+        elif key == "name" and value in standin.called:
+            standin_message[key] = standin.called[value]
         else:
-            found[key] = made.word(Part("key", index, place=(key,)), value)
-    return found
+            standin_message[key] = standin.word(Part("key", index, place=(key,)), value)
+    return standin_message
 
 
-def _text(made: StandIn, index: int, role: str, place: tuple[Any, ...], text: str, markup: Markup) -> str:
+def _text(standin: StandIn, index: int, role: str, place: tuple[Any, ...], text: str, markup: Markup) -> str:
     pieces = markup.split(text)
     parts: dict[int, Part] = {}
     for number in range(0, len(pieces), 2):
@@ -174,73 +174,75 @@ def _text(made: StandIn, index: int, role: str, place: tuple[Any, ...], text: st
             ended = number + 1 < len(pieces) and closes(pieces[number + 1])
             reasons = place[0] != "content" or (role == "assistant" and begun and ended)
             parts[number] = Part("reasoning" if reasons else "content", index, place=(*place, number))
-            pieces[number] = made.word(parts[number], pieces[number])
+            pieces[number] = standin.word(parts[number], pieces[number])
     for number in range(1, len(pieces), 2):
-        made.marks.append(Mark(pieces[number], role, parts.get(number - 1), parts.get(number + 1)))
+        standin.marks.append(Mark(pieces[number], role, parts.get(number - 1), parts.get(number + 1)))
     return "".join(pieces)
 
 
-def _id(made: StandIn, index: int, value: str, call: int = 0) -> str:
-    if value not in made.ids:
-        made.ids[value] = made.word(Part("id", index, call), value)
-    return made.ids[value]
+def _id(standin: StandIn, index: int, value: str, call: int = 0) -> str:
+    if value not in standin.ids:
+        standin.ids[value] = standin.word(Part("id", index, call), value)
+    return standin.ids[value]
 
 
-def _call(made: StandIn, index: int, number: int, call: dict[str, Any]) -> dict[str, Any]:
+def _call(standin: StandIn, index: int, number: int, call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     part = Part("arguments", index, number)
-    given: Any = function["arguments"]
-    name = made.word(Part("tool call", index, number), function["name"])
-    made.called[function["name"]] = name.replace("Zq", REPEATED)
-    made.words[made.called[function["name"]]] = Part("id", index, number, ("name",))
-    made.values[Part("id", index, number, ("name",))] = function["name"]
-    if isinstance(given, str):
-        given = made.word(part, given) if given.strip() else given
-    elif given:
-        made.values[part] = given
-        if made.any_arguments:
-            words = [made.word(Part("stand-in", index, number, (place,)), "") for place in range(2)]
-            given = {words[0]: words[1]}
+    arguments: Any = function["arguments"]
+    name = standin.word(Part("tool call", index, number), function["name"])
+    standin.called[function["name"]] = name.replace("Zq", REPEATED)
+    standin.words[standin.called[function["name"]]] = Part("id", index, number, ("name",))
+    standin.values[Part("id", index, number, ("name",))] = function["name"]
+    if isinstance(arguments, str):
+        arguments = standin.word(part, arguments) if arguments.strip() else arguments
+    elif arguments:
+        standin.values[part] = arguments
+        if standin.any_arguments:
+            words = [standin.word(Part("stand-in", index, number, (place,)), "") for place in range(2)]
+            arguments = {words[0]: words[1]}
         else:
-            given = _argument(made, part, given, ())
-        made.whole[part] = given
-    found = {**call, "function": {**function, "name": name, "arguments": given}}
+            arguments = _argument(standin, part, arguments, ())
+        standin.whole[part] = arguments
+    standin_call = {**call, "function": {**function, "name": name, "arguments": arguments}}
     if isinstance(call.get("id"), str) and call["id"].strip():
-        found["id"] = _id(made, index, call["id"], number)
-    return found
+        standin_call["id"] = _id(standin, index, call["id"], number)
+    return standin_call
 
 
-def _argument(made: StandIn, call: Part, value: Any, path: tuple[Any, ...]) -> Any:
+def _argument(standin: StandIn, call: Part, value: Any, path: tuple[Any, ...]) -> Any:
     """Return a value of a call's arguments with a word for every key and text, and a number for everything else."""
     part = Part("argument", call.number, call.call, path)
     if isinstance(value, dict) and value:
         # Words rise in the order of the keys, since some templates sort them.
         words = {}
-        for place, name in sorted(enumerate(value), key=lambda one: str(one[1]).lower()):
-            words[name] = made.word(part._replace(place=(*path, place, "key")), name) if str(name).strip() else name
+        for place, name in sorted(enumerate(value), key=lambda item: str(item[1]).lower()):
+            words[name] = standin.word(part._replace(place=(*path, place, "key")), name) if str(name).strip() else name
         items = enumerate(value.items())
-        found: Any = {words[name]: _argument(made, call, item, (*path, place)) for place, (name, item) in items}
+        standin_value: Any = {
+            words[name]: _argument(standin, call, item, (*path, place)) for place, (name, item) in items
+        }
     elif isinstance(value, list) and value:
-        found = [_argument(made, call, item, (*path, place)) for place, item in enumerate(value)]
+        standin_value = [_argument(standin, call, item, (*path, place)) for place, item in enumerate(value)]
     elif isinstance(value, str):
-        return made.word(part, value) if value.strip() else value
+        return standin.word(part, value) if value.strip() else value
     elif isinstance(value, (dict, list)):
         return value
     else:
-        return made.number(part, value)
+        return standin.number(part, value)
     if path:
-        made.values[part] = value
-        made.whole[part] = found
-    return found
+        standin.values[part] = value
+        standin.whole[part] = standin_value
+    return standin_value
 
 
-def _tool(made: StandIn, index: int, tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(standin: StandIn, index: int, tool: dict[str, Any]) -> dict[str, Any]:
     part = Part("tool", index)
     inner = tool["function"] if isinstance(tool.get("function"), dict) else tool
     if not isinstance(inner.get("name"), str):
         return tool
-    word = made.word(part, tool)
-    if made.any_tools:
+    word = standin.word(part, tool)
+    if standin.any_tools:
         function: dict[str, Any] = {
             "name": word,
             "description": "-",
@@ -248,6 +250,8 @@ def _tool(made: StandIn, index: int, tool: dict[str, Any]) -> dict[str, Any]:
         }
     else:
         function = {**inner, "name": word}
-    found = function if inner is tool else {**({"type": "function"} if made.any_tools else tool), "function": function}
-    made.whole[part] = found
-    return found
+    standin_tool = (
+        function if inner is tool else {**({"type": "function"} if standin.any_tools else tool), "function": function}
+    )
+    standin.whole[part] = standin_tool
+    return standin_tool

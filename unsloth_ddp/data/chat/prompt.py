@@ -28,7 +28,7 @@ def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, p
     Raises:
         Exception: as raised by the template.
     """
-    found: list[str] = []
+    texts: list[str] = []
     errors: list[Exception] = []
     for form in variants(chat, lambda: False, image_token):
         try:
@@ -45,9 +45,9 @@ def rendered(tokenizer: Any, chat: Example, image_token: str | None = None, *, p
         shown = not image_token or text.count(image_token) == len(chat.images)
         if shown and str(chat.messages[-1]["content"] or "").strip() in text:
             return str(text)
-        found += [text] if shown else []
-    if found:
-        return found[0]
+        texts += [text] if shown else []
+    if texts:
+        return texts[0]
     raise errors[0] if errors else ValueError("the chat template does not render the images")
 
 

@@ -34,15 +34,15 @@ def overrun_sentence(error: TemplateOverrun) -> str:
 
 def failure_sentence(error: Exception) -> str:
     """Return the message for a template that fails with a row."""
-    reason = " ".join(str(error).split())
+    cause = " ".join(str(error).split())
     if isinstance(error, SecurityError):
         return (
-            f"the chat template does what Jinja's sandbox refuses, in which Transformers renders it ({reason}), so no "
+            f"the chat template does what Jinja's sandbox refuses, in which Transformers renders it ({cause}), so no "
             "tool of Transformers renders the row; give a template that only reads the messages with --chat_template, "
             "or change the row."
         )
     fix = "change the row, or give another template with --chat_template"
-    return f"the chat template cannot render the row ({reason}); {fix}."
+    return f"the chat template cannot render the row ({cause}); {fix}."
 
 
 @contextlib.contextmanager
@@ -72,14 +72,14 @@ def _limited_time() -> Iterator[None]:
 
     began, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)
     # A timer that was set before continues afterwards with its remaining time.
-    before, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if before:
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, before - (time.monotonic() - began)), interval)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - (time.monotonic() - began)), interval)
 
 
 @contextlib.contextmanager
@@ -88,11 +88,11 @@ def _limited_memory() -> Iterator[None]:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = _address_space() + MEMORY_BYTES
-    if soft != resource.RLIM_INFINITY and soft <= wanted:
+    limit = _address_space() + MEMORY_BYTES
+    if soft != resource.RLIM_INFINITY and soft <= limit:
         yield
         return
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:

@@ -55,9 +55,9 @@ class Scaffold:
     @cached_property
     def around(self) -> list[tuple[str, str]]:
         """The tags directly before and behind each slot, "" where there is none."""
-        before = [(match := LAST_TAG.search(gap)) and match[0] for gap in self.gaps[:-1]]
-        behind = [(match := FIRST_TAG.match(gap)) and match[0] for gap in self.gaps[1:]]
-        return [(tag or "", other or "") for tag, other in zip(before, behind, strict=True)]
+        tags_before = [(match := LAST_TAG.search(gap)) and match[0] for gap in self.gaps[:-1]]
+        tags_behind = [(match := FIRST_TAG.match(gap)) and match[0] for gap in self.gaps[1:]]
+        return [(tag or "", other or "") for tag, other in zip(tags_before, tags_behind, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Places:
     python: bool = False
 
 
-def scaffold_of(text: str, made: StandIn) -> tuple[Scaffold, Places]:
+def scaffold_of(text: str, standin: StandIn) -> tuple[Scaffold, Places]:
     """Return the scaffold of a rendered stand-in, and where its parts stand."""
-    found = sorted(_slots(text, made), key=lambda one: one[0])
-    spans, slots = [span for span, _ in found], [slot for _, slot in found]
+    placed_slots = sorted(_slots(text, standin), key=lambda placed: placed[0])
+    spans, slots = [span for span, _ in placed_slots], [slot for _, slot in placed_slots]
     gaps, starts, end = [], [], 0
     for start, following in [*spans, (len(text), len(text))]:
         gap = text[end:start]
@@ -87,30 +87,30 @@ def scaffold_of(text: str, made: StandIn) -> tuple[Scaffold, Places]:
         end = following
     count = Counter(slot.part for slot in slots)
     repeated = frozenset(part for part, times in count.items() if times > 1 and part.kind in ("content", "reasoning"))
-    scaffold = Scaffold(tuple(gaps), tuple(slots), frozenset(_missing(made, count)), repeated)
+    scaffold = Scaffold(tuple(gaps), tuple(slots), frozenset(_missing(standin, count)), repeated)
     return scaffold, Places(tuple(starts), tuple(spans), any(slot.style == PYTHON for slot in slots))
 
 
-def _slots(text: str, made: StandIn) -> Iterator[tuple[Span, Slot]]:
-    taken: list[Span] = []
+def _slots(text: str, standin: StandIn) -> Iterator[tuple[Span, Slot]]:
+    covered: list[Span] = []
     # The outer values come first: an object that is printed as JSON is one slot.
-    for part, value in sorted(made.whole.items(), key=lambda one: len(one[0].place)):
+    for part, value in sorted(standin.whole.items(), key=lambda item: len(item[0].place)):
         styles: list[tuple[int | str, str]] = [
             *enumerate(json.dumps(value, ensure_ascii=False, **style) for style in JSON_STYLES),
             (PYTHON, str(value)),
         ]
         for style, printed in styles:
             at = text.find(printed)
-            if at >= 0 and not _inside(at, taken):
+            if at >= 0 and not _inside(at, covered):
                 while at >= 0:
-                    taken.append((at, at + len(printed)))
+                    covered.append((at, at + len(printed)))
                     yield (at, at + len(printed)), Slot(part, style)
                     at = text.find(printed, at + len(printed))
                 break
-    taken.sort()
+    covered.sort()
     for match in WORD.finditer(text):
-        part_of_word = made.words.get(match[0])
-        if part_of_word is not None and not _inside(match.start(), taken):
+        part_of_word = standin.words.get(match[0])
+        if part_of_word is not None and not _inside(match.start(), covered):
             yield match.span(), Slot(part_of_word)
 
 
@@ -118,27 +118,27 @@ def _inside(at: int, spans: Iterable[Span]) -> bool:
     return any(start <= at < end for start, end in spans)
 
 
-def _missing(made: StandIn, count: Counter[Part]) -> Iterator[Part]:
+def _missing(standin: StandIn, count: Counter[Part]) -> Iterator[Part]:
     """Yield the required parts without a slot; arguments have one, or their keys and values have."""
-    inner = {(part.number, part.call) for part in made.values if part.kind == "argument"}
-    for part in made.values:
+    inner = {(part.number, part.call) for part in standin.values if part.kind == "argument"}
+    for part in standin.values:
         if part.kind not in REQUIRED or count[part]:
             continue
         if part.kind == "arguments" and (part.number, part.call) in inner:
             continue
-        if part.kind == "argument" and _has_outer(part, made, count):
+        if part.kind == "argument" and _has_outer(part, standin, count):
             continue
         yield part
 
 
-def _has_outer(part: Part, made: StandIn, count: Counter[Part]) -> bool:
+def _has_outer(part: Part, standin: StandIn, count: Counter[Part]) -> bool:
     """Return whether an object around a key or value has a slot, or it is itself an object, whose items are parts."""
     outer = [part._replace(place=part.place[:depth]) for depth in range(1, len(part.place))]
     call = Part("arguments", part.number, part.call)
-    return part in made.whole or any(count[one] for one in (call, *outer))
+    return part in standin.whole or any(count[around] for around in (call, *outer))
 
 
-def places_in(text: str, scaffold: Scaffold, made: StandIn) -> Places | None:
+def places_in(text: str, scaffold: Scaffold, standin: StandIn) -> Places | None:
     """Return the places of a row's parts in its text; None if the text is not the scaffold, filled with the parts."""
     position, python = _after_space(text, 0), False
     gaps: list[int] = []
@@ -149,7 +149,7 @@ def places_in(text: str, scaffold: Scaffold, made: StandIn) -> Places | None:
             return None
         gaps.append(position if gap else end)
         position = _after_space(text, position + len(gap))
-        for printed, as_python in _printed(made.values[slot.part], slot.style):
+        for printed, as_python in _printed(standin.values[slot.part], slot.style):
             if text.startswith(printed, position):
                 python |= as_python and slot.part.kind != "tool"
                 break
@@ -164,18 +164,7 @@ def places_in(text: str, scaffold: Scaffold, made: StandIn) -> Places | None:
     return Places(tuple(gaps), tuple(slots), python)
 
 
-def loses_indentation(made: StandIn, text: str, scaffold: Scaffold, places: Places) -> bool:
-    """Return whether an answer begins with spaces or tabs that its place in the text lacks."""
-    for slot, (start, _) in zip(scaffold.slots, places.slots, strict=True):
-        if slot.part.kind == "content" and made.example.messages[slot.part.number]["role"] == "assistant":
-            value = made.values[slot.part]
-            indentation = value[: len(value) - len(value.lstrip())].rpartition("\n")[2]
-            if indentation and not text.endswith(indentation, 0, start):
-                return True
-    return False
-
-
-def not_found_in(text: str, scaffold: Scaffold, made: StandIn) -> frozenset[Part]:
+def not_found_in(text: str, scaffold: Scaffold, standin: StandIn) -> frozenset[Part]:
     """Return the required parts that a text lacks, which is not the scaffold of its stand-in.
 
     A part that also stands in the scaffold does not count as found.
@@ -184,13 +173,13 @@ def not_found_in(text: str, scaffold: Scaffold, made: StandIn) -> frozenset[Part
     for slot in scaffold.slots:
         if slot.part.kind not in REQUIRED:
             continue
-        printed = [one for one, _ in _printed(made.values[slot.part], slot.style)]
-        at = [(text.find(one, position), one) for one in printed if not any(one in gap for gap in scaffold.gaps)]
-        found = min((one for one in at if one[0] >= 0), default=None)
-        if found is None:
+        printed = [form for form, _ in _printed(standin.values[slot.part], slot.style)]
+        at = [(text.find(form, position), form) for form in printed if not any(form in gap for gap in scaffold.gaps)]
+        first = min((form for form in at if form[0] >= 0), default=None)
+        if first is None:
             missing.add(slot.part)
         else:
-            position = found[0] + len(found[1])
+            position = first[0] + len(first[1])
     return frozenset(missing)
 
 
@@ -227,9 +216,9 @@ def prints_parts(scaffold: Scaffold) -> bool:
     return any(re.search(r"""['"]text['"]:\s*['"]$""", gap) for gap in scaffold.gaps)
 
 
-def unknown_scaffold(made: StandIn) -> Scaffold:
+def unknown_scaffold(standin: StandIn) -> Scaffold:
     """Return the scaffold of a row whose stand-in cannot be rendered: its texts in order, with nothing between them."""
-    texts = [part for part in made.values if part.kind in ("content", "reasoning", "tool call")]
+    texts = [part for part in standin.values if part.kind in ("content", "reasoning", "tool call")]
     return Scaffold(("",) * (len(texts) + 1), tuple(Slot(part) for part in texts), frozenset(), frozenset())
 
 
@@ -246,7 +235,27 @@ def position_of(character: int, places: Places, text: str) -> Position | None:
     return (gap, character - places.gaps[gap]) if start <= character else None
 
 
-def character_at(position: Position, places: Places, text: str) -> int:
-    gap, offset = position
-    start, end = _region(gap, places, text)
-    return min(max(places.gaps[gap] + offset, start), end)
+def spans_at(spans: Iterable[tuple[Position, Position]], places: Places, text: str) -> list[Span]:
+    """Return the characters of spans that are known by their places in the scaffold."""
+
+    def character(position: Position) -> int:
+        gap, offset = position
+        start, end = _region(gap, places, text)
+        return min(max(places.gaps[gap] + offset, start), end)
+
+    return [(character(begin), character(end)) for begin, end in spans]
+
+
+def parts_with_messages(scaffold: Scaffold, places: Places) -> list[tuple[Span, int]]:
+    """Return the slots with the message that each belongs to, with none (-1) where a part stands once more.
+
+    Gemma 4's template prints the name of a call again with its result.
+    """
+    kinds = ("content", "reasoning", "tool call", "arguments", "argument", "stand-in")
+    written: list[tuple[Span, int]] = []
+    placed: set[Part] = set()
+    for slot, span in zip(scaffold.slots, places.slots, strict=True):
+        is_first = slot.part.kind in kinds and slot.part not in placed
+        written.append((span, slot.part.number if is_first else -1))
+        placed.add(slot.part)
+    return written

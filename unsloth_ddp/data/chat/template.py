@@ -47,7 +47,7 @@ BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 Span = tuple[int, int]
 
 
-def read_chat_template(wanted: str) -> str | dict[str, str]:
+def read_chat_template(name: str) -> str | dict[str, str]:
     """Read the template of a Jinja file, or one of the kit's own by name.
 
     A JSON file (chat_template.json, tokenizer_config.json) has it as text, or several by name.
@@ -55,33 +55,34 @@ def read_chat_template(wanted: str) -> str | dict[str, str]:
     Raises:
         UserError: there is no such file or name, or it cannot be read.
     """
-    own = {path.stem: path for path in TEMPLATES.glob("*.jinja")}
+    shipped = {path.stem: path for path in TEMPLATES.glob("*.jinja")}
     try:
-        path = own.get(wanted) or Path(wanted).expanduser()
+        path = shipped.get(name) or Path(name).expanduser()
         if not path.is_file():
             raise UserError(
-                f"chat_template {wanted[:200]}: there is no such file; give a Jinja file, {' or '.join(sorted(own))}, "
+                f"chat_template {name[:200]}: there is no such file; give a Jinja file, "
+                f"{' or '.join(sorted(shipped))}, "
                 f"or {TRAINING} (TRL's variant of the tokenizer's template)."
             )
-        return _template_in(path.read_text(encoding="utf-8"), wanted)
+        return _template_in(path.read_text(encoding="utf-8"), name)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"chat_template {wanted[:200]} cannot be read: {reason}; give a Jinja file in UTF-8.") from None
+        cause = getattr(error, "strerror", None) or error
+        raise UserError(f"chat_template {name[:200]} cannot be read: {cause}; give a Jinja file in UTF-8.") from None
 
 
-def _template_in(text: str, wanted: str) -> str | dict[str, str]:
+def _template_in(text: str, name: str) -> str | dict[str, str]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return text
     content = content.get("chat_template") if isinstance(content, dict) else content
     if isinstance(content, list) and all(
-        isinstance(one, dict) and {"name", "template"} <= one.keys() for one in content
+        isinstance(variant, dict) and {"name", "template"} <= variant.keys() for variant in content
     ):
-        content = {str(one["name"]): str(one["template"]) for one in content}
+        content = {str(variant["name"]): str(variant["template"]) for variant in content}
     if isinstance(content, str) or (isinstance(content, dict) and content):
         return content
-    raise UserError(f"chat_template {wanted[:200]} is JSON without a chat_template; give a Jinja file.")
+    raise UserError(f"chat_template {name[:200]} is JSON without a chat_template; give a Jinja file.")
 
 
 def parsed(source: str) -> Template:
@@ -102,22 +103,22 @@ def variables_of(template: str | dict[str, str] | None) -> frozenset[str]:
     return frozenset(name for name in names - GIVEN if not name.endswith("_token"))
 
 
-def check_chat_template(wanted: str | None) -> None:
+def check_chat_template(option: str | None) -> None:
     """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read."""
-    if wanted in (None, TRAINING):
+    if option in (None, TRAINING):
         return
-    given = read_chat_template(str(wanted))
-    for source in given.values() if isinstance(given, dict) else [given]:
+    template = read_chat_template(str(option))
+    for source in template.values() if isinstance(template, dict) else [template]:
         try:
             # What is nested too deeply for the parser is refused when the first row is rendered.
             with contextlib.suppress(RecursionError):
                 _check_alone(source, parsed(source))
         except TemplateSyntaxError as error:
-            reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
-            raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
+            cause = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
+            raise UserError(f"chat_template {str(option)[:200]} is not valid Jinja: {cause}; fix the file.") from None
         except ValueError as error:
             raise UserError(
-                f"chat_template {str(wanted)[:200]} {error}; give a file with the template alone."
+                f"chat_template {str(option)[:200]} {error}; give a file with the template alone."
             ) from None
 
 
@@ -141,11 +142,11 @@ def _check_alone(source: str, tree: Template) -> None:
             template = ImmutableSandboxedEnvironment(
                 trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
             ).from_string(GENERATION_TAGS.sub("", source))
-            whole, asked = (template.render(**names, add_generation_prompt=prompt) for prompt in (False, True))
+            whole, prompted = (template.render(**names, add_generation_prompt=prompt) for prompt in (False, True))
     except (Exception, TemplateOverrun):
         # A template for other messages, or one that needs more: rows show what it does.
         return
-    begun, ended = _common(whole, asked), _common(whole[::-1], asked[::-1])
+    begun, ended = _common(whole, prompted), _common(whole[::-1], prompted[::-1])
     if begun < len(whole) <= begun + ended and (behind := whole[-ended:].strip()):
         raise ValueError(f"writes {behind[:40]!r} behind the generation prompt")
 
@@ -155,15 +156,15 @@ def _common(text: str, other: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
-def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
+def set_chat_template(tokenizer: Any, option: str | None) -> None:
     """Set the tokenizer's template to the one that --chat_template names; without the option it keeps its own."""
-    if wanted not in (None, TRAINING):
-        tokenizer.chat_template = read_chat_template(str(wanted))
+    if option not in (None, TRAINING):
+        tokenizer.chat_template = read_chat_template(str(option))
 
 
-def use_template_of_processor(tokenizer: Any, processor: Any, wanted: str | None) -> None:
+def use_template_of_processor(tokenizer: Any, processor: Any, option: str | None) -> None:
     """Set the tokenizer's template to the processor's, with places for images, unless --chat_template names one."""
-    if wanted in (None, TRAINING) and getattr(processor, "chat_template", None):
+    if option in (None, TRAINING) and getattr(processor, "chat_template", None):
         tokenizer.chat_template = processor.chat_template
 
 
@@ -208,19 +209,39 @@ class ChatTemplate:
         """
         turns: list[Message] = [{"role": role, "content": "Yes."} for role in ("user", "assistant", "user")]
         try:
-            asked, answered, followed = (self._render(turns[:count], None, False)[0] for count in (1, 2, 3))
+            question, chat, followed = (self._render(turns[:count], None, False)[0] for count in (1, 2, 3))
             prompted = self._render(turns[:1], None, True)[0]
         except Exception:
             return ""
-        end = _common(answered, followed)
-        end = begun.start() if (begun := BEGUN_TAG.search(answered, 0, end)) else end
-        if prompted != asked or not answered.startswith(asked) or not asked.endswith(answered[end:]):
+        end = _common(chat, followed)
+        end = begun.start() if (begun := BEGUN_TAG.search(chat, 0, end)) else end
+        if prompted != question or not chat.startswith(question) or not question.endswith(chat[end:]):
             return ""
         # What begins a chat begins turns, so it is a part of the prompt where it stands behind the answer.
-        begin = answered.removeprefix(str(self.special_tokens.get("bos_token", ""))).lstrip()
-        behind = answered[answered.rfind("Yes.", 0, end) + len("Yes.") : end]
+        begin = chat.removeprefix(str(self.special_tokens.get("bos_token", ""))).lstrip()
+        behind = chat[chat.rfind("Yes.", 0, end) + len("Yes.") : end]
         of_turn = next(behind[n:] for n in range(len(behind) + 1) if begin.startswith(behind[n:]))
-        return of_turn + answered[end:] if answered[end:].strip() else ""
+        return of_turn + chat[end:] if chat[end:].strip() else ""
+
+    @functools.cached_property
+    def _prints_text_bare(self) -> bool:
+        def call(value: Any) -> str:
+            function = {"name": "add", "arguments": {"a": value}}
+            turn: Message = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "id": "Zq00000qZ", "function": function}],
+            }
+            return self.render([{"role": "user", "content": "Hi"}, turn], None)
+
+        try:
+            return call(731) == call("731")
+        except Exception:
+            return False
+
+    def prints_bare(self) -> bool:
+        """Return whether the template prints a text in a call's arguments without quotation marks, as a number."""
+        return self._prints_text_bare
 
     def literals(self) -> set[str]:
         """Return the markup that the template looks for in texts, such as </think>."""
@@ -257,12 +278,12 @@ def _literals(source: str) -> frozenset[str]:
         tree = parsed(source)
     except (TemplateSyntaxError, RecursionError):
         return frozenset()
-    found: list[nodes.Node] = [one.expr for one in tree.find_all(nodes.Compare)]
+    tested: list[nodes.Node] = [node.expr for node in tree.find_all(nodes.Compare)]
     for call in tree.find_all((nodes.Call, nodes.Filter)):
         assert isinstance(call, (nodes.Call, nodes.Filter))
-        found += call.args
-    found += [one.node for one in tree.find_all(nodes.Assign)]
-    texts = {one.value.strip() for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+        tested += call.args
+    tested += [node.node for node in tree.find_all(nodes.Assign)]
+    texts = {node.value.strip() for node in tested if isinstance(node, nodes.Const) and isinstance(node.value, str)}
     return frozenset(t for t in texts if LEAST_MARKUP <= len(t) <= MOST_MARKUP and re.search(r"[^\w\s]", t))
 
 
@@ -270,16 +291,17 @@ def _literals(source: str) -> frozenset[str]:
 class TemplatePair:
     """The tokenizer's own template for a row, and TRL's training variant of it, if it has one and needs one."""
 
-    own: ChatTemplate
+    template: ChatTemplate
     training: ChatTemplate | None
 
-    def given(self, values: dict[str, Any]) -> Self:
+    def with_values(self, values: dict[str, Any]) -> Self:
         """Return the templates with values that they are rendered with beside the special tokens."""
         with_values = [
-            one and replace(one, special_tokens=one.special_tokens | values) for one in (self.own, self.training)
+            template and replace(template, special_tokens=template.special_tokens | values)
+            for template in (self.template, self.training)
         ]
         assert with_values[0] is not None
-        return replace(self, own=with_values[0], training=with_values[1])
+        return replace(self, template=with_values[0], training=with_values[1])
 
 
 def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePair | None:
@@ -300,11 +322,11 @@ def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePai
         return None
     special_tokens = dict(tokenizer.special_tokens_map)
     try:
-        own = ChatTemplate(source, has_generation_markers(source), special_tokens, day)
+        template = ChatTemplate(source, has_generation_markers(source), special_tokens, day)
     except TemplateSyntaxError as error:
         raise UserError(f"the chat template is not valid Jinja ({error}); fix it.") from None
-    if own.marked:
-        return TemplatePair(own, None)
+    if template.marked:
+        return TemplatePair(template, None)
     one_variant = copy.copy(tokenizer)
     one_variant.chat_template = source
     try:
@@ -316,4 +338,4 @@ def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePai
     except Exception:
         # TRL knows no training variant of this template, or cannot render its own test rows with it.
         training = None
-    return TemplatePair(own, ChatTemplate(training, True, special_tokens, day) if training else None)
+    return TemplatePair(template, ChatTemplate(training, True, special_tokens, day) if training else None)

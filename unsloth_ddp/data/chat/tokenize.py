@@ -5,21 +5,20 @@ The token that ends a supervised turn is supervised too, so that the model learn
 
 import json
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from typing import Any
 
-from unsloth_ddp.data.characters import Characters
-from unsloth_ddp.data.chat.labels import IGNORED, Tokens, stop_tokens, supervise_from_same_token
+from unsloth_ddp.data.chat.labels import IGNORED, supervise_from_same_token
 from unsloth_ddp.data.chat.parts import THINK_END
 from unsloth_ddp.data.chat.render_limits import TemplateOverrun, failure_sentence, overrun_sentence
-from unsloth_ddp.data.chat.renderer import RenderedChat
+from unsloth_ddp.data.chat.renderer import RenderedChat, Renderers
 from unsloth_ddp.data.chat.template import TRAINING, Span
+from unsloth_ddp.data.chat.tokens import Characters, Tokens, stop_tokens
 from unsloth_ddp.data.chat.turn_spans import same_prompt
 from unsloth_ddp.data.chat.variants import as_list_of_parts, think_tokens
 from unsloth_ddp.data.images.processing import ImageProcessing
-from unsloth_ddp.data.renderers import Renderers
 from unsloth_ddp.data.sources.formats import Example
 from unsloth_ddp.data.vocabulary import Vocabulary
 from unsloth_ddp.utils.errors import Panic, UserError, panics_raised
@@ -125,14 +124,18 @@ class Encoder:
         Raises:
             UserError: the chat template cannot render the example, or the assistant's spans cannot be found.
         """
-        encoded = self._encode_text(example) if example.text is not None else self._encode_chat(example, chat)
+        if example.text is not None:
+            encoded, markup = self._encode_text(example), tuple[str]()
+        else:
+            chat = chat or self._rendered(example)
+            encoded, markup = self._encode_chat(example, chat), chat.markup
         if not encoded.input_ids:
             raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
         if has_empty_answer(example):
             encoded.notes = (*encoded.notes, "empty")
         if repeats_prompt(example):
             encoded.notes = (*encoded.notes, "repeated")
-        encoded.written_tokens = self._written_tokens(example, encoded.input_ids)
+        encoded.written_tokens = self._written_tokens(example, encoded.input_ids, markup)
         if self.vocabulary:
             self._compare(encoded, self.vocabulary)
         return encoded
@@ -149,13 +152,11 @@ class Encoder:
         meant = {*untrained, *vocabulary.trained}
         row.written_tokens = tuple(token for token in row.written_tokens if token not in meant)
 
-    def _written_tokens(self, example: Example, ids: list[int]) -> tuple[str, ...]:
-        """Return the special tokens that the row's texts hold, without markup that the template reads."""
+    def _written_tokens(self, example: Example, ids: list[int], markup: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the special tokens that the row's texts hold, without markup that the template looks for."""
         texts = example.text or json.dumps([example.messages, example.tools], ensure_ascii=False)
-        renderer = self.renderers.of(example)
-        markup = renderer.own.markup.literals if renderer and example.text is None else ()
-        found = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
-        return tuple(token for token in found if token in texts and token not in markup)
+        tokens = map(self.tokenizer.convert_ids_to_tokens, sorted(self.special_ids.intersection(ids)))
+        return tuple(token for token in tokens if token in texts and token not in markup)
 
     def _encode_text(self, example: Example) -> EncodedRow:
         text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
@@ -191,21 +192,18 @@ class Encoder:
         return Tokens(text, list(encoded["input_ids"]), encoded["offset_mapping"])
 
     def _rendered(self, example: Example) -> RenderedChat:
-        renderer = self.renderers.of(example)
-        if renderer is None:
-            raise UserError(self._without_template())
         try:
-            chat = renderer.render(example)
-            return replace(chat, unread_keys=chat.unread_keys + self.renderers.unread_values(example))
+            if chat := self.renderers.render(example):
+                return chat
         except UserError:
             raise
         except TemplateOverrun as error:
             raise UserError(overrun_sentence(error)) from None
         except Exception as error:
             raise UserError(failure_sentence(error)) from None
+        raise UserError(self._without_template())
 
-    def _encode_chat(self, example: Example, chat: RenderedChat | None) -> EncodedRow:
-        chat = chat or self._rendered(example)
+    def _encode_chat(self, example: Example, chat: RenderedChat) -> EncodedRow:
         spans, images, pixels = chat.spans, list[Span](), 0
         if self.processing and example.images:
             expanded = self.processing.expand(chat.text, example.images)
@@ -238,9 +236,9 @@ class Encoder:
 
     def _with_marks(self, tokens: Tokens, image: Span) -> Span:
         """Return the tokens of an image, with the special tokens that the template writes around each."""
-        (start, end), (before, behind) = image, self._around_images
-        start -= len(before) if tokens.text.endswith(before, 0, start) else 0
-        end += len(behind) if tokens.text.startswith(behind, end) else 0
+        (start, end), (mark_before, mark_behind) = image, self._around_images
+        start -= len(mark_before) if tokens.text.endswith(mark_before, 0, start) else 0
+        end += len(mark_behind) if tokens.text.startswith(mark_behind, end) else 0
         return tokens.of_span((start, end))
 
     @cached_property
@@ -251,13 +249,13 @@ class Encoder:
         parts = [words[0], None, words[1]]
         chat = [{"role": "user", "content": as_list_of_parts(parts)}]
         try:
-            text = self.renderers.plain.own.template.render(chat, None)
+            text = self.renderers.plain.reader.template.render(chat, None)
             inside = text[text.index(words[0]) + len(words[0]) : text.index(words[1])]
-            before, behind = inside.split(token)
+            text_before, text_behind = inside.split(token)
         except Exception:
             # A template that takes texts only.
             return "", ""
-        return before.strip(), behind.strip()
+        return text_before.strip(), text_behind.strip()
 
     def _without_template(self) -> str:
         if isinstance(self.tokenizer.chat_template, dict):
@@ -266,7 +264,7 @@ class Encoder:
         return "the tokenizer has no chat template; give one with --chat_template (chatml, or a file)."
 
     def _encoded(self, tokens: Tokens, labels: list[int]) -> EncodedRow:
-        unwritable = sorted(self.characters.unwritable_in(tokens.text, tokens.ids, tokens.offsets))
+        unwritable = sorted(self.characters.unwritable_in(tokens))
         notes = tuple(f"unwritten\t{json.dumps(characters, ensure_ascii=False)}" for characters in unwritable)
         return EncodedRow(tokens.ids, labels, stop_tokens(labels, tokens.is_blank, self.special_ids), notes=notes)
 

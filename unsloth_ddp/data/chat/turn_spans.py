@@ -9,7 +9,7 @@ of it.
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class PlacesInGaps:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Hashable, set[Place]] = defaultdict(set)
+        self._places: dict[Hashable, set[Place]] = defaultdict(set)
         self._rows: Counter[Hashable] = Counter()
 
     def of(self, turns: Sequence[int], gaps: dict[int, Gap], locate: Callable[[int], Place]) -> list[Place]:
@@ -59,8 +59,8 @@ class PlacesInGaps:
             gaps: of turns where they are known.
             locate: returns the place in a turn.
         """
-        if len(self._seen) > MOST_KINDS:
-            self._seen.clear()
+        if len(self._places) > MOST_KINDS:
+            self._places.clear()
             self._rows.clear()
         alike: dict[Hashable, list[int]] = defaultdict(list)
         for turn in turns:
@@ -68,13 +68,13 @@ class PlacesInGaps:
                 alike[gaps[turn].kind].append(turn)
         places: dict[int, Place] = {}
         for kind, same in alike.items():
-            seen = self._seen[kind]
-            if len(seen) != 1 or self._rows[kind] < ROWS_ALIKE:
+            places_of_kind = self._places[kind]
+            if len(places_of_kind) != 1 or self._rows[kind] < ROWS_ALIKE:
                 places |= {turn: locate(turn) for turn in {same[0], same[-1]}}
-                seen |= {_moved(places[turn], -gaps[turn].start) for turn in {same[0], same[-1]}}
+                places_of_kind |= {_moved(places[turn], -gaps[turn].start) for turn in {same[0], same[-1]}}
                 self._rows[kind] += 1
-            if len(seen) == 1:
-                (place,) = seen
+            if len(places_of_kind) == 1:
+                (place,) = places_of_kind
                 places |= {turn: _moved(place, gaps[turn].start) for turn in same}
         return [places[turn] if turn in places else locate(turn) for turn in turns]
 
@@ -101,7 +101,7 @@ class SpanFinder:
     _ends: PlacesInGaps = field(default_factory=PlacesInGaps, init=False, compare=False, repr=False)
 
     def find(
-        self, example: Example, text: str, left_out: set[int], written: Sequence[Written]
+        self, example: Example, text: str, lost: Collection[int], written: Sequence[Written]
     ) -> tuple[str, list[Span], list[str]]:
         """Return the text of a rendered chat, the spans in it, and notes on them.
 
@@ -109,34 +109,37 @@ class SpanFinder:
         next turn (GLM).
 
         Args:
-            left_out: the messages that are not supervised.
+            lost: the turns of which the text lacks a part.
             written: the parts of the row in the text, in order, where they are known.
 
         Raises:
             UserError: the assistant's tokens cannot be told apart.
         """
+        left_out = {*example.left_out, *(() if self.supervise_all else lost)}
         if self.supervise_all and not left_out:
             return text, [], []
         turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
         learned = [i for i in turns if i >= example.prompt_messages and i not in left_out]
-        wanted = [i for i in turns if i in left_out] if self.supervise_all else learned
+        turns_of_spans = [i for i in turns if i in left_out] if self.supervise_all else learned
         notes: list[str] = []
         ended, marked = self._marked(example, text, left_out, written)
         if marked is None and self.training is not None and not self.template.marked:
             notes.append("own")
-        before, behind = _gaps(example, text, written)
-        begins = self._begins.of(wanted, before, lambda turn: self._begin(example, text, turn, written))
+        gaps_before, gaps_behind = _gaps(example, text, written)
+        begins = self._begins.of(turns_of_spans, gaps_before, lambda turn: self._begin(example, text, turn, written))
         if not self.supervise_all:
             notes += dict.fromkeys(note for _, note in begins if note)
         if marked is not None:
-            known = [begin for begin, _ in begins if begin is not None]
-            return ended, [_after_prompt(span, known) for span in marked], notes
-        ends = self._ends.of(wanted, behind, lambda turn: (self._end(example, text, turn, written), ""))
+            found_begins = [begin for begin, _ in begins if begin is not None]
+            return ended, [_after_prompt(span, found_begins) for span in marked], notes
+        ends = self._ends.of(turns_of_spans, gaps_behind, lambda turn: (self._end(example, text, turn, written), ""))
         spans = [(begin, end) for (begin, _), (end, _) in zip(begins, ends, strict=True)]
-        found = [(begin, end) for begin, end in spans if begin is not None and end is not None]
-        if len(found) < len(spans) or any(map(_holds_others, found, wanted, [written] * len(found))):
+        whole_spans = [(begin, end) for begin, end in spans if begin is not None and end is not None]
+        if len(whole_spans) < len(spans) or any(
+            map(_holds_others, whole_spans, turns_of_spans, [written] * len(whole_spans))
+        ):
             raise UserError(self._refusal(example))
-        return ended, found, notes
+        return ended, whole_spans, notes
 
     def _refusal(self, example: Example) -> str:
         """Return why spans are not found; Gemma 4's template writes a turn's text behind its tools' results."""
@@ -229,25 +232,27 @@ class SpanFinder:
             history = self.template.render(turns, example.tools)
         except Exception:
             return None, ""
-        before = [span for span, _ in written if first is not None and span[1] <= first]
-        start, end = before[-1] if before else (0, 0)
-        tails = [_behind(text[start:end], one) for one in (history, prompted)]
+        spans_before = [span for span, _ in written if first is not None and span[1] <= first]
+        start, end = spans_before[-1] if spans_before else (0, 0)
+        tails = [_behind(text[start:end], chat) for chat in (history, prompted)]
         if tails[0] is None or tails[1] is None:
             return None, ""
-        here, there = shared(text[end:first], tails[1])
-        if there < len(tails[0].rstrip()):
+        agreed, prompted_end = shared(text[end:first], tails[1])
+        if prompted_end < len(tails[0].rstrip()):
             return None, ""
-        return end + here, _note_on_prompt(tails[1][there:].strip())
+        return end + agreed, _note_on_prompt(tails[1][prompted_end:].strip())
 
     def _begin_without_question(self, text: str, first: int | None) -> int | None:
         """Return where the prompt ends of a chat that begins with the assistant; templates need a message before."""
         if first is None:
             return None
         try:
-            asked, prompted = (self.template.render([NEXT_QUESTION], None, prompt=prompt) for prompt in (False, True))
+            question, prompted = (
+                self.template.render([NEXT_QUESTION], None, prompt=prompt) for prompt in (False, True)
+            )
         except Exception:
             return None
-        prompt = prompted[shared(asked, prompted)[1] :].strip()
+        prompt = prompted[shared(question, prompted)[1] :].strip()
         # The prompt may open a block that the answer lacks.
         for begun in (prompt, *(prompt[: tag.start()] for tag in reversed([*TAG.finditer(prompt)]))):
             at = text.rfind(begun, 0, first)
@@ -277,11 +282,13 @@ class SpanFinder:
         tail = tail[words[-1].end() :] if words else tail
         following = min((start for (start, _), _ in written if start >= end), default=len(text))
         gap = text[end:following]
-        here, there = shared(gap, tail)
-        rest = tail[there:].strip().removesuffix(self.eos_token)
+        gap_end, tail_end = shared(gap, tail)
+        rest = tail[tail_end:].strip().removesuffix(self.eos_token)
         # gpt-oss ends the last turn with another token; other tails that go on differently are no end of this turn.
-        ended_otherwise = not tail[:there].strip() and all(TAG.match(one.lstrip()) for one in (gap, tail))
-        return end + here if not rest or ended_otherwise else None
+        ended_otherwise = not tail[:tail_end].strip() and all(
+            TAG.match(following_text.lstrip()) for following_text in (gap, tail)
+        )
+        return end + gap_end if not rest or ended_otherwise else None
 
 
 def _note_on_prompt(lacking: str) -> str:
@@ -293,26 +300,26 @@ def _note_on_prompt(lacking: str) -> str:
 def _owners(spans: Sequence[Span], written: Sequence[Written]) -> list[int] | None:
     """Return the message that each marked span belongs to; None if the parts in one do not tell."""
     owners = [{message for _, message in _inside(span, written)} - {-1} for span in spans]
-    return [owner for (owner,) in owners] if all(len(one) == 1 for one in owners) else None
+    return [owner for (owner,) in owners] if all(len(messages) == 1 for messages in owners) else None
 
 
 def _gaps(example: Example, text: str, written: Sequence[Written]) -> tuple[dict[int, Gap], dict[int, Gap]]:
     """Return the gap before the first part of each message, and the one behind its last part if a message follows."""
-    before: dict[int, Gap] = {}
-    behind: dict[int, Gap] = {}
+    gaps_before: dict[int, Gap] = {}
+    gaps_behind: dict[int, Gap] = {}
     last = len(example.messages) - 1
     # What the template may look for in texts decides how it renders turns, also those behind.
     markup = frozenset(WORD.sub("", str(message["content"])) for message in example.messages)
     of_chat = (bool(example.tools), example.messages[0]["role"], markup)
     for number, ((start, end), message) in enumerate(written):
-        if message > 0 and message not in before:
+        if message > 0 and message not in gaps_before:
             (_, gap), other = written[number - 1] if number else ((0, 0), -1)
             role = example.messages[message - 1]["role"]
-            before[message] = Gap(gap, (text[gap:start], message - other if other >= 0 else None, role, *of_chat))
+            gaps_before[message] = Gap(gap, (text[gap:start], message - other if other >= 0 else None, role, *of_chat))
         if 0 <= message < last:
             following = written[number + 1][0][0] if number + 1 < len(written) else len(text)
-            behind[message] = Gap(end, (text[end:following], example.messages[message + 1]["role"], *of_chat))
-    return before, behind
+            gaps_behind[message] = Gap(end, (text[end:following], example.messages[message + 1]["role"], *of_chat))
+    return gaps_before, gaps_behind
 
 
 def _holds_others(span: Span, turn: int, written: Sequence[Written]) -> bool:
@@ -322,7 +329,7 @@ def _holds_others(span: Span, turn: int, written: Sequence[Written]) -> bool:
 
 def _inside(span: Span, written: Sequence[Written]) -> Sequence[Written]:
     """Return the parts that begin in a span."""
-    first, end = (bisect_left(written, character, key=lambda one: one[0][0]) for character in span)
+    first, end = (bisect_left(written, character, key=lambda part: part[0][0]) for character in span)
     return written[first:end]
 
 
@@ -332,35 +339,35 @@ def _behind(part: str, text: str) -> str | None:
     return None if at < 0 else text[at + len(part) :]
 
 
-def shared(one: str, other: str) -> tuple[int, int]:
+def shared(text: str, other: str) -> tuple[int, int]:
     """Return how far two texts agree, white space aside, without a begun tag at the end."""
-    here = there = 0
-    while here < len(one) and there < len(other):
-        if one[here] == other[there]:
-            here, there = here + 1, there + 1
-        elif one[here].isspace():
-            here += 1
-        elif other[there].isspace():
-            there += 1
+    end = other_end = 0
+    while end < len(text) and other_end < len(other):
+        if text[end] == other[other_end]:
+            end, other_end = end + 1, other_end + 1
+        elif text[end].isspace():
+            end += 1
+        elif other[other_end].isspace():
+            other_end += 1
         else:
-            begun = BEGUN_TAG.search(one, 0, here)
-            length = here - begun.start() if begun else 0
-            return here - length, there - length
-    return here, there
+            begun = BEGUN_TAG.search(text, 0, end)
+            length = end - begun.start() if begun else 0
+            return end - length, other_end - length
+    return end, other_end
 
 
-def same_prompt(one: str, other: str) -> bool:
+def same_prompt(prompt: str, other: str) -> bool:
     """Return whether two texts are the same but for tags at the end, such as a block that one answer lacks."""
-    if one == other:
+    if prompt == other:
         return True
-    alike = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    end = min(len(one), len(other)) if alike is None else alike
-    begun = BEGUN_TAG.search(one, 0, end)
+    alike = next((place for place, pair in enumerate(zip(prompt, other, strict=False)) if pair[0] != pair[1]), None)
+    end = min(len(prompt), len(other)) if alike is None else alike
+    begun = BEGUN_TAG.search(prompt, 0, end)
     end = begun.start() if begun else end
-    return not any(TAG.sub("", text[end:]).strip() for text in (one, other))
+    return not any(TAG.sub("", text[end:]).strip() for text in (prompt, other))
 
 
 def _after_prompt(span: Span, begins: list[int]) -> Span:
     """Return a span from where the generation prompt ends inside it."""
     start, end = span
-    return min((one for one in begins if start < one <= end), default=start), end
+    return min((begin for begin in begins if start < begin <= end), default=start), end

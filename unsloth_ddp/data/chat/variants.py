@@ -1,5 +1,6 @@
 """Write a row in the forms that templates read: reasoning beside the content, arguments as text. Pure functions."""
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ def variants(
         beside: the other row of a pair, which then has the same forms in the same order.
         think: what begins and ends reasoning that is written into the content, as a last form.
     """
-    given = example
+    in_parts = example
     messages = [*example.messages, *(beside.messages if beside else ())]
     has_parts = bool(example.parts or (beside and beside.parts))
     if has_parts:
@@ -47,12 +48,12 @@ def variants(
         yield _changed(example, lambda message: {**with_calls_as_text(message), "content": message["content"]})
     if not example.images:
         # Templates of image-text models may take lists only.
-        yield _in_parts_only(given)
+        yield _in_parts_only(in_parts)
     if think and any(message.get(key) for message in messages for key in REASONING_KEYS):
         for key in REASONING_KEYS:
-            renamed = _changed(given, lambda message, key=key: _with_reasoning_as(message, key))  # type: ignore[misc]
+            renamed = _changed(in_parts, functools.partial(_with_reasoning_as, name=key))
             yield from variants(renamed, prints_bare, image_token, beside=beside)
-        written = _changed(given, lambda message: _with_reasoning_in_content(message, think))
+        written = _changed(in_parts, lambda message: _with_reasoning_in_content(message, think))
         yield from variants(written, prints_bare, image_token, beside=beside)
 
 
@@ -110,8 +111,13 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
 
 def _with_reasoning_key(message: Message) -> Message:
     reasoning, think, content = message["content"].partition(THINK_END)
-    before, _, thought = reasoning.rpartition(THINK_START)
-    if message["role"] != "assistant" or not think or before.strip() or any(message.get(key) for key in REASONING_KEYS):
+    text_before, _, thought = reasoning.rpartition(THINK_START)
+    if (
+        message["role"] != "assistant"
+        or not think
+        or text_before.strip()
+        or any(message.get(key) for key in REASONING_KEYS)
+    ):
         return message
     return {**message, "reasoning_content": thought.strip("\n"), "content": content.lstrip("\n")}
 

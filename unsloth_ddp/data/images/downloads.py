@@ -71,8 +71,8 @@ def _content(address: str, most_bytes: int) -> bytes:
     except UserError:
         raise
     except Exception as error:  # those of the HTTP client and of the Hub's offline mode have no common class
-        reason = one_line(str(error) or type(error).__name__, 150).rstrip(".").replace(address, name)
-        raise UserError(_refused(name, reason)) from None
+        cause = one_line(str(error) or type(error).__name__, 150).rstrip(".").replace(address, name)
+        raise UserError(_refused(name, cause)) from None
     return bytes(content)
 
 
@@ -82,5 +82,5 @@ def _without_queries(record: logging.LogRecord) -> bool:
     return True
 
 
-def _refused(name: str, reason: str) -> str:
-    return f"image {name} cannot be downloaded: {reason}; check it, or give the path of a file."
+def _refused(name: str, cause: str) -> str:
+    return f"image {name} cannot be downloaded: {cause}; check it, or give the path of a file."

@@ -43,7 +43,7 @@ class ImageFiles:
     folders: Sequence[Path]
     download: bool = False
     decode: bool = True
-    _known: dict[str, str] = field(default_factory=dict)
+    _checked: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: ImageSettings, sources: Sequence[str], *, decode: bool = True) -> ImageFiles:
@@ -55,11 +55,11 @@ class ImageFiles:
         Raises:
             UserError: an --image_folder is no folder.
         """
-        own = [Path(one).expanduser() for one in settings.image_folder]
-        if missing := next((one for one in own if not one.is_dir()), None):
+        named_folders = [Path(folder).expanduser() for folder in settings.image_folder]
+        if missing := next((folder for folder in named_folders if not folder.is_dir()), None):
             raise UserError(f"image_folder {missing} is no folder; give one that holds images.")
-        beside = dict.fromkeys([*(Path(one).expanduser().parent for one in sources), Path()])
-        return cls(own or list(beside), settings.download_images, decode)
+        beside = dict.fromkeys([*(Path(folder).expanduser().parent for folder in sources), Path()])
+        return cls(named_folders or list(beside), settings.download_images, decode)
 
     def checked(self, value: str) -> str:
         """Return an image as an absolute path, or a data URI, after decoding it once.
@@ -67,11 +67,13 @@ class ImageFiles:
         Raises:
             UserError: there is no such file, it cannot be downloaded or decoded, or it exceeds a limit.
         """
-        if value not in self._known:
+        if value not in self._checked:
             if value.startswith(DATA):
                 return self._decoded(value)
-            self._known[value] = self._downloaded(value) if is_web_address(value) else self._decoded(self._find(value))
-        return self._known[value]
+            self._checked[value] = (
+                self._downloaded(value) if is_web_address(value) else self._decoded(self._find(value))
+            )
+        return self._checked[value]
 
     def _decoded(self, image: str) -> str:
         if self.decode:
@@ -100,17 +102,17 @@ class ImageFiles:
             path = Path(value).expanduser()
             # An absolute path stays as it is.
             places = [folder / path for folder in self.folders]
-            found = next((place for place in places if place.is_file()), None)
+            file = next((place for place in places if place.is_file()), None)
             other = next((place for place in places if place.exists()), None)
         except OSError as error:
             raise UserError(f"image {value[:200]} cannot be looked up: {os_reason(error)}; check the path.") from None
         except (ValueError, RuntimeError):
             raise UserError(f"image {value[:200]!r} is not a path; check it.") from None
-        if found is not None:
-            return str(found.resolve())
+        if file is not None:
+            return str(file.resolve())
         if other is not None:
             raise UserError(f"image {value[:200]} is not a file ({other}); give the path of an image.")
-        looked = f" in {' or '.join(str(one) for one in self.folders)}" if not path.is_absolute() else ""
+        looked = f" in {' or '.join(str(place) for place in self.folders)}" if not path.is_absolute() else ""
         raise UserError(
             f"image {value[:200]}: there is no such file{looked}; check the path, or give its folder as --image_folder."
         )
@@ -227,8 +229,8 @@ def _refusing_broken(name: str) -> Iterator[None]:
             f"image {name} is not an image in a known format ({', '.join(FORMATS)}); write it as PNG or JPEG."
         ) from None
     except Exception as error:
-        reason = os_reason(error) if isinstance(error, OSError) and error.errno else one_line(error, 100).rstrip(".")
-        raise UserError(f"image {name} cannot be decoded: {reason}; write it again, or remove the row.") from None
+        cause = os_reason(error) if isinstance(error, OSError) and error.errno else one_line(error, 100).rstrip(".")
+        raise UserError(f"image {name} cannot be decoded: {cause}; write it again, or remove the row.") from None
 
 
 def stored(value: str, folder: Path) -> str:

@@ -57,8 +57,8 @@ class Expanded:
         return start, end
 
     def _moved(self, place: int) -> int:
-        before = [(old, new) for old, new in self.images if old[1] <= place]
-        return place + (before[-1][1][1] - before[-1][0][1] if before else 0)
+        moved_before = [(old, new) for old, new in self.images if old[1] <= place]
+        return place + (moved_before[-1][1][1] - moved_before[-1][0][1] if moved_before else 0)
 
 
 @dataclass(eq=False)
@@ -84,13 +84,14 @@ class ImageProcessing:
 
     def __post_init__(self) -> None:
         image = plain_image(SMALL, SMALL)
-        found, longer = (
+        short, longer = (
             self._process(f"{self.image_token}{text}", [self._open(image)]) for text in ("", " a b c d e f g h")
         )
         self.of_tokens = {
             name: value.dtype
-            for name, value in found.items()
-            if name not in OF_TEXT and all(one[name].shape == one["input_ids"].shape for one in (found, longer))
+            for name, value in short.items()
+            if name not in OF_TEXT
+            and all(processed[name].shape == processed["input_ids"].shape for processed in (short, longer))
         }
         self.small_row = self.row_of(image)
         plain = self.processor(text=["Hi"], return_tensors="pt")
@@ -121,7 +122,7 @@ class ImageProcessing:
             UserError: the processor refuses an image or the text.
         """
         try:
-            found = self.processor(
+            processed = self.processor(
                 text=[text],
                 images=[self._open(image) for image in images] or None,
                 add_special_tokens=False,
@@ -132,23 +133,23 @@ class ImageProcessing:
             raise
         except Exception as error:
             raise _refused(error) from None
-        if images and "text_replacement_offsets" not in found:
+        if images and "text_replacement_offsets" not in processed:
             raise UserError(
                 f"{type(self.processor).__name__} does not say where images stand in the text, so their tokens cannot "
                 "be told from the text's; use a model whose processor is part of Transformers."
             )
-        replaced = found["text_replacement_offsets"][0] if images else []
+        replaced = processed["text_replacement_offsets"][0] if images else []
         expanded, end = "", 0
-        for one in replaced:
-            start, stop = one["span"]
-            expanded += text[end:start] + one["replacement"]
+        for replacement in replaced:
+            start, stop = replacement["span"]
+            expanded += text[end:start] + replacement["replacement"]
             end = stop
         # Some processors return tensors all the same (Pixtral).
-        ids = [int(token) for token in found["input_ids"][0]]
-        offsets = [(int(start), int(stop)) for start, stop in found["offset_mapping"][0]]
-        places = [(tuple(one["span"]), tuple(one["new_span"])) for one in replaced]
+        ids = [int(token) for token in processed["input_ids"][0]]
+        offsets = [(int(start), int(stop)) for start, stop in processed["offset_mapping"][0]]
+        places = [(tuple(replacement["span"]), tuple(replacement["new_span"])) for replacement in replaced]
         # Some processors return a mask of floating point beside (SmolVLM's).
-        pixels = max(_numbers(value) for name, value in found.items() if name not in OF_TEXT) if images else 0
+        pixels = max(_numbers(value) for name, value in processed.items() if name not in OF_TEXT) if images else 0
         return Expanded(expanded + text[end:], ids, offsets, places, pixels)
 
     def tensors(self, row: dict[str, Any]) -> dict[str, Tensor]:
@@ -162,28 +163,28 @@ class ImageProcessing:
         """
         if not len(row["images"]):
             return {}
-        found = self._process(row["rendered"], [self._open(image) for image in row["images"]])
+        processed = self._process(row["rendered"], [self._open(image) for image in row["images"]])
         ids = torch.tensor(row["input_ids"], dtype=torch.int64)
         # The kit may have added the EOS token; what is cut holds no image.
-        shared = min(len(ids), found["input_ids"].shape[1])
-        if not torch.equal(found["input_ids"][0, :shared], ids[:shared]):
+        shared = min(len(ids), processed["input_ids"].shape[1])
+        if not torch.equal(processed["input_ids"][0, :shared], ids[:shared]):
             raise UserError(
                 f"the images of a row ({', '.join(row['images'])[:200]}) have changed since it was read; start the run "
                 "again."
             )
-        return found
+        return processed
 
     def _process(self, text: str, images: list[Any]) -> dict[str, Tensor]:
         try:
-            found = self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+            processed = self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
         except Exception as error:
             raise _refused(error) from None
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in processed.items() if isinstance(value, Tensor)}
 
     def _open(self, image: str) -> Any:
         return open_image(image, self.most_pixels)
 
-    def collate(self, rows: Sequence[dict[str, Any]], length: int, *, left: bool = False) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[dict[str, Any]], length: int, *, pad_left: bool = False) -> dict[str, Tensor]:
         """Return what a micro-batch takes beside tokens; for rows that are padded to `length` tokens.
 
         Args:
@@ -192,26 +193,26 @@ class ImageProcessing:
         """
         of_rows = [self.tensors(row) for row in rows]
         batch = {name: torch.zeros(len(rows), length, dtype=kind) for name, kind in self.of_tokens.items()}
-        for number, (row, found) in enumerate(zip(rows, of_rows, strict=True)):
+        for number, (row, of_row) in enumerate(zip(rows, of_rows, strict=True)):
             tokens = len(row["input_ids"])
-            for name in self.of_tokens if found else ():
-                values = found[name][0][:tokens]
-                start = length - tokens if left else 0
+            for name in self.of_tokens if of_row else ():
+                values = of_row[name][0][:tokens]
+                start = length - tokens if pad_left else 0
                 batch[name][number, start : start + len(values)] = values
-        shown = [found for found in of_rows if found]
+        shown = [of_row for of_row in of_rows if of_row]
         names = [name for name in (shown[0] if shown else ()) if name not in (*OF_TEXT, *self.of_tokens)]
-        return batch | {name: join_padded([found[name] for found in shown]) for name in names}
+        return batch | {name: join_padded([of_row[name] for of_row in shown]) for name in names}
 
 
 def _refused(error: Exception) -> UserError:
-    reason = one_line(error, 300).rstrip(".")
-    return UserError(f"the model's processor refuses the row: {reason}; change its images or text, or remove it.")
+    cause = one_line(error, 300).rstrip(".")
+    return UserError(f"the model's processor refuses the row: {cause}; change its images or text, or remove it.")
 
 
 def _numbers(value: Any) -> int:
     """Return how many numbers of floating point a processor's value holds: a tensor, an array, or lists of them."""
     if isinstance(value, (list, tuple)):
-        return sum(_numbers(one) for one in value)
+        return sum(_numbers(item) for item in value)
     floating = isinstance(value, Tensor) and value.is_floating_point()
     floating = floating or (isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating))
     return math.prod(value.shape) if floating else 0
@@ -219,14 +220,14 @@ def _numbers(value: Any) -> int:
 
 def join_padded(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along their first dimension, padded with zeros at the end of the others to the largest."""
-    shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in tensors), strict=True)]
-    if all(list(one.shape[1:]) == shape for one in tensors):
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    if all(list(tensor.shape[1:]) == shape for tensor in tensors):
         return torch.cat(list(tensors))
-    joined = tensors[0].new_zeros(sum(len(one) for one in tensors), *shape)
+    joined = tensors[0].new_zeros(sum(len(tensor) for tensor in tensors), *shape)
     start = 0
-    for one in tensors:
-        joined[(slice(start, start + len(one)), *(slice(0, size) for size in one.shape[1:]))] = one
-        start += len(one)
+    for tensor in tensors:
+        joined[(slice(start, start + len(tensor)), *(slice(0, size) for size in tensor.shape[1:]))] = tensor
+        start += len(tensor)
     return joined
 
 
@@ -265,10 +266,10 @@ def _as_published(processor: Any) -> Any:
     Unsloth replaces the call of Gemma 3's processor by one that does not say where images stand in the text.
     """
     kind = type(processor)
-    if kind.__call__.__module__ in {one.__module__ for one in kind.__mro__}:
+    if kind.__call__.__module__ in {base.__module__ for base in kind.__mro__}:
         return processor
-    package, _, own = kind.__module__.rpartition(".")
-    name = f"{own}_as_published"
+    package, _, module = kind.__module__.rpartition(".")
+    name = f"{module}_as_published"
     if not hasattr(sys.modules[package], name):
         spec: Any = importlib.util.spec_from_file_location(f"{package}.{name}", inspect.getfile(kind))
         # Where an import would put it, so that processes that tokenize rows find the class.

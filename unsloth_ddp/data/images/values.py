@@ -41,10 +41,10 @@ class JoinedText(str):
 
     def __new__(cls, parts: list[str | None], images: Sequence[str | int | None] = ()) -> JoinedText:
         """Join the parts."""
-        made = super().__new__(cls, "".join(part for part in parts if part is not None))
-        made.parts = parts
-        made.images = list(images)
-        return made
+        joined = super().__new__(cls, "".join(part for part in parts if part is not None))
+        joined.parts = parts
+        joined.images = list(images)
+        return joined
 
 
 def is_web_address(value: str) -> bool:
@@ -68,10 +68,10 @@ def image_of_part(part: dict[str, Any]) -> str | int | None:
     Raises:
         UserError: it names two images, or something that is no image.
     """
-    given = {key: part[key] for key in PART_KEYS if not is_missing(part.get(key)) and not is_empty(part[key])}
-    if len(given) > 1 and "bytes" not in given:
-        raise UserError(f"an image part has {' and '.join(given)}; keep one of them.")
-    if not given:
+    named = {key: part[key] for key in PART_KEYS if not is_missing(part.get(key)) and not is_empty(part[key])}
+    if len(named) > 1 and "bytes" not in named:
+        raise UserError(f"an image part has {' and '.join(named)}; keep one of them.")
+    if not named:
         # Tables of pandas hold whole numbers as floating point.
         index = part.get("index")
         if is_missing(index):
@@ -79,8 +79,8 @@ def image_of_part(part: dict[str, Any]) -> str | int | None:
         if isinstance(index, int | float) and float(index).is_integer():
             return int(index)
         raise UserError(f"the index of an image part is {quoted(index)}, not a number; number the parts from 0.")
-    key = "bytes" if "bytes" in given else next(iter(given))
-    return _of_key(key, given[key])
+    key = "bytes" if "bytes" in named else next(iter(named))
+    return _of_key(key, named[key])
 
 
 def image_value(value: Any) -> str:
@@ -154,19 +154,19 @@ def images_of_row(row: dict[str, Any]) -> list[str] | None:
     """
     if not any(name in row for name in COLUMNS):
         return None
-    given = [name for name in COLUMNS if not is_missing(row.get(name)) and not is_empty(row[name])]
-    if len(given) > 1:
+    filled = [name for name in COLUMNS if not is_missing(row.get(name)) and not is_empty(row[name])]
+    if len(filled) > 1:
         raise UserError("the row has images and image; keep one of these columns.")
-    if not given:
+    if not filled:
         return []
-    name, value = given[0], row[given[0]]
+    name, value = filled[0], row[filled[0]]
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = as_list(value, name)
     if isinstance(value, (str, bytes, dict)) or hasattr(value, "convert"):
         value = [value]
     if not isinstance(value, list):
         raise UserError(f"{name} is {kind_of(value)}, not an image or a list of images.")
-    return [image_value(one) for one in value]
+    return [image_value(image) for image in value]
 
 
 def take_images(message: dict[str, Any]) -> None:
@@ -195,37 +195,37 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     """
     inline = [image for message in messages for image in _images_in(message)]
     numbers = [image for image in inline if not isinstance(image, str)]
-    places, given = len(numbers), column or []
+    places, images_of_column = len(numbers), column or []
     marked = sum(message["content"].count(MARKER) for message in messages if may_hold_markers(message))
     if inline and marked == len(inline):
         raise UserError(
             f"the row has {counted(marked, 'image part')} and as often {MARKER} in its texts; keep one of the two."
         )
-    if inline and not places and given:
+    if inline and not places and images_of_column:
         raise UserError(
             "the content parts name their images, and the row has a column of images too; keep one of them."
         )
     if not inline:
-        if given and not marked:
-            return _before_first_question(messages, given)
+        if images_of_column and not marked:
+            return _before_first_question(messages, images_of_column)
         places = marked if column is not None else 0
-    if places != len(given):
+    if places != len(images_of_column):
         where = "image parts in its messages" if inline else f"{MARKER} outside its answers"
         raise UserError(
-            f"the row has {counted(len(given), 'image')} for {counted(places, 'place')} ({where}); give as many images "
+            f"the row has {counted(len(images_of_column), 'image')} for {counted(places, 'place')} ({where}); give as many images "
             "as places, in image parts or the column images."
         )
     if not inline and places:
         for message in filter(may_hold_markers, messages):
             _split_at_markers(message)
     images = [image for message in messages for image in _images_in(message)]
-    order: list[Any] = list(range(len(given))) if None in numbers or not inline else numbers
-    if sorted(order) != list(range(len(given))):
+    order: list[Any] = list(range(len(images_of_column))) if None in numbers or not inline else numbers
+    if sorted(order) != list(range(len(images_of_column))):
         raise UserError(
-            f"the image parts have the index {order[:20]} for {counted(len(given), 'image')}; number them from 0."
+            f"the image parts have the index {order[:20]} for {counted(len(images_of_column), 'image')}; number them from 0."
         )
     following = iter(order)
-    return [image if isinstance(image, str) else given[next(following)] for image in images]
+    return [image if isinstance(image, str) else images_of_column[next(following)] for image in images]
 
 
 def may_hold_markers(message: dict[str, Any]) -> bool:
@@ -237,14 +237,14 @@ def _images_in(message: dict[str, Any]) -> list[str | int | None]:
     return getattr(message["content"], "images", [])
 
 
-def _before_first_question(messages: list[dict[str, Any]], given: list[str]) -> list[str]:
+def _before_first_question(messages: list[dict[str, Any]], images: list[str]) -> list[str]:
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
         raise UserError("the row has images and no user message to show them in; add one or remove the row.")
     content = first["content"]
     texts = list(content.parts) if isinstance(content, JoinedText) else [content]
-    first["content"] = JoinedText([*[None] * len(given), *texts], [None] * len(given))
-    return given
+    first["content"] = JoinedText([*[None] * len(images), *texts], [None] * len(images))
+    return images
 
 
 def _split_at_markers(message: dict[str, Any]) -> None:

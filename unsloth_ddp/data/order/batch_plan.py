@@ -56,14 +56,14 @@ def plan_batch(per_device: int, processes: int, global_batch: int | None, accumu
     """
     slots = per_device * processes
     if accumulation is None:
-        wanted = global_batch or nearest_multiple(DEFAULT_GLOBAL_BATCH, slots)
-        if wanted % slots:
+        rows = global_batch or nearest_multiple(DEFAULT_GLOBAL_BATCH, slots)
+        if rows % slots:
             raise UserError(
-                f"global_batch_size {wanted} does not divide into {counted(per_device, 'row')} a device x "
+                f"global_batch_size {rows} does not divide into {counted(per_device, 'row')} a device x "
                 f"{counted(processes, 'process')} = {counted(slots, 'row')} at a time; the nearest that does is "
-                f"{nearest_multiple(wanted, slots)}."
+                f"{nearest_multiple(rows, slots)}."
             )
-        accumulation = wanted // slots
+        accumulation = rows // slots
     plan = BatchPlan(per_device, accumulation, processes)
     if global_batch is not None and global_batch != plan.global_batch:
         raise UserError(
@@ -116,18 +116,18 @@ def check_layouts(
     )
 
 
-def nearest_multiple(wanted: float, slots: int) -> int:
+def nearest_multiple(number: float, slots: int) -> int:
     """Return the multiple of `slots` nearest to `wanted`, at least `slots`; of two equally near ones, the larger."""
-    return max(1, math.floor(wanted / slots + 0.5)) * slots
+    return max(1, math.floor(number / slots + 0.5)) * slots
 
 
-def rows_at_once(rows: int, most: int, processes: int) -> int:
+def rows_at_once(rows: int, limit: int, processes: int) -> int:
     """Return the batch size of a process with which `rows` fill the fewest batches of at most `most` rows evenly.
 
     With batches of `most` rows, the last batch would be padded with filler rows, which cost as much as other rows.
     """
-    batches = math.ceil(rows / (most * processes))
-    return math.ceil(rows / (batches * processes)) if batches else most
+    batches = math.ceil(rows / (limit * processes))
+    return math.ceil(rows / (batches * processes)) if batches else limit
 
 
 class RowOrder:

@@ -79,8 +79,8 @@ class Flatten:
         whole, keys = lengths, None
         if self.prompts_once:
             repeated = repeated_prompts(ids, labels, lengths)
-            kept, keys = keep_prompts_once(lengths, repeated)
-            of_tokens = {name: values[kept] for name, values in of_tokens.items()}
+            stays, keys = keep_prompts_once(lengths, repeated)
+            of_tokens = {name: values[stays] for name, values in of_tokens.items()}
             lengths = lengths - repeated
         batch: dict[str, Any] = {
             name: torch.as_tensor(values, dtype=torch.int64).unsqueeze(0) for name, values in of_tokens.items()
@@ -92,13 +92,13 @@ class Flatten:
     def _with_images(self, batch: dict[str, torch.Tensor], of_tokens: list[str]) -> dict[str, Any]:
         """Return padded rows without their padding, in one sequence."""
         mask = batch["attention_mask"]
-        kept, lengths = mask == 1, mask.sum(dim=1).numpy()
-        positions = (mask.cumsum(dim=1) - 1)[kept][None]
+        in_rows, lengths = mask == 1, mask.sum(dim=1).numpy()
+        positions = (mask.cumsum(dim=1) - 1)[in_rows][None]
         if self.positions is not None:
-            taken = inspect.signature(self.positions).parameters
-            places, _ = self.positions(**{name: batch[name] for name in taken if name in batch})
-            positions = torch.cat([positions[None], places[:, None, kept]])
-        batch |= {name: batch[name][kept][None] for name in ("input_ids", "labels", *of_tokens)}
+            parameters = inspect.signature(self.positions).parameters
+            places, _ = self.positions(**{name: batch[name] for name in parameters if name in batch})
+            positions = torch.cat([positions[None], places[:, None, in_rows]])
+        batch |= {name: batch[name][in_rows][None] for name in ("input_ids", "labels", *of_tokens)}
         del batch["attention_mask"]
         return batch | {"position_ids": positions} | self._borders(lengths, lengths)
 
@@ -157,21 +157,21 @@ class Collate:
 
     def _labelled(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Return the labelled rows with `desirable`, bool (rows,), and the mismatched rows in a batch of their own."""
-        rows = [row for one in examples for row in split_rows(one)]
+        rows = [row for example in examples for row in split_rows(example)]
         further = _further(examples)
         batch: dict[str, Any] = {}
         for half, prefix in enumerate(("", MISMATCHED)):
-            found = self([join_rows(rows[half::2])] if "lengths" in examples[0] else rows[half::2])
-            found |= {name: torch.from_numpy(values[:, half]) for name, values in further.items()}
-            batch |= {prefix + name: value for name, value in found.items()}
-        desirable = np.concatenate([one["desirable"].ravel() for one in examples])
+            half_batch = self([join_rows(rows[half::2])] if "lengths" in examples[0] else rows[half::2])
+            half_batch |= {name: torch.from_numpy(values[:, half]) for name, values in further.items()}
+            batch |= {prefix + name: value for name, value in half_batch.items()}
+        desirable = np.concatenate([example["desirable"].ravel() for example in examples])
         return batch | {"desirable": torch.from_numpy(desirable > 0)}
 
 
 def _further(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return what a task has added to the examples, each (examples, ...); those of a pack are joined already."""
     join = np.concatenate if "lengths" in examples[0] else np.stack
-    return {name: join([one[name] for one in examples]) for name in examples[0] if name not in COLLATED}
+    return {name: join([example[name] for example in examples]) for name in examples[0] if name not in COLLATED}
 
 
 def repeated_prompts(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -187,10 +187,10 @@ def repeated_prompts(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -
     starts = np.cumsum(lengths) - lengths
     repeated = np.zeros_like(lengths)
     for row in range(1, len(lengths), 2):
-        most = int(min(lengths[row - 1], lengths[row]))
-        first, second = (slice(start, start + most) for start in starts[row - 1 : row + 1])
+        shorter = int(min(lengths[row - 1], lengths[row]))
+        first, second = (slice(start, start + shorter) for start in starts[row - 1 : row + 1])
         same = (ids[first] == ids[second]) & (labels[first] == IGNORED) & (labels[second] == IGNORED)
-        repeated[row] = max(0, (most if same.all() else int(np.argmin(same))) - 1)
+        repeated[row] = max(0, (shorter if same.all() else int(np.argmin(same))) - 1)
     return repeated
 
 
@@ -204,6 +204,6 @@ def keep_prompts_once(lengths: np.ndarray, repeated: np.ndarray) -> tuple[np.nda
     starts = np.cumsum(lengths) - lengths
     token = np.arange(lengths.sum())
     position = token - np.repeat(starts, lengths)
-    kept = position >= np.repeat(repeated, lengths)
+    stays = position >= np.repeat(repeated, lengths)
     in_row_before = np.repeat(np.roll(starts, 1), lengths) + position
-    return kept, (np.cumsum(kept) - 1)[np.where(kept, token, in_row_before)]
+    return stays, (np.cumsum(stays) - 1)[np.where(stays, token, in_row_before)]

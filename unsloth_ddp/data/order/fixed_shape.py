@@ -229,13 +229,13 @@ def smaller_sizes(needed: np.ndarray, largest: int, micro_batches: int) -> tuple
         largest: tokens of the largest micro-batch.
         micro_batches: of the run, on one process.
     """
-    found = np.unique(needed[needed < largest])
-    if len(found) > CANDIDATES:
-        found = found[np.linspace(0, len(found) - 1, CANDIDATES).astype(int)]
+    candidates = np.unique(needed[needed < largest])
+    if len(candidates) > CANDIDATES:
+        candidates = candidates[np.linspace(0, len(candidates) - 1, CANDIDATES).astype(int)]
     chosen: tuple[int, ...] = ()
     cost = float(largest)
     for count in range(1, MOST_SMALLER + 1):
-        options = list(itertools.combinations(found.tolist(), count))
+        options = list(itertools.combinations(candidates.tolist(), count))
         if not options:
             break
         padded = [np.array((*option, largest)) for option in options]

@@ -24,11 +24,11 @@ def partners(answered: np.ndarray, *, shuffled: bool) -> np.ndarray:
         answered: whether each row has an answer, bool (rows,).
         shuffled: whether the cycle has a random order, or that of the rows.
     """
-    found, cycle = np.arange(len(answered)), np.flatnonzero(answered)
+    partner_rows, cycle = np.arange(len(answered)), np.flatnonzero(answered)
     if shuffled:
         np.random.default_rng(SEED).shuffle(cycle)
-    found[cycle] = np.roll(cycle, -1)
-    return found
+    partner_rows[cycle] = np.roll(cycle, -1)
+    return partner_rows
 
 
 def answer_start(labels: np.ndarray) -> int:
@@ -45,12 +45,12 @@ def with_mismatched(row: Row, other: Row, max_length: int) -> Row:
     start, begin = answer_start(row["labels"]), answer_start(other["labels"])
     ids = np.concatenate([row["input_ids"][:start], other["input_ids"][begin:]])[:max_length]
     labels = np.concatenate([np.full(start, IGNORED, dtype=np.int32), other["labels"][begin:]])[:max_length]
-    own = row["labels"].copy()
-    own[0] = IGNORED
+    row_labels = row["labels"].copy()
+    row_labels[0] = IGNORED
     return {
         "input_ids": np.concatenate([row["input_ids"], ids]),
-        "labels": np.concatenate([own, labels]),
-        "parts": np.array([len(own), len(labels)], dtype=np.int32),
+        "labels": np.concatenate([row_labels, labels]),
+        "parts": np.array([len(row_labels), len(labels)], dtype=np.int32),
     }
 
 
@@ -79,7 +79,7 @@ def join_mismatched_rows(
 
     def join(_: list[int], indices: list[int]) -> dict[str, list[np.ndarray]]:
         joined = [with_mismatched(row(index), row(int(others[index])), max_length) for index in indices]
-        return {name: [one[name] for one in joined] for name in joined[0]}
+        return {name: [example[name] for example in joined] for name in joined[0]}
 
     # The fingerprint is given, because the one of the function would be computed from all tokens.
     return tokenized.map(

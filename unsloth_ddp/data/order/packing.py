@@ -87,17 +87,17 @@ class _Bins:
             self.opened += new
             return space, np.arange(self.opened - new, self.opened)
         space = self.spaces[at]
-        wanted = math.ceil(items / (space // length))
-        stack, taken = self.bins[space], []
-        while stack and wanted > 0:
+        missing = math.ceil(items / (space // length))
+        stack, chosen = self.bins[space], []
+        while stack and missing > 0:
             bins = stack.pop()
-            taken.append(bins[:wanted])
-            if len(bins) > wanted:
-                stack.append(bins[wanted:])
-            wanted -= len(bins)
+            chosen.append(bins[:missing])
+            if len(bins) > missing:
+                stack.append(bins[missing:])
+            missing -= len(bins)
         if not stack:
             del self.bins[space], self.spaces[at]
-        return space, np.concatenate(taken)
+        return space, np.concatenate(chosen)
 
     def put(self, space: int, bins: np.ndarray) -> None:
         """Put bins back with the space left in them."""
@@ -125,19 +125,19 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     values, counts = np.unique(lengths, return_counts=True)
     pack_of = np.empty(len(lengths), dtype=np.int64)
     bins = _Bins(capacity)
-    done = 0
+    placed = 0
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        left = order[done : done + count]
-        done += count
-        while len(left):
-            space, chosen = bins.take(length, len(left))
+        waiting = order[placed : placed + count]
+        placed += count
+        while len(waiting):
+            space, chosen = bins.take(length, len(waiting))
             each = space // length
-            now = min(len(left), each * len(chosen))
-            pack_of[left[:now]] = np.repeat(chosen, each)[:now]
+            now = min(len(waiting), each * len(chosen))
+            pack_of[waiting[:now]] = np.repeat(chosen, each)[:now]
             full, rest = divmod(now, each)
             bins.put(space - each * length, chosen[:full])
             bins.put(space - rest * length, chosen[full:])
-            left = left[now:]
+            waiting = waiting[now:]
     members = np.bincount(pack_of, minlength=bins.opened)
     return Packing(
         capacity=capacity,
@@ -175,7 +175,7 @@ class PackingObstacles:
     no_kernel_with_images: str | None = None
 
 
-def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | None) -> PackingDecision:
+def decide_packing(option: str, missing: str, kernel: str | None, wrong: str | None) -> PackingDecision:
     """Pack if attention has a kernel that skips the blocks between rows; without one, packing is slower than padding.
 
     Args:
@@ -187,13 +187,13 @@ def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | N
     Raises:
         UserError: --packing is on but would change the result.
     """
-    if wanted == "off":
+    if option == "off":
         return PackingDecision(False, "--packing off")
     if wrong is not None:
-        if wanted == "on":
+        if option == "on":
             raise UserError(f"packing on would mix rows, because {wrong}; use --packing auto or off.")
         return PackingDecision(False, wrong)
-    if wanted == "on":
+    if option == "on":
         masked = f"{missing}, so a mask keeps rows apart, which is slow"
         return PackingDecision(True, f"as set; {f'{kernel} keeps rows apart' if kernel else masked}")
     if kernel is None:
@@ -203,8 +203,10 @@ def decide_packing(wanted: str, missing: str, kernel: str | None, wrong: str | N
 
 def describe_backend(backend: str, precision: str, settings: Settings) -> str:
     """Describe where attention runs on a GPU, for the message on a missing kernel."""
-    asked = f", {settings.attn_implementation}" if backend == "transformers" and settings.attn_implementation else ""
-    return f"backend {backend} ({precision}{asked})"
+    implementation = (
+        f", {settings.attn_implementation}" if backend == "transformers" and settings.attn_implementation else ""
+    )
+    return f"backend {backend} ({precision}{implementation})"
 
 
 def describe_older_gpu(name: str, capability: tuple[int, int]) -> str:
@@ -306,7 +308,7 @@ def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packin
     return packs, best_fit(lengths, capacity_for(lengths, rows / packs, full.capacity))
 
 
-def capacity_for(lengths: np.ndarray, rows_a_pack: float, most: int) -> int:
+def capacity_for(lengths: np.ndarray, rows_a_pack: float, limit: int) -> int:
     """Return the smallest capacity, up to `most`, with which full packs would hold `rows_a_pack` rows on average."""
     ascending = np.sort(np.asarray(lengths, dtype=np.int64))
     sums = np.concatenate([[0], np.cumsum(ascending)])
@@ -315,7 +317,7 @@ def capacity_for(lengths: np.ndarray, rows_a_pack: float, most: int) -> int:
         joined = int(np.searchsorted(ascending, capacity, side="right"))
         return len(ascending) - joined + math.ceil(sums[joined] / capacity)
 
-    between = range(int(ascending[0]), max(most, int(ascending[0])))
+    between = range(int(ascending[0]), max(limit, int(ascending[0])))
     return between.start + bisect_left(between, True, key=lambda n: len(lengths) >= rows_a_pack * packs(n))
 
 

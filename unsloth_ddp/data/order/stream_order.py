@@ -40,7 +40,7 @@ class StreamRow(NamedTuple):
 
     epoch: int
     number: int
-    seen: int
+    checksum: int
     row: SourceRow
 
 
@@ -78,20 +78,20 @@ def stream_rows(
         skipped = start.row if epoch == start.epoch else 0
         number, checksum = -1, xxhash.xxh3_64()
         for number, row in enumerate(shuffled(read(), size, seed, epoch)):
-            seen = checksum.intdigest()
+            checksum_before = checksum.intdigest()
             checksum.update(repr(row.columns).encode(errors="surrogatepass"))
             if number == skipped:
-                _check_skipped(start, skipped, seen)
+                _check_skipped(start, skipped, checksum_before)
             if number >= skipped:
-                yield StreamRow(epoch, number, seen, row)
+                yield StreamRow(epoch, number, checksum_before, row)
         if number < skipped:
             _check_skipped(start, skipped, None)
         if number < 0:
             raise UserError("the stream has ended: a pass over the sources found no rows; check the sources.")
 
 
-def _check_skipped(start: StreamPosition, skipped: int, seen: int | None) -> None:
-    if skipped and start.seen is not None and seen != start.seen:
+def _check_skipped(start: StreamPosition, skipped: int, skipped_checksum: int | None) -> None:
+    if skipped and start.seen is not None and skipped_checksum != start.seen:
         raise UserError(
             f"the stream no longer begins with the {counted(skipped, 'row')} trained before the checkpoint; restore "
             "the old sources, start a new run with another --run_name, or give --resume_anyway."

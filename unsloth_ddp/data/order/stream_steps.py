@@ -105,7 +105,7 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
     steps: StepFiller
     max_steps: int
     windows: Callable[[StreamPosition], Iterator[TokenizedWindow]]
-    done: int = field(default=0, init=False)
+    steps_done: int = field(default=0, init=False)
     position: StreamPosition = field(default=FIRST, init=False)
     _waited: float = field(default=0.0, init=False)
 
@@ -114,7 +114,7 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
 
     def go_on(self, step: int, position: dict[str, Any] | None) -> None:
         """Continue after `step` steps, the last of which ended at `position` (as returned by `saved`)."""
-        self.done, self.position = step, StreamPosition(**(position or {}))
+        self.steps_done, self.position = step, StreamPosition(**(position or {}))
 
     def saved(self) -> dict[str, Any]:
         """Return the position for a checkpoint; it is correct only in the main process."""
@@ -126,10 +126,10 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
         return seconds
 
     def __iter__(self) -> Iterator[list[Unit] | None]:
-        yield from itertools.repeat(None, self.done * self.steps.plan.accumulation)
+        yield from itertools.repeat(None, self.steps_done * self.steps.plan.accumulation)
         windows = self._announced_windows()
         filled = self.steps.fill(windows, self.position.used) if self.runtime.ranks.is_main else iter(())
-        for _ in range(self.done, self.max_steps):
+        for _ in range(self.steps_done, self.max_steps):
             yield from self.runtime.scatter_from_main(lambda: self._next(filled))
 
     def _announced_windows(self) -> Iterator[TokenizedWindow]:

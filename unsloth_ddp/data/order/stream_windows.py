@@ -78,15 +78,15 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         rows = stream_rows(self.read, self.buffer, self.seed, self.start)
-        before = (self.start.epoch, self.start.row)
+        previous = (self.start.epoch, self.start.row)
         for number in itertools.count():
-            taken, problem = _take(rows, self.size)
-            start = StreamPosition(*taken[0][:3]) if taken else self.start
-            numbers = [before, *((row.epoch, row.number) for row in taken)]
-            before = numbers[-1]
+            drawn, problem = _take(rows, self.size)
+            start = StreamPosition(*drawn[0][:3]) if drawn else self.start
+            numbers = [previous, *((row.epoch, row.number) for row in drawn)]
+            previous = numbers[-1]
             if number % workers == turn:
                 window = TokenizedWindow(start, [], problem, _end_of_first_epoch(numbers))
-                yield self._tokenized(window, [row.row for row in taken])
+                yield self._tokenized(window, [row.row for row in drawn])
             if problem is not None:
                 return
 
@@ -108,13 +108,13 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
 
 def _take(rows: Iterator[T], count: int) -> tuple[list[T], str | None]:
     """Return the next rows, and the error of the row after them or None."""
-    taken: list[T] = []
+    items: list[T] = []
     try:
         for row in itertools.islice(rows, count):
-            taken.append(row)
+            items.append(row)
     except UserError as error:
-        return taken, str(error)
-    return taken, None
+        return items, str(error)
+    return items, None
 
 
 def _end_of_first_epoch(numbers: Sequence[tuple[int, int]]) -> int | None:
@@ -142,7 +142,7 @@ def streamed_windows(
     encoder = make_encoder(settings, tokenizer, template_date, processing, vocabulary)
     names = [read_source(text).name for text in settings.dataset]
     revisions = dataset_revisions(settings)
-    files = ImageFiles.of(settings, [one for one in streamed_sources(names) if is_file(one)])
+    files = ImageFiles.of(settings, [source for source in streamed_sources(names) if is_file(source)])
     sizes = _sizes(streamed_sources(names))
 
     def read() -> Iterator[SourceRow]:
@@ -182,14 +182,14 @@ def _sizes(sources: list[str]) -> dict[str, int]:
     return {source: path.stat().st_size for source, path in paths.items() if path.exists()}
 
 
-def _changes(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+def _changes(sizes: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Return a sentence for each file with another size, in the one of several workers that tells it."""
     worker = get_worker_info()
     if worker is not None and worker.id:
         return []
-    differ = sorted(source for source in before.keys() | now.keys() if before.get(source) != now.get(source))
+    differ = sorted(source for source in sizes.keys() | now.keys() if sizes.get(source) != now.get(source))
     return [
-        f"{printable(source)} has {now.get(source, 0):,} bytes and had {before.get(source, 0):,} before, so this epoch "
+        f"{printable(source)} has {now.get(source, 0):,} bytes and had {sizes.get(source, 0):,} before, so this epoch "
         "holds other rows than the one before."
         for source in differ
     ]

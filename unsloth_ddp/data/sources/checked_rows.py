@@ -115,13 +115,13 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
     Raises:
         UserError: the run would refuse one of these rows, or a file.
     """
-    found = FirstRows()
+    first_rows = FirstRows()
     for sources, streaming in ((settings.dataset, settings.streaming), (settings.eval_dataset, False)):
         names = {text: read_source(text).name for text in sources}
-        there = [text for text, name in names.items() if not is_file(name) or Path(name).expanduser().exists()]
-        for source, files in checked_files(there, streaming=streaming):
+        existing = [text for text, name in names.items() if not is_file(name) or Path(name).expanduser().exists()]
+        for source, files in checked_files(existing, streaming=streaming):
             if not is_file(source.name):
-                found.hub += 1
+                first_rows.hub += 1
                 continue
             # A slice by percentages or from the end takes a count of all rows, which the ranks leave to the run.
             split = "train" if re.search("[%-]", source.split or "") else source.split_of("train")
@@ -139,7 +139,7 @@ def check_first_rows(settings: Settings, count: int) -> FirstRows:
                     may_be_empty=file != source.name,
                 )
                 for _, example in itertools.islice(rows, count):
-                    found.rows += 1
-                    found.images |= bool(example.images)
-                found.files += 1
-    return found
+                    first_rows.rows += 1
+                    first_rows.images |= bool(example.images)
+                first_rows.files += 1
+    return first_rows

@@ -61,8 +61,10 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path, variables:
             train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
             evaluation.save_to_disk(folder / "examples_eval")
         train.save_to_disk(folder / "examples_train")
-        if template.taken:
-            names = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in template.taken.most_common())
+        if template.rows_of_column:
+            names = ", ".join(
+                f"{name} ({counted(count, 'row')})" for name, count in template.rows_of_column.most_common()
+            )
             print(printable(f"Columns that are given to the chat template: {names}."), flush=True)
 
     runtime.on_main(read, per_node=True)
@@ -74,7 +76,7 @@ def held_out_examples(folder: Path, limit: int) -> list[Example]:
     if not limit or not path.exists():
         return []
     read = (Example.from_json(row["example"]) for row in datasets.load_from_disk(path))
-    return list(itertools.islice((one for one in read if one.desirable is not False), limit))
+    return list(itertools.islice((example for example in read if example.desirable is not False), limit))
 
 
 def have_images(folder: Path) -> bool:
@@ -123,7 +125,7 @@ def _examples(
         )
 
     unread: Counter[str] = Counter()
-    taken: Counter[Source] = Counter()
+    rows_of_source: Counter[Source] = Counter()
     numbers = itertools.count(1)
 
     def rows(source: Source, files: list[str]) -> Iterator[dict[str, Any]]:
@@ -142,7 +144,7 @@ def _examples(
                 # A folder may hold empty shards, but a file that the user names should hold rows.
                 may_be_empty=file not in names,
             ):
-                taken[source] += 1
+                rows_of_source[source] += 1
                 unread.update(example.unread)
                 if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
                     print(f"{number:,} rows read.", flush=True)
@@ -154,8 +156,8 @@ def _examples(
 
     read = mixed([rows(*dataset) for dataset in checked], [source.weight for source, _ in checked])
     examples = _from_rows(itertools.islice(read, STREAM_HEAD) if streaming else read, folder, sources)
-    if any(source.weight for source in taken) and not streaming:
-        counts = ", ".join(f"{count:,} of {source}" for source, count in taken.items())
+    if any(source.weight for source in rows_of_source) and not streaming:
+        counts = ", ".join(f"{count:,} of {source}" for source, count in rows_of_source.items())
         print(printable(f"Rows mixed by their weights, none repeated: {counts}."), flush=True)
     if empty:
         what = _said_of(empty, "holds no rows and adds", "hold no rows and add")
@@ -166,9 +168,13 @@ def _examples(
     return examples
 
 
-def _said_of(files: list[str], one: str, several: str) -> str:
+def _said_of(files: list[str], singular: str, plural: str) -> str:
     """Return the first of the files, how many more there are, and what is said of one or of several."""
-    return f"{files[0]} and {counted(len(files) - 1, 'more file')} {several}" if len(files) > 1 else f"{files[0]} {one}"
+    return (
+        f"{files[0]} and {counted(len(files) - 1, 'more file')} {plural}"
+        if len(files) > 1
+        else f"{files[0]} {singular}"
+    )
 
 
 def _from_rows(rows: Iterator[dict[str, Any]], folder: Path, sources: list[str]) -> datasets.Dataset:

@@ -118,9 +118,9 @@ def to_example(row: Any) -> Example:
             raise UserError("the row is a list of objects; if each is a row, name the file .json instead of .jsonl.")
         raise UserError(f"the row is {kind_of(row)}, not an object with columns; accepted columns: {ACCEPTED}.")
     # Tables fill missing columns of a row with null, pandas with NaN.
-    given, row = row, {name: value for name, value in row.items() if not is_missing(value)}
+    whole_row, row = row, {name: value for name, value in row.items() if not is_missing(value)}
     # An empty column of images says that the row has none.
-    row |= {name: [] for name in IMAGE_COLUMNS if name in given and name not in row}
+    row |= {name: [] for name in IMAGE_COLUMNS if name in whole_row and name not in row}
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text and images only.")
     columns = _format_of(row)
@@ -129,7 +129,7 @@ def to_example(row: Any) -> Example:
             "the row is one message, and a row is a whole chat; put its messages into a list named messages."
         )
     if not columns or ("chosen" in row and "rejected" in row):
-        raise UserError(_refusal(given, row))
+        raise UserError(_refusal(whole_row, row))
     _refuse_undesired(row, columns)
     unread: list[str] = []
     read = {*columns, *FORMATS[columns], *IMAGE_COLUMNS}
@@ -169,14 +169,14 @@ def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
             )
 
 
-def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
+def _refusal(row_with_nulls: dict[str, Any], row: dict[str, Any]) -> str:
     """Return why a row has none of the formats; `row` is `given` without nulls."""
-    if "chosen" in given and "rejected" in given:
+    if "chosen" in row_with_nulls and "rejected" in row_with_nulls:
         return (
             "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, "
             "--columns chosen=messages (a list) or chosen=completion (text)."
         )
-    if null := next((name for name in _format_of(given) if is_missing(given[name])), None):
+    if null := next((name for name in _format_of(row_with_nulls) if is_missing(row_with_nulls[name])), None):
         return f"{null} is null; give it a value or remove the row."
     names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
     more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
@@ -190,15 +190,15 @@ def fix(row: dict[str, Any]) -> str:
         turns = messages_or_text(value, name) if isinstance(value, str) else value
         if isinstance(turns, list) and all(map(_looks_like_message, turns)) and len({*map(_speaker, turns)}) > 1:
             return f"; give --columns {name}=messages"
-    asked, answers = ([name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS))
-    asked = ["instruction"] if "instruction" in row else asked
-    if len(asked) != 1 or len(answers) != 1:
+    questions, answers = ([name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS))
+    questions = ["instruction"] if "instruction" in row else questions
+    if len(questions) != 1 or len(answers) != 1:
         return ""
-    read = {*asked, *answers, *FORMATS["instruction", "output"], *IMAGE_COLUMNS, *LABELS}
+    read = {*questions, *answers, *FORMATS["instruction", "output"], *IMAGE_COLUMNS, *LABELS}
     others = ", ".join(name for name, value in row.items() if isinstance(value, str) and value and name not in read)
     needed = f"; of the others ({others[:200]}) NAME=input adds what the question needs" if others else ""
-    wanted = {asked[0]: "instruction", answers[0]: "output"}
-    return "; give --columns " + " ".join(f"{name}={new}" for name, new in wanted.items() if name != new) + needed
+    new_names = {questions[0]: "instruction", answers[0]: "output"}
+    return "; give --columns " + " ".join(f"{name}={new}" for name, new in new_names.items() if name != new) + needed
 
 
 def _speaker(turn: dict[str, Any]) -> str:
@@ -210,10 +210,10 @@ def _format_of(row: dict[str, Any]) -> tuple[str, ...]:
     return next((columns for columns in FORMATS if all(name in row for name in columns)), ())
 
 
-def alpaca_turns(row: dict[str, Any], asked: str = "instruction") -> list[Message]:
+def alpaca_turns(row: dict[str, Any], question_column: str = "instruction") -> list[Message]:
     """Return the turns of an Alpaca row, its answer last; `asked` is the column of its question."""
-    context = as_text(row.get("input", ""), "input") if asked != "input" else ""
-    instruction = as_text(row[asked], asked)
+    context = as_text(row.get("input", ""), "input") if question_column != "input" else ""
+    instruction = as_text(row[question_column], question_column)
     question = "\n\n".join(text for text in (instruction, context) if text.strip()) or instruction
     turns = [*_history(row), (question, as_text(row["output"], "output"))]
     return [
@@ -282,14 +282,16 @@ def _messages_of(value: Any, what: str) -> list[Any] | None:
     Raises:
         UserError: the object has other keys than its messages, which would be lost.
     """
-    held = next((key for key in CHAT_KEYS if value.get(key)), None) if isinstance(value, dict) else None
-    items = value[held] if held else value
+    chat_key = next((key for key in CHAT_KEYS if value.get(key)), None) if isinstance(value, dict) else None
+    items = value[chat_key] if chat_key else value
     items = [items] if isinstance(items, dict) else items
     if not isinstance(items, list) or not items or not all(map(_looks_like_message, items)):
         return None
-    if held and (others := [str(key)[:100] for key, item in value.items() if key != held and not is_empty(item)]):
+    if chat_key and (
+        others := [str(key)[:100] for key, item in value.items() if key != chat_key and not is_empty(item)]
+    ):
         raise UserError(
-            f"{what} is an object with {held} and {', '.join(others)[:200]}; give the list of {held} alone, and the "
+            f"{what} is an object with {chat_key} and {', '.join(others)[:200]}; give the list of {chat_key} alone, and the "
             "others as columns (JSON that is meant as text can stand as the content of a message)."
         )
     return items
@@ -309,9 +311,9 @@ def refuse_mixed(row: dict[str, Any], read: dict[str, Any]) -> None:
         if name in CHAT_KEYS:
             continue
         whole = _speaker(read[name][0]) in ("system", "developer", "user", "human")
-        said = {str(turn.get("content", turn.get("value"))).strip() for turn in read[name]} if whole else set()
+        texts = {str(turn.get("content", turn.get("value"))).strip() for turn in read[name]} if whole else set()
         for other, value in read.items():
-            is_text = isinstance(value, str) and value.strip() not in ("", "[]", *said)
+            is_text = isinstance(value, str) and value.strip() not in ("", "[]", *texts)
             is_list = isinstance(value, list) and other not in in_json
             if is_text or (is_list and not whole and name != "prompt"):
                 form = "text" if is_text else "a list of messages"
@@ -351,8 +353,8 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
         keep for message, keep in zip(rest, trained[len(prompt) :], strict=True) if message["role"] == "assistant"
     ]
     if not any(learned):
-        found = "only assistant turns of weight 0" if learned else "no assistant turn to learn from"
-        raise UserError(f"the conversation has {found}; add one or remove the row.")
+        problem = "only assistant turns of weight 0" if learned else "no assistant turn to learn from"
+        raise UserError(f"the conversation has {problem}; add one or remove the row.")
     unread = [f"weight, train or loss of {role} messages" for role in sorted(flagged - {"assistant"})]
     system = _system(row)
     if system and messages[0]["role"] == "system":
@@ -381,7 +383,7 @@ def _tools(row: dict[str, Any]) -> list[Any] | None:
     if row.get("functions"):
         if tools:
             raise UserError("the row has tools and the older functions; keep one of them.")
-        tools = [{"type": "function", "function": one} for one in as_list(row["functions"], "functions")]
+        tools = [{"type": "function", "function": function} for function in as_list(row["functions"], "functions")]
     for tool in tools:
         if not isinstance(tool, dict):
             raise UserError(f"a tool is {kind_of(tool)}, not an object that describes a function.")

@@ -87,9 +87,9 @@ def check_model_in_cache(settings: Settings) -> None:
     if is_file(name) or switch.upper() not in ("1", "ON", "YES", "TRUE"):
         return
     # Unsloth may load a quantized model of another repository, whose name contains that of this one.
-    wanted = re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
+    letters = re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
     folders = os.listdir(HF_HUB_CACHE) if os.path.isdir(HF_HUB_CACHE) else []
-    if any(wanted in re.sub(r"[^a-z0-9]", "", folder.lower()) for folder in folders if folder.startswith("models--")):
+    if any(letters in re.sub(r"[^a-z0-9]", "", folder.lower()) for folder in folders if folder.startswith("models--")):
         return
     if near := similar_path(Path(name), lambda path: (path / "config.json").is_file()):
         raise UserError(f"model {name}: there is no such folder, and the Hub cannot be reached; did you mean {near}?")

@@ -21,7 +21,7 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
 
     Streamed rows are identified by their sources and by the checksum of the first rows.
     """
-    found: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "packing": "off" if rows.packing is None else f"packs of up to {rows.packing.capacity} tokens",
         "rows": "streamed" if rows.streamed else rows.counts.rows,
         "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
@@ -29,16 +29,16 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
         "dataset_revision": settings.dataset_revision,
     }
     if rows.template_date:
-        found["chat_template_date"] = rows.template_date
+        identity["chat_template_date"] = rows.template_date
     if rows.streamed:
         hub = " ".join(word for word in (settings.dataset_split, settings.dataset_config) if word)
         names = (_identity_of_source(source, hub) for source in map(read_source, settings.dataset))
-        found |= {
+        identity |= {
             "sources": ", ".join(names),
             "sources_revision": settings.dataset_revision,
             "shuffle_buffer": settings.shuffle_buffer,
         }
-    return found
+    return identity
 
 
 def _identity_of_source(source: Source, hub: str) -> str:
@@ -65,13 +65,13 @@ def same_everywhere(rows: TokenizedRows, runtime: Runtime, purpose: str) -> str:
 
 def _checksum_of_images(rows: TokenizedRows) -> str:
     """Return a checksum of the content of every image of the set, in order."""
-    digest, known = xxhash.xxh3_128(), dict[str, str]()
+    digest, checksums = xxhash.xxh3_128(), dict[str, str]()
     for chunk in rows.dataset.data.column("images").chunks:
         for image in chunk.flatten().to_pylist():
-            if image not in known:
+            if image not in checksums:
                 content = image if image.startswith(DATA) else Path(image).read_bytes()
-                known[image] = xxhash.xxh3_128(content).hexdigest()
-            digest.update(known[image].encode())
+                checksums[image] = xxhash.xxh3_128(content).hexdigest()
+            digest.update(checksums[image].encode())
         digest.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
     return str(digest.hexdigest())
 

@@ -66,7 +66,7 @@ def uncompressed(path: Path) -> Iterator[BinaryIO]:
             raise UserError(f"{path} is damaged: {one_line(error, 200).rstrip('.')}; compress it again.") from None
 
 
-def text_pieces(path: Path, most: int) -> Iterator[tuple[int, str]]:
+def text_pieces(path: Path, limit: int) -> Iterator[tuple[int, str]]:
     """Yield the number of each line of a UTF-8 file and its text, without a byte order mark; long lines in parts.
 
     Args:
@@ -75,15 +75,15 @@ def text_pieces(path: Path, most: int) -> Iterator[tuple[int, str]]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with uncompressed(path) as file:
         _refuse_other_content(path, file.peek(max(map(len, MAGIC))))  # type: ignore[attr-defined]
-        number, before = 1, 0
+        number, bytes_before = 1, 0
         while True:
-            part = file.readline(most)
-            held = len(decoder.getstate()[0])
+            part = file.readline(limit)
+            undecoded = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(part, final=not part)
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {before - held + error.start + 1} of "
+                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {bytes_before - undecoded + error.start + 1} of "
                     "the line); save the file as UTF-8."
                 ) from None
             if text:
@@ -91,7 +91,7 @@ def text_pieces(path: Path, most: int) -> Iterator[tuple[int, str]]:
             if not part:
                 return
             ends = part.endswith(b"\n")
-            number, before = number + ends, 0 if ends else before + len(part)
+            number, bytes_before = number + ends, 0 if ends else bytes_before + len(part)
 
 
 def text_lines(path: Path) -> Iterator[str]:
@@ -133,8 +133,8 @@ class _Window:
         last = self.text.rfind("\n", 0, self.position)
         self.cut = self.position - last - 1 + (self.cut if last < 0 else 0)
         parts, size = [self.text[self.position :]], 0
-        self.position, wanted = 0, max(len(parts[0]), CHUNK)
-        while size < wanted and not self.ended:
+        self.position, enough = 0, max(len(parts[0]), CHUNK)
+        while size < enough and not self.ended:
             piece = next(self._pieces, None)
             self.ended = piece is None
             if piece is not None:
@@ -226,9 +226,9 @@ def parse_json(text: str, location: str, start: int = 0, cut: int = 0, *, whole:
         column = error.colno + (cut if error.lineno == 1 else 0)
         where = f"line {line} of the row, column {column}" if line > 1 else f"column {column}"
         # Some of json's messages end with "at" themselves.
-        reason = f"{error.msg.removesuffix(' at')} at {where}"
+        cause = f"{error.msg.removesuffix(' at')} at {where}"
     except RecursionError:
-        reason = "nested too deeply"
+        cause = "nested too deeply"
     except ValueError as error:
-        reason = str(error)
-    raise UserError(f"{location} is not JSON ({reason}); fix or remove it.")
+        cause = str(error)
+    raise UserError(f"{location} is not JSON ({cause}); fix or remove it.")

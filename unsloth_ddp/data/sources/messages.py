@@ -171,16 +171,16 @@ def takes_part_in_loss(message: Message) -> bool:
     """
     if message.keys() == PLAIN:
         return True
-    given = {
+    filled = {
         name: message.pop(name)
         for name in sorted(message, reverse=True)
         if not is_empty(message[name]) and is_loss_flag(name)
     }
-    for name, value in given.items():
+    for name, value in filled.items():
         _check_flag(name, value, "a message")
-    if len({bool(value) for value in given.values()}) > 1:
-        raise UserError(f"a message has {' and '.join(given)}, which disagree; keep one of them.")
-    return all(given.values())
+    if len({bool(value) for value in filled.values()}) > 1:
+        raise UserError(f"a message has {' and '.join(filled)}, which disagree; keep one of them.")
+    return all(filled.values())
 
 
 def _check_flag(name: str, value: Any, what: str) -> None:
@@ -240,12 +240,12 @@ def _read_reasoning(message: Message) -> None:
             raise UserError(
                 f"a message has {kind_of(message[key])} as {key}, not text; write it as text, or remove it."
             )
-    given = [key for key in REASONING_KEYS if message.get(key, "").strip()]
-    if len({message[key].strip() for key in given}) > 1:
-        raise UserError(f"a message has {' and '.join(given)}, which differ; keep one of them.")
+    filled = [key for key in REASONING_KEYS if message.get(key, "").strip()]
+    if len({message[key].strip() for key in filled}) > 1:
+        raise UserError(f"a message has {' and '.join(filled)}, which differ; keep one of them.")
     content = message.get("content")
-    block = THINK.match(content) if given and isinstance(content, str) else None
-    repeated = given if block and block[1].strip() == message[given[0]].strip() else given[1:]
+    block = THINK.match(content) if filled and isinstance(content, str) else None
+    repeated = filled if block and block[1].strip() == message[filled[0]].strip() else filled[1:]
     for key in repeated:
         del message[key]
 
@@ -268,10 +268,14 @@ def _tool_call(call: Any, unread: list[str]) -> dict[str, Any]:
     function = {name: value for name, value in {**outer, **function}.items() if not is_missing(value)}
     if not isinstance(function.get("name"), str):
         raise UserError("a tool call names no function; write {'function': {'name': ..., 'arguments': {...}}}.")
-    found = {"name": function["name"], "arguments": _arguments(function)}
+    read_function = {"name": function["name"], "arguments": _arguments(function)}
     others = {name: value for name, value in function.items() if name not in ("name", "type", *ARGUMENT_KEYS)}
     _read_others(others, "a tool call", "tool calls", unread)
-    return {**{name: call[name] for name in KEPT_CALL_KEYS if name in call}, "type": "function", "function": found}
+    return {
+        **{name: call[name] for name in KEPT_CALL_KEYS if name in call},
+        "type": "function",
+        "function": read_function,
+    }
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -281,10 +285,10 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
         UserError: they are given twice, under an unknown key, or not as an object.
     """
     name = f"the call of {function['name'][:100]}"
-    given = {key: function[key] for key in ARGUMENT_KEYS if not is_empty(function.get(key))}
+    filled = {key: function[key] for key in ARGUMENT_KEYS if not is_empty(function.get(key))}
     read = {
         key: from_json(value, f"the value of a tool call's {key}") if isinstance(value, str) else value
-        for key, value in given.items()
+        for key, value in filled.items()
     }
     if len(read) > 1 and any(value != next(iter(read.values())) for value in read.values()):
         raise UserError(f"{name} has {' and '.join(read)}, which differ; keep one of them.")

@@ -81,11 +81,11 @@ def to_pair(row: Any) -> Example:
     Raises:
         UserError: the row is no pair, or one of its answers cannot be read.
     """
-    given, row = row, _renamed(row, f"a pair has {ACCEPTED}")
+    whole_row, row = row, _renamed(row, f"a pair has {ACCEPTED}")
     for name in ANSWERS:
         _check_answer(row, name)
     if missing := [name for name in ANSWERS if name not in row]:
-        raise UserError(_refusal(given, row, missing))
+        raise UserError(_refusal(whole_row, row, missing))
     read, halves = _halves(row)
     chosen, rejected = (
         _read(name, {**_rest(row, ANSWERS), **half}) for name, half in zip(ANSWERS, halves, strict=True)
@@ -120,26 +120,26 @@ def to_labelled(row: Any) -> Example:
     if len(set(labels.values())) > 1:
         raise UserError("the row has label and kto_tag, which disagree; keep one of them.")
     read, answer = _labelled_answer(row)
-    found = to_example({**_rest(row, (*LABELS, *LABELLED)), **answer})
-    found.unread += _not_shown(row, PROMPTS, read, found)
-    return dataclasses.replace(found, desirable=desirable)
+    example = to_example({**_rest(row, (*LABELS, *LABELLED)), **answer})
+    example.unread += _not_shown(row, PROMPTS, read, example)
+    return dataclasses.replace(example, desirable=desirable)
 
 
 def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the column of the prompt, and the prompt and the completion of a labelled row."""
-    given = [name for name in LABELLED if name in row]
-    given = [name for name in given if not is_empty(row[name])] or given
-    for name in given:
+    filled = [name for name in LABELLED if name in row]
+    filled = [name for name in filled if not is_empty(row[name])] or filled
+    for name in filled:
         _check_answer(row, name)
-    answer = messages_or_text(row[given[0]], given[0]) if given else None
-    _refuse_several([name for name in given if row[name] != row[given[0]]], given)
+    answer = messages_or_text(row[filled[0]], filled[0]) if filled else None
+    _refuse_several([name for name in filled if row[name] != row[filled[0]]], filled)
     column, prompt = _prompt(row)
-    refuse_mixed(row, {column: row[column] if column in ASKED else prompt, **dict.fromkeys(given[:1], answer)})
+    refuse_mixed(row, {column: row[column] if column in ASKED else prompt, **dict.fromkeys(filled[:1], answer)})
     if column in CHATS:
         if answer is None:
             return column, _last_answer(prompt)
         if prompt and _role(prompt[-1]) == "assistant":
-            _refuse_several([column], [given[0], column])
+            _refuse_several([column], [filled[0], column])
     if answer is None:
         raise UserError(f"the row has a label and no answer; it needs {ACCEPTED_LABELLED}{fix(row)}.")
     if prompt is None:
@@ -149,14 +149,14 @@ def _labelled_answer(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UserError(f"the row has an answer and no prompt; it needs {ACCEPTED_LABELLED}.")
     if isinstance(prompt, str) and isinstance(answer, str):
         return column, {"prompt": prompt, "completion": answer}
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if asked and _is_within(asked, turns := _turns(answer)):
+    question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if question and _is_within(question, turns := _turns(answer)):
         return column, _last_answer(turns)
-    rest = _without(asked, _turns(answer))
+    rest = _without(question, _turns(answer))
     begin = next((i for i, turn in enumerate(rest) if _role(turn) == "assistant"), 0)
-    asked, rest = asked + rest[:begin], rest[begin:]
-    _check_one_question(asked, {given[0]: rest})
-    return column, {"prompt": asked, "completion": rest}
+    question, rest = question + rest[:begin], rest[begin:]
+    _check_one_question(question, {filled[0]: rest})
+    return column, {"prompt": question, "completion": rest}
 
 
 def _check_answer(row: dict[str, Any], name: str) -> None:
@@ -168,10 +168,10 @@ def _check_answer(row: dict[str, Any], name: str) -> None:
         )
 
 
-def _refuse_several(others: list[str], given: list[str]) -> None:
+def _refuse_several(others: list[str], columns: list[str]) -> None:
     if others:
         raise UserError(
-            f"the row has an answer in {' and in '.join(given)}, and its label is about one of them; remove the others."
+            f"the row has an answer in {' and in '.join(columns)}, and its label is about one of them; remove the others."
         )
 
 
@@ -199,7 +199,7 @@ def _renamed(row: Any, needed: str) -> dict[str, Any]:
     return row
 
 
-def _refusal(given: dict[str, Any], row: dict[str, Any], missing: list[str]) -> str:
+def _refusal(whole_row: dict[str, Any], row: dict[str, Any], missing: list[str]) -> str:
     if any(label in row for label in LABELS) and len(missing) == 2:
         return f"the row is one answer with a label; give --task kto, or write pairs, which have {ACCEPTED}."
     if len(missing) == 1:
@@ -208,7 +208,7 @@ def _refusal(given: dict[str, Any], row: dict[str, Any], missing: list[str]) -> 
         to_example(row)
     except UserError:
         return (
-            f"the row ({', '.join(map(str, given))[:200]}) is no pair of answers that the kit knows; write the better "
+            f"the row ({', '.join(map(str, whole_row))[:200]}) is no pair of answers that the kit knows; write the better "
             f"answer as chosen and the other as rejected, with {BESIDE}."
         )
     return f"the row has one answer; give --task sft, or write pairs, which have {ACCEPTED}."
@@ -230,9 +230,9 @@ def _prompt(row: dict[str, Any]) -> tuple[str, Any]:
     for name in CHATS:
         if not is_empty(row.get(name)):
             return name, _turns(as_list(row[name], name))
-    asked = next((name for name in ASKED if name in row), None)
-    if asked and not (asked == "input" and "prompt" in row):
-        return asked, alpaca_turns({**row, "output": ""}, asked)[:-1]
+    question_column = next((name for name in ASKED if name in row), None)
+    if question_column and not (question_column == "input" and "prompt" in row):
+        return question_column, alpaca_turns({**row, "output": ""}, question_column)[:-1]
     if is_empty(row.get("prompt")):
         return "", None
     prompt = messages_or_text(row["prompt"], "prompt")
@@ -263,12 +263,12 @@ def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
         return column, _texts(row, prompt, list(answers.values()))
     whole = [_turns(answer) for answer in answers.values()]
     # A text or a question beside conversations often repeats what they hold.
-    said = isinstance(prompt, str) or column in ASKED
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    repeats = any(_is_within(asked, turns) for turns in whole)
-    asked, rest, beside = _after(asked, whole, repeats=repeats, may_differ=said)
-    _check_one_question(asked, dict(zip(ANSWERS, rest, strict=True)))
-    return "" if beside and said else column, [{"prompt": asked, "completion": turns} for turns in rest]
+    is_text = isinstance(prompt, str) or column in ASKED
+    question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    repeats = any(_is_within(question, turns) for turns in whole)
+    question, rest, beside = _after(question, whole, repeats=repeats, may_differ=is_text)
+    _check_one_question(question, dict(zip(ANSWERS, rest, strict=True)))
+    return "" if beside and is_text else column, [{"prompt": question, "completion": turns} for turns in rest]
 
 
 def _after(
@@ -370,8 +370,8 @@ def _turns(answer: list[Any] | str) -> list[Any]:
 
 def _common_messages(whole: list[list[Any]]) -> list[Any]:
     """Return the messages with which both conversations begin; something is left of each."""
-    most = min(map(len, whole)) - 1
-    count = next((i for i in range(most) if not _same(whole[0][i], whole[1][i])), max(most, 0))
+    limit = min(map(len, whole)) - 1
+    count = next((i for i in range(limit) if not _same(whole[0][i], whole[1][i])), max(limit, 0))
     return whole[0][:count]
 
 
@@ -389,7 +389,7 @@ def _texts(row: dict[str, Any], prompt: Any, answers: list[Any]) -> list[dict[st
     if prompt is not None:
         return [{"prompt": as_text(prompt, "prompt"), "completion": answer} for answer in answers]
     _refuse_other_name(row)
-    differs = (i for i, (one, other) in enumerate(zip(*answers, strict=False)) if one != other)
+    differs = (i for i, (message, other) in enumerate(zip(*answers, strict=False)) if message != other)
     common = answers[0][: next(differs, min(map(len, answers)))]
     if common in answers or not common[-1:].isspace():
         common = common[: len(common) - len(common.split()[-1])] if common.split() else ""

@@ -26,14 +26,14 @@ def dataset_revisions(settings: Settings) -> dict[str, str]:
     Raises:
         UserError: the number of revisions differs from the number of Hub datasets.
     """
-    wanted, names = settings.dataset_revision, _hub_datasets(settings)
-    if wanted and len(wanted) != len(names):
+    revisions, names = settings.dataset_revision, _hub_datasets(settings)
+    if revisions and len(revisions) != len(names):
         raise UserError(
-            f"dataset_revision has {len(wanted)} values ({', '.join(wanted)[:200]}), but --dataset and --eval_dataset "
+            f"dataset_revision has {len(revisions)} values ({', '.join(revisions)[:200]}), but --dataset and --eval_dataset "
             f"name {len(names)} Hub datasets{' (' + ', '.join(names)[:200] + ')' if names else ''}; give one for each, "
             "or none."
         )
-    return dict(zip(names, wanted, strict=False))
+    return dict(zip(names, revisions, strict=False))
 
 
 def _hub_datasets(settings: Settings) -> list[str]:
@@ -97,8 +97,8 @@ def _model_commit(settings: Settings, runtime: Runtime) -> str | None:
 
 
 def _dataset_commits(settings: Settings) -> list[str]:
-    given, names = dataset_revisions(settings), _hub_datasets(settings)
-    commits = [find_commit(name, "dataset", given.get(name)) or given.get(name) for name in names]
+    revisions, names = dataset_revisions(settings), _hub_datasets(settings)
+    commits = [find_commit(name, "dataset", revisions.get(name)) or revisions.get(name) for name in names]
     # Pin all datasets or keep what was given, because the option has one value per dataset.
     return settings.dataset_revision if None in commits else [str(commit) for commit in commits]
 

@@ -91,8 +91,8 @@ def check_source(source: str) -> None:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; convert it to one of these.")
     except (OSError, RuntimeError) as error:
         # The name may be too long for the file system, or contain ~ with an unknown user.
-        reason = str(getattr(error, "strerror", error)).rstrip(".")
-        raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
+        cause = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"dataset {source[:200]} cannot be looked up: {cause}.") from None
 
 
 def checked_files(texts: list[str], *, streaming: bool = False) -> list[tuple[Source, list[str]]]:
@@ -124,15 +124,15 @@ def streamed_sources(sources: list[str]) -> list[str]:
     Raises:
         UserError: a folder holds no row file.
     """
-    found: list[str] = []
+    files_of_sources: list[str] = []
     for source in sources:
         files = _files_in(Path(source).expanduser(), STREAMED_SUFFIXES) if is_file(source) else None
         if files == []:
             raise UserError(
                 f"dataset {source} is a folder without a {', '.join(STREAMED_SUFFIXES)} file; name another."
             )
-        found += [source] if files is None else files
-    return found
+        files_of_sources += [source] if files is None else files
+    return files_of_sources
 
 
 def left_out(sources: list[str]) -> list[str]:
@@ -158,16 +158,16 @@ def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
     Links to folders are followed, to each folder once.
     """
     inside: list[Path] = []
-    seen: set[str] = set()
+    visited: set[str] = set()
     try:
         if not folder.is_dir():
             return None
         for path, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            if (real := os.path.realpath(path)) in seen:
+            if (real := os.path.realpath(path)) in visited:
                 folders.clear()
             else:
-                seen.add(real)
+                visited.add(real)
                 inside += [Path(path, name).relative_to(folder) for name in names if not name.startswith(".")]
     except OSError as error:
         raise UserError(f"dataset {folder} cannot be listed: {os_reason(error)}.") from None
@@ -324,8 +324,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno:
             raise  # pyarrow raises the same class, without a number, for bytes that it cannot decode
-        reason = one_line(error, 200).rstrip(".") or type(error).__name__
-        raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
+        cause = one_line(error, 200).rstrip(".") or type(error).__name__
+        raise UserError(f"{path} is not readable Parquet after row {number} ({cause}); write it again.") from None
 
 
 def _holds_json(kind: Any) -> bool:
@@ -364,9 +364,9 @@ def _undecoded(kind: Any) -> Any:
     if isinstance(kind, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(kind, dict):
-        return {name: _undecoded(one) for name, one in kind.items()}
+        return {name: _undecoded(item) for name, item in kind.items()}
     if isinstance(kind, list):
-        return [_undecoded(one) for one in kind]
+        return [_undecoded(item) for item in kind]
     if isinstance(kind, (datasets.List, datasets.LargeList)):
         return type(kind)(_undecoded(kind.feature))
     return kind
@@ -379,20 +379,20 @@ def _hub_rows(
 
     try:
         table = datasets.load_dataset(source, config, split=split, revision=revision, streaming=streaming)
-        known = getattr(table, "features", None) or {}
-        features = datasets.Features({name: _undecoded(kind) for name, kind in known.items()})
-        if features != known:
+        table_features = getattr(table, "features", None) or {}
+        features = datasets.Features({name: _undecoded(kind) for name, kind in table_features.items()})
+        if features != table_features:
             # Images are checked before they are decoded.
             table = table.cast(features)
     except Exception as error:
-        reason = one_line(error, 1000)
-        row = find_known_error(f"{type(error).__name__}: {reason}")
+        cause = one_line(error, 1000)
+        row = find_known_error(f"{type(error).__name__}: {cause}")
         advice = (
             f"; download it where there is a network (uv run hf download {source} --repo-type dataset --local-dir "
             "FOLDER) and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
         )
         raise UserError(
-            f"dataset {source} is not a local file and cannot be loaded from the Hub, split {split}: {reason}"
+            f"dataset {source} is not a local file and cannot be loaded from the Hub, split {split}: {cause}"
             f"{advice if row and row.name == 'no network' else ''}"
         ) from None
     number = 0
@@ -400,9 +400,9 @@ def _hub_rows(
         for number, columns in enumerate(table, 1):
             yield SourceRow(f"{source} {split} row {number}", without_filled_nulls(columns))
     except Exception as error:
-        reason = one_line(error, 200).rstrip(".")
+        cause = one_line(error, 200).rstrip(".")
         network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
         raise UserError(
-            f"dataset {source}, split {split}, cannot be read after row {number} ({reason}); {network}an audio or "
+            f"dataset {source}, split {split}, cannot be read after row {number} ({cause}); {network}an audio or "
             "video column needs its own decoder, and this kit trains on text and images only."
         ) from None

@@ -41,22 +41,22 @@ def is_of_table(columns: Any) -> bool:
 
 
 def _have_keys_of_table(messages: list[Any]) -> bool:
-    keys = [one.keys() if isinstance(one, dict) else None for one in messages]
+    keys = [message.keys() if isinstance(message, dict) else None for message in messages]
     if len(keys) < 2 or keys[0] is None or any(other != keys[0] for other in keys):
         return False
-    calls = [one.get("tool_calls") for one in messages]
+    calls = [message.get("tool_calls") for message in messages]
     return "tool_calls" in keys[0] and any(calls) and None in calls
 
 
 def _schemas_of(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of the parameters of each tool in a row, by the tool's name."""
-    found = {}
+    schemas = {}
     for column in TOOL_COLUMNS:
         for tool in _list(columns.get(column)):
             function = _object(_object(tool).get("function")) or _object(tool)
             if isinstance(function.get("name"), str):
-                found[function["name"]] = _object(function.get("parameters"))
-    return found
+                schemas[function["name"]] = _object(function.get("parameters"))
+    return schemas
 
 
 def _value(value: Any, schemas: Mapping[str, Any]) -> Any:
@@ -96,23 +96,26 @@ def _schema(value: Any, *, keeps: Collection[str] = ()) -> Any:
     if not isinstance(value, dict):
         return value
     required = _list(value.get("required"))
-    found = {}
+    schema = {}
     for key, item in value.items():
         if key == "properties" and isinstance(item, dict):
-            found[key] = {
-                name: _schema(one, keeps=("default",) if name not in required and _may_be_null(one) else ())
-                for name, one in item.items()
-                if one is not None
+            schema[key] = {
+                name: _schema(
+                    schema_of_property,
+                    keeps=("default",) if name not in required and _may_be_null(schema_of_property) else (),
+                )
+                for name, schema_of_property in item.items()
+                if schema_of_property is not None
             }
         elif item is not None or key in keeps:
-            found[key] = _schema(item)
-    return found
+            schema[key] = _schema(item)
+    return schema
 
 
 def _may_be_null(schema: Any) -> bool:
     choices = [schema, *(_list(_object(schema).get("anyOf"))), *(_list(_object(schema).get("oneOf")))]
     types = [_object(choice).get("type") for choice in choices]
-    return any(one == "null" or (isinstance(one, list) and "null" in one) for one in types)
+    return any(kind == "null" or (isinstance(kind, list) and "null" in kind) for kind in types)
 
 
 def _list(value: Any) -> list[Any]:

@@ -307,10 +307,8 @@ def test_arguments_given_by_position_get_what_ddp_needs() -> None:
     assert "Trainer(model, ddp_configured(targs, 1), train" in text and "Trainer(**more_args)" in text
     others = "Trainer(large_model, lora_config, train_dataset=dataset).train()"
     assert others in body(convert_cells(LOAD, DATA, "from transformers import Trainer", others))
-    known = "targs = TrainingArguments('o')\nTrainer(model, targs).train()"
-    assert "ddp_configured" not in body(
-        convert_cells(LOAD, "from transformers import Trainer, TrainingArguments", known)
-    )
+    shown = "from transformers import Trainer, TrainingArguments\ntargs = TrainingArguments('o')\nTrainer(model, targs).train()"
+    assert "ddp_configured" not in body(convert_cells(shown))
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,28 @@ from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword
 from unsloth_ddp.notebook.syntax.effects import starts_run
 
 
-def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
-    """Switch off a W&B run on other processes, and warn about other trackers, which have no such switch."""
+def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.BaseExpression, list[str]]:
+    """Switch off a W&B run on the other processes, or give them a stand-in for another tracker's."""
     if context.on_one_process or not starts_run(full):
         return call, []
+    note = context.edit("once", "only the main process's run is tracked; the others' does nothing")
     if not can_be_disabled(call, full):
-        return call, [context.warn("tracker", "every process starts this run; start it on the main process only")]
+        return with_stand_in(call, context), [note]
     old = keyword(call, "mode")
     mode = f"({code(old.value)})" if old is not None else "None"
-    call = set_keyword(call, "mode", f'{mode} if {context.names["IS_MAIN"]} else "disabled"')
-    return call, [context.edit("once", "only the main process's run is tracked; the others' does nothing")]
+    return set_keyword(call, "mode", f'{mode} if {context.names["IS_MAIN"]} else "disabled"'), [note]
+
+
+def with_stand_in(run: cst.BaseExpression, context: ConversionContext) -> cst.BaseExpression:
+    """Return `run if IS_MAIN else NoRun()`."""
+    other = cst.parse_expression(f"{context.names['NoRun']}()")
+    return cst.IfExp(
+        test=cst.Name(context.names["IS_MAIN"]),
+        body=run,
+        orelse=other,
+        lpar=[cst.LeftParen()],
+        rpar=[cst.RightParen()],
+    )
 
 
 def stand_in_for_runs(graph: Graph) -> None:

@@ -166,3 +166,8 @@ def test_a_server_behind_a_from_pretrained_starts_once_a_node() -> None:
     text = body(convert_cells(kit, rows, LOAD, TRAIN))
     assert "if LOCAL_RANK == 0:\n    kit = SyntheticDataKit" in text
     assert "files = from_main(lambda: files)" in text or "files = from_main(lambda: kit.chunk_data" in text
+
+
+def test_a_loader_under_another_name_is_one() -> None:
+    cell = "from unsloth import FastLanguageModel\nloader = FastLanguageModel\nm, t = loader.from_pretrained('m')"
+    assert "loader.from_pretrained('m', device_map={\"\": LOCAL_RANK})" in body(convert_cells(cell, TRAIN))

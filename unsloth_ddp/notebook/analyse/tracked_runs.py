@@ -34,7 +34,7 @@ def with_stand_in(run: cst.BaseExpression, context: ConversionContext) -> cst.Ba
 
 
 def stand_in_for_runs(graph: Graph) -> None:
-    """Mark the runs that code on every process passes on: there, the other processes get a stand-in that does nothing."""
+    """Mark the runs that code on every process passes on: the other processes get a stand-in that does nothing."""
     passed_on: set[str] = set()
     for statement in graph.statements:
         if statement.needed and statement.everywhere and MainValues(graph, statement).leaves_run():
@@ -46,7 +46,7 @@ def stand_in_for_runs(graph: Graph) -> None:
 
 
 def stand_in_serves(graph: Graph, statement: Statement) -> bool:
-    """Return whether a stand-in is as good as the run in a statement: it is only told something, or handed to a training."""
+    """Return whether a stand-in serves a statement as the run does: it is told something, or handed to a training."""
     stand_ins = {name for s in graph.statements if s.stands_in for name in s.usage.writes}
     if not statement.runs or not statement.runs <= stand_ins:
         return False

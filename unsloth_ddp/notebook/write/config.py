@@ -93,7 +93,7 @@ def _search(call: cst.Call, context: ConversionContext) -> str:
 
 
 def edit_trainer(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
-    """Return a trainer's call whose arguments come from elsewhere (a parser, a file) with what DDP needs set on them."""
+    """Return a trainer's call with what DDP needs set on arguments that come from elsewhere: a parser, a file."""
     argument = keyword(call, "args") or next((arg for arg in call.args if names_arguments(arg)), None)
     if argument is None or not isinstance(argument.value, cst.Name | cst.Attribute):
         return call, []

@@ -193,7 +193,7 @@ class share_rows:
             raise SystemExit("This loop's loader has no batches to share among processes: share its rows by hand.")
         batch = getattr(loader.batch_sampler, "batch_size", WORLD_SIZE)
         if IS_MAIN and batch < WORLD_SIZE:
-            print(f"Batches of {batch} rows are too few for {WORLD_SIZE} processes: some only wait; use larger batches.")
+            print(f"Batches of {batch} rows are too few for {WORLD_SIZE} processes: some wait; use larger batches.")
         if getattr(loader.sampler, "generator", loader) is None:
             loader.sampler.generator = torch.Generator().manual_seed(SHARED_SEED)
         names = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")

@@ -191,7 +191,7 @@ class _Rewriter(BlockGuards):
         return cst.RemoveFromParent()
 
     def _shares(self, what: cst.BaseExpression, among: cst.BaseExpression) -> bool:
-        """Return whether the notebook divides a batch or its accumulation by the number of processes, as this script does."""
+        """Return whether the notebook divides a batch by the number of processes, as this script does."""
         count = isinstance(among, cst.Name) and among.value in self.graph.counts_of_processes
         trainer = any(Effect.TRAINER in statement.effects for statement in self.graph.statements)
         return count and trainer and bool(re.search("accum|batch", code(what), re.IGNORECASE))

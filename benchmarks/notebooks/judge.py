@@ -60,7 +60,7 @@ def words(source: str) -> Counter[str]:
 
 
 def text_kept(cells: list[Cell], script: str) -> list[str]:
-    """Every comment and string literal is still there, as it was, or quoted by the converter; cells that install are exempt."""
+    """Check that comments and string literals are still there, or quoted by the converter; installs are exempt."""
     have, found = words(script), []
     quoted = "\n".join(line for line in script.splitlines() if line.lstrip().startswith("# ddp:"))
     for cell in cells:

@@ -257,7 +257,7 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
 
 
 def write(path: Path, results: list[Result], options: argparse.Namespace) -> None:
-    """Write a run's figures and every notebook's outcome; rows of other notebooks stay, each with its own run's name."""
+    """Write a run's figures and every notebook's outcome; rows of other notebooks stay, with their run's name."""
     which = "all" if options.all else "without prefix"
     name = f"{options.sample} of {which}, seed {options.seed}" if options.sample else which
     head = {"made with": versions(options), "converter": options.converter, "totals": totals(results)}

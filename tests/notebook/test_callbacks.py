@@ -155,7 +155,10 @@ def test_files_that_nothing_visible_reads_are_made_on_every_node_too(cell: str) 
 
 
 def test_a_loop_that_ends_by_the_clock_is_pointed_at() -> None:
-    loop = "for batch in loader:\n    loss = model(batch)\n    loss.backward()\n    if time.time() - start > 60:\n        break"
+    loop = (
+        "for batch in loader:\n    loss = model(batch)\n    loss.backward()\n"
+        "    if time.time() - start > 60:\n        break"
+    )
     done = convert_cells(LOAD, "import time\nstart = time.time()", loop)
     assert any("ends by the clock" in entry.message for entry in done.report.warnings)
     timed = loop.replace("if time.time() - start > 60:\n        break", "print(time.time() - start)")

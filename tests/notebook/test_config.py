@@ -8,7 +8,7 @@ from making import LOAD, TRAIN, body, convert_cells, helpers, kinds
 
 def arithmetic(world: int, rank: int = 0) -> dict[str, Any]:
     """The prologue's batch arithmetic in a process of `world`."""
-    names = ("batch_per_process", "generation_batch", "ddp_arguments")
+    names = ("batch_per_process", "ddp_configured")
     return helpers(*names, WORLD_SIZE=world, RANK=rank, IS_MAIN=rank == 0)
 
 
@@ -32,11 +32,6 @@ def test_generations_stay_whole(world: int, group: int) -> None:
     assert steps * world % group == 0
 
 
-def test_unsloths_rule_for_a_batch_without_a_whole_group() -> None:
-    assert arithmetic(1)["generation_batch"](1, 4, 8) == 32
-    assert arithmetic(1)["generation_batch"](2, 4, 8) == 8
-
-
 def test_contrastive_batches_are_split_not_accumulated() -> None:
     names = arithmetic(2)
     per_device = names["batch_per_process"](256, 1, least=2)
@@ -45,38 +40,23 @@ def test_contrastive_batches_are_split_not_accumulated() -> None:
     assert arithmetic(2)["batch_per_process"](1, 1, least=2) == 1  # a batch of one does not become four in all
 
 
-def test_defaults_come_from_the_class_the_script_uses() -> None:
+def test_arguments_from_elsewhere_are_completed_when_they_run() -> None:
     class Config:
-        def __init__(self, per_device_train_batch_size: int = 4) -> None: ...
+        def __init__(self, average_tokens_across_devices=False, ddp_find_unused_parameters=None, **shown: int) -> None:
+            self.per_device_train_batch_size = shown.get("per_device_train_batch_size", 4)
+            self.gradient_accumulation_steps = shown.get("gradient_accumulation_steps", 2)
 
-    names = arithmetic(2)
-    assert names["default_of"](Config, "per_device_train_batch_size", 8) == 4
-    assert names["default_of"](Config, "missing", 8) == 8
-
-
-def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
-    class Config:
-        def __init__(self, per_device_train_batch_size: int = 4, gradient_accumulation_steps: int = 1) -> None: ...
-
-    class Current(Config):
-        def __init__(
-            self,
-            per_device_train_batch_size: int = 4,
-            average_tokens_across_devices=False,
-            ddp_find_unused_parameters=None,
-            **rest: Any,
-        ) -> None: ...
-
-    complete = arithmetic(2)["ddp_arguments"]
-    made = complete(Current, 1, {"gradient_accumulation_steps": 2, "lr": 1})
-    assert made == {
-        "lr": 1,
+    complete = arithmetic(2)["ddp_configured"]
+    completed = vars(complete(Config(), 1, report_to=["tensorboard"]))
+    assert completed == {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 4,
         "ddp_find_unused_parameters": False,
         "average_tokens_across_devices": True,
+        "report_to": ["tensorboard"],
     }
-    assert complete(Current, 1, made) == made  # `**args.to_dict()` of arguments made so
+    again = vars(complete(Config(**completed), 1))  # `**args.to_dict()` of arguments made so
+    assert again.items() <= completed.items()
 
 
 @pytest.mark.parametrize("names", [(), ("ddp_find_unused_parameters",), ("average_tokens_across_devices",)])
@@ -123,7 +103,7 @@ def test_an_unknown_class_is_known_by_its_use() -> None:
             LOAD, "args = MyArgs(gradient_accumulation_steps = 4)\nt = SFTTrainer(model, args = args)\nt.train()"
         )
     )
-    assert all(name in text for name in DDP)
+    assert "args = ddp_configured(MyArgs(gradient_accumulation_steps = 4), 1)\n" in text
 
 
 def test_two_phases() -> None:
@@ -133,7 +113,7 @@ def test_two_phases() -> None:
 
 def test_a_setting_that_was_there_is_replaced_and_said() -> None:
     done = convert_cells(LOAD, "t = SFTTrainer(model, args = SFTConfig(ddp_find_unused_parameters = True))\nt.train()")
-    assert "SFTConfig(**ddp_settings(SFTConfig)" in body(done) and "find_unused" not in body(done)
+    assert "ddp_configured(SFTConfig(), 1)" in body(done)
     assert any("was True" in e.message for e in done.report.edits)
 
 
@@ -146,7 +126,7 @@ def test_arguments_from_a_dict_keep_their_comments() -> None:
 
 def test_arguments_from_a_dict() -> None:
     text = body(convert_cells(LOAD, "t = SFTTrainer(model, args = SFTConfig(output_dir='o', **common))\nt.train()"))
-    assert "SFTConfig(**ddp_arguments(SFTConfig, 1, dict(output_dir='o', **common)))" in text
+    assert "args = ddp_configured(SFTConfig(output_dir='o', **common), 1)" in text
 
 
 def test_keep_and_other_sizes() -> None:
@@ -171,7 +151,7 @@ def test_generations() -> None:
     call += "gradient_accumulation_steps = {}, num_generations = {}))\nt.train()"
     assert "accumulation_steps(2 * 4, 1, multiple=4)" in body(convert_cells(LOAD, call.format(2, 4, 4)))
     assert "accumulation_steps(8 * 4, 1, multiple=8)" in body(convert_cells(LOAD, call.format(1, 4, 8)))
-    assert "generation_batch(b, 4, 8)" in body(convert_cells(LOAD, call.format("b", 4, 8)))
+    assert "args = ddp_configured(GRPOConfig(" in body(convert_cells(LOAD, call.format("b", 4, 8)))
 
 
 def test_report_to() -> None:
@@ -188,7 +168,7 @@ def test_a_trainer_built_in_a_function() -> None:
         "t = run(model)\nprint(t)",
     )
     text = body(done)
-    assert all(name in text for name in DDP)
+    assert "    args = ddp_configured(SFTConfig(per_device_train_batch_size = 2), 1)\n" in text
     assert "    if IS_MAIN:\n        model.save_pretrained('x')\n" in text
     assert "\nt = run(model)\nwait_for_everyone()\nprint(t)" in text
 

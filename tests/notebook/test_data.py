@@ -21,13 +21,12 @@ def test_loading_and_mapping_go_first_on_one_process() -> None:
     )
 
 
-def test_downloads_go_first() -> None:
-    text = body(
-        convert_cells(
-            "from huggingface_hub import snapshot_download\npath = snapshot_download('m')", LOAD + "\nuse(path)"
-        )
-    )
-    assert "path = snapshot_download('m')" in text
+@pytest.mark.parametrize(
+    "call", ["huggingface_hub.snapshot_download('m')", "nltk.download('punkt')", "monai.apps.download_and_extract(url)"]
+)
+def test_downloads_go_first(call: str) -> None:
+    text = body(convert_cells("import huggingface_hub, monai, nltk", f"path = {call}", LOAD + "\nuse(path)"))
+    assert f"with main_process_first():\n    path = {call}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,8 @@ REWARDED = (
         ("log = open(mode='w', file=path)", "    log = open(mode='w', file=path if LOCAL_RANK == 0 else os.devnull)"),
         ("import os\nlog = os.popen('sort > a.txt', 'w')", "    log = os.popen("),
         (
-            "import os, sqlite3\ndef start():\n    os.makedirs('d')\n    base = sqlite3.connect('d/a')\n    return base\n"
+            "import os, sqlite3\ndef start():\n    os.makedirs('d')\n    base = sqlite3.connect('d/a')\n"
+            "    return base\n"
             "log = start()",
             "    log = start()",
         ),

@@ -30,7 +30,7 @@ def test_a_helper_that_is_given_classes_trains_and_saves_once() -> None:
     done = convert_cells(LOAD, DATA, IMPORTS + helper + "run(SFTTrainer, SFTConfig)")
     text = body(done)
     assert "\nrun(SFTTrainer, SFTConfig)\n" in text and "    if IS_MAIN:\n        model.save_pretrained('x')\n" in text
-    assert "args=config(**ddp_settings(config)" in text
+    assert "args=ddp_configured(config(max_steps=1), 1)" in text
 
 
 @pytest.mark.parametrize("made", ["cls", "SFTTrainer"])

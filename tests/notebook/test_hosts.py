@@ -14,7 +14,8 @@ from making import LOAD, TRAIN, body, convert_cells, helpers, kinds
         ("from google.colab import userdata\ntoken = userdata.get('T')", "token = secret('T')"),
         ("from google.colab import userdata as u\ntoken = u.get(key='T')", "token = secret('T')"),
         (
-            "from kaggle_secrets import UserSecretsClient\nclient = UserSecretsClient()\ntoken = client.get_secret('T')",
+            "from kaggle_secrets import UserSecretsClient\nclient = UserSecretsClient()\n"
+            "token = client.get_secret('T')",
             "token = secret('T')",
         ),
         ("from kaggle_secrets import UserSecretsClient\nt = UserSecretsClient().get_secret('T')", "t = secret('T')"),

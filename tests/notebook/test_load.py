@@ -162,7 +162,15 @@ def test_a_number_of_gpus_in_a_message_stays() -> None:
 
 def test_a_server_behind_a_from_pretrained_starts_once_a_node() -> None:
     kit = "from unsloth.dataprep import SyntheticDataKit\nkit = SyntheticDataKit.from_pretrained('m')"
-    rows = "from datasets import load_dataset\nfiles = kit.chunk_data('a.txt')\ndataset = load_dataset('text', data_files=files)"
+    rows = (
+        "from datasets import load_dataset\nfiles = kit.chunk_data('a.txt')\n"
+        "dataset = load_dataset('text', data_files=files)"
+    )
     text = body(convert_cells(kit, rows, LOAD, TRAIN))
     assert "if LOCAL_RANK == 0:\n    kit = SyntheticDataKit" in text
     assert "files = from_main(lambda: files)" in text or "files = from_main(lambda: kit.chunk_data" in text
+
+
+def test_a_loader_under_another_name_is_one() -> None:
+    cell = "from unsloth import FastLanguageModel\nloader = FastLanguageModel\nm, t = loader.from_pretrained('m')"
+    assert "loader.from_pretrained('m', device_map={\"\": LOCAL_RANK})" in body(convert_cells(cell, TRAIN))

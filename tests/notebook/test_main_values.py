@@ -50,9 +50,9 @@ def test_a_run_that_starts_around_the_training_is_tracked_once(start: str, made:
 def test_a_run_around_the_training_that_cannot_be_switched_off_is_entered_once(start: str) -> None:
     cells = ("rows = [1]\nimport mlflow, trackio, wandb\nvalue = 1\ngiven = {}", _inside(f"with {start}:"))
     done = convert_cells(LOAD, *cells)
-    assert f"with main_only(lambda: {start}):\n" in body(done) and kinds(done) == []
+    assert f"with ({start} if IS_MAIN else NoRun()):\n" in body(done) and kinds(done) == []
     named = convert_cells(LOAD, cells[0], _inside(f"with {start} as run:"))
-    assert f"with main_only(lambda: {start}) as run:\n" in body(named) and kinds(named) == ["tracker"]
+    assert f"with ({start} if IS_MAIN else NoRun()) as run:\n" in body(named) and kinds(named) == []
 
 
 def _inside(block: str) -> str:

@@ -184,7 +184,8 @@ def test_what_saves_and_gives_back_a_path_saves_once() -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        "import optuna\ndef try_one(trial):\n    train(model, loader, opt=optimizer, epochs=3)\n    print(trial)\nstudy.optimize(try_one)",
+        "import optuna\ndef try_one(trial):\n    train(model, loader, opt=optimizer, epochs=3)\n"
+        "    print(trial)\nstudy.optimize(try_one)",
         "import torchmetrics\nmetric = torchmetrics.Accuracy()\ndef show():\n    print(metric.compute())\nshow()",
     ],
     ids=["a study", "a metric"],

@@ -1,4 +1,4 @@
-"""What reaches the training runs on every process, whatever else it does; what is collective is never under one rank."""
+"""What reaches the training runs on every process, whatever else it does; a collective is never under one rank."""
 
 import os
 import subprocess
@@ -34,11 +34,13 @@ def test_variables_from_a_command_reach_every_process_and_so_do_later_ones() -> 
 @pytest.mark.parametrize(
     "change",
     [
-        "def adapt(m):\n    for name, layer in m.named_modules():\n        layer.adapter = A()\n        print(name)\nadapt(model)",
+        "def adapt(m):\n    for name, layer in m.named_modules():\n        layer.adapter = A()\n"
+        "        print(name)\nadapt(model)",
         "def adapt(m):\n    layer = m.get_submodule('x')\n    setattr(layer, 'a', A())\n    print(m)\nadapt(m=model)",
         "def inner(m):\n    m.eval()\n    m.a = A()\ndef adapt(m):\n    inner(m)\n    print(m)\nadapt(model)",
         "for name, layer in model.named_modules():\n    setattr(layer, 'a', A())\n    print(name)",
-        "class Fit:\n    def __init__(self, m):\n        self.m = m\n    def to(self, m):\n        m.a = A()\n        print(m)\n"
+        "class Fit:\n    def __init__(self, m):\n        self.m = m\n    def to(self, m):\n"
+        "        m.a = A()\n        print(m)\n"
         "Fit(model).to(model)",
         "def fill(m, new):\n    state = m.state_dict()\n    wanted = {k.lower(): (k, t) for k, t in state.items()}\n"
         "    for n, (k, old) in wanted.items():\n        old.data.copy_(new[n])\n    print(n)\nfill(model, {})",
@@ -47,7 +49,8 @@ def test_variables_from_a_command_reach_every_process_and_so_do_later_ones() -> 
         "def inner(m):\n    part = m.module if hasattr(m, 'module') else m\n    part.a = 1\n    print(m)\ninner(model)",
         "from peft import set_peft_model_state_dict\nif saved:\n    done = set_peft_model_state_dict(model, saved)\n"
         "    print(done)",
-        "import torch.nn as nn\ndef start(m):\n    for p in m.parameters():\n        nn.init.zeros_(p)\n    print(m)\nstart(model)",
+        "import torch.nn as nn\ndef start(m):\n    for p in m.parameters():\n        nn.init.zeros_(p)\n"
+        "    print(m)\nstart(model)",
     ],
 )
 def test_a_model_changed_while_printing_is_changed_on_every_process(change: str) -> None:
@@ -67,12 +70,18 @@ class Rows:
 
 
 def test_a_model_is_moved_on_every_process_whatever_chose_the_device() -> None:
-    cell = "import os, torch\ndef where():\n    os.makedirs('x')\n    return torch.device('cuda')\ndevice = where()\nmodel.to(device)"
+    cell = (
+        "import os, torch\ndef where():\n    os.makedirs('x')\n    return torch.device('cuda')\n"
+        "device = where()\nmodel.to(device)"
+    )
     assert "\nmodel.to(device)\n" in body(convert_cells(LOAD, cell, DATA, TRAIN))
 
 
 def test_an_object_without_methods_is_no_plain_value() -> None:
-    cell = "import os\nclass C:\n    n = 2\nc = C()\nc.model = model\ndef fill(c):\n    c.out = 'o'\n    os.makedirs(c.out)\nfill(c)"
+    cell = (
+        "import os\nclass C:\n    n = 2\nc = C()\nc.model = model\ndef fill(c):\n    c.out = 'o'\n"
+        "    os.makedirs(c.out)\nfill(c)"
+    )
     text = body(convert_cells(LOAD, DATA, cell, TRAIN.replace("SFTConfig(", "SFTConfig(output_dir=c.out, ")))
     assert "from_main" not in text and "    fill(c)\n" in text
 
@@ -127,7 +136,8 @@ def test_a_paid_answer_is_sent_and_the_dataset_made_of_it_is_not() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "for m in list(sys.modules):\n    if 'PIL' in m:\n        sys.modules.pop(m)\n        open('log', 'w').write(m)",
+        "for m in list(sys.modules):\n    if 'PIL' in m:\n        sys.modules.pop(m)\n"
+        "        open('log', 'w').write(m)",
         "if torch.cuda.is_available():\n    torch.use_deterministic_algorithms(True)\n    print('fixed')",
         "if torch.cuda.is_available():\n    disable_caching()\n    print('no cache')",
     ],
@@ -154,7 +164,8 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVIC
         "os.environ.clear()",
         "env = os.environ\nenv.pop('RANK')\ndel env['WORLD_SIZE']",
         "env = os.environ\nfor name in ('RANK', 'LOCAL_RANK'):\n    env[name] = '7'",
-        "def alone():\n    for name in list(os.environ):\n        if 'RANK' in name:\n            del os.environ[name]\nalone()",
+        "def alone():\n    for name in list(os.environ):\n        if 'RANK' in name:\n"
+        "            del os.environ[name]\nalone()",
     ],
 )
 def test_what_the_launcher_set_is_never_unset(cell: str) -> None:
@@ -174,7 +185,8 @@ def test_nothing_is_sent_to_those_who_wait_for_their_turn() -> None:
 
 def test_what_the_script_needs_survives_a_notebook_that_deletes_its_names() -> None:
     cell = (
-        "def clean():\n    for name in list(globals()):\n        if not name.startswith('_'):\n            del globals()[name]\n"
+        "def clean():\n    for name in list(globals()):\n        if not name.startswith('_'):\n"
+        "            del globals()[name]\n"
         "    print('clean')\nclean()"
     )
     done = convert_cells(LOAD, DATA, TRAIN, cell)
@@ -197,7 +209,8 @@ def test_a_trainer_that_a_function_makes_is_one() -> None:
 
 def test_a_trainer_driven_by_hand_trains_on_every_process() -> None:
     cell = (
-        "from trl import PPOConfig, PPOTrainer\nppo_trainer = PPOTrainer(PPOConfig(batch_size=8), model, dataset=dataset)\n"
+        "from trl import PPOConfig, PPOTrainer\n"
+        "ppo_trainer = PPOTrainer(PPOConfig(batch_size=8), model, dataset=dataset)\n"
         "for batch in ppo_trainer.dataloader:\n    out = ppo_trainer.generate(batch['q'])\n"
         "    stats = ppo_trainer.step(batch['q'], out, [1])\n    print(stats)"
     )
@@ -307,10 +320,11 @@ def test_arguments_given_by_position_get_what_ddp_needs() -> None:
     assert "Trainer(model, ddp_configured(targs, 1), train" in text and "Trainer(**more_args)" in text
     others = "Trainer(large_model, lora_config, train_dataset=dataset).train()"
     assert others in body(convert_cells(LOAD, DATA, "from transformers import Trainer", others))
-    known = "targs = TrainingArguments('o')\nTrainer(model, targs).train()"
-    assert "ddp_configured" not in body(
-        convert_cells(LOAD, "from transformers import Trainer, TrainingArguments", known)
+    shown = (
+        "from transformers import Trainer, TrainingArguments\ntargs = TrainingArguments('o')\n"
+        "Trainer(model, targs).train()"
     )
+    assert "ddp_configured" not in body(convert_cells(shown))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +336,10 @@ def test_arguments_given_by_position_get_what_ddp_needs() -> None:
     ],
 )
 def test_a_batch_is_not_divided_among_the_processes_twice(count: str, division: str) -> None:
-    cell = f"import os, torch\naccum_steps = 8\nworld = {count}\nif world > 1:\n    {division}\nrows = dataset_size // world"
+    cell = (
+        f"import os, torch\naccum_steps = 8\nworld = {count}\nif world > 1:\n    {division}\n"
+        f"rows = dataset_size // world"
+    )
     cell = cell.replace("steps", "accum_steps").replace("accum_accum", "accum")
     text = body(convert_cells(LOAD, DATA, cell, TRAIN.replace("= 4", "= accum_steps")))
     assert text.count("// world") == 1 and "rows = dataset_size // world" in text and "//= world" not in text
@@ -353,13 +370,19 @@ def test_a_setting_of_accelerate_is_the_notebooks() -> None:
 
 
 def test_ipythons_shell_is_not_there_by_whatever_name() -> None:
-    cell = "import IPython\nfrom IPython import get_ipython as shell\nIPython.get_ipython().run_line_magic('pip', 'install x')\nk = shell().kernel"
+    cell = (
+        "import IPython\nfrom IPython import get_ipython as shell\n"
+        "IPython.get_ipython().run_line_magic('pip', 'install x')\nk = shell().kernel"
+    )
     done = convert_cells(cell, LOAD, DATA, TRAIN)
     assert "get_ipython" not in body(done) and "k = None" in body(done) and done.report.requirements == ["x"]
 
 
 def test_ipythons_shell_is_not_there() -> None:
-    cell = "from IPython import get_ipython, version_info\nshell = get_ipython().__class__.__name__\nif get_ipython():\n    x = 1"
+    cell = (
+        "from IPython import get_ipython, version_info\nshell = get_ipython().__class__.__name__\n"
+        "if get_ipython():\n    x = 1"
+    )
     done = convert_cells(cell, LOAD, DATA, TRAIN)
     text = body(done)
     assert "from IPython import version_info\n" in text and "get_ipython" not in text and kinds(done) == []

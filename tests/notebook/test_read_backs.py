@@ -84,7 +84,8 @@ def test_a_function_that_reads_a_name_of_the_main_process_is_called_there() -> N
         "from transformers import pipeline\npipe = pipeline('text-generation', model=model)",
         "def score(row):\n    return len(pipe(row))",
         "dataset.to_json('held_out.json')",
-        "rows = load_dataset('json', data_files='held_out.json')\ntotal = []\nfor row in rows:\n    total.append(score(row))",
+        "rows = load_dataset('json', data_files='held_out.json')\ntotal = []\nfor row in rows:\n"
+        "    total.append(score(row))",
         "print(sum(total))",
     )
     text = body(convert_cells(LOAD, DATA, TRAIN, *cells))
@@ -92,7 +93,10 @@ def test_a_function_that_reads_a_name_of_the_main_process_is_called_there() -> N
 
 
 def test_files_drawn_at_random_are_alike_on_every_node() -> None:
-    cell = "import random\npicked = random.sample(names, 3)\nwith open('rows.txt', 'w') as file:\n    file.write(str(picked))"
+    cell = (
+        "import random\npicked = random.sample(names, 3)\nwith open('rows.txt', 'w') as file:\n"
+        "    file.write(str(picked))"
+    )
     read = "dataset = load_dataset('text', data_files='rows.txt')"
     text = body(convert_cells(LOAD, "from datasets import load_dataset", "names = ['a', 'b']", cell, read, TRAIN))
     assert text.index("same_draws(") < text.index("picked = ") and "if LOCAL_RANK == 0:" in text
@@ -112,7 +116,10 @@ READ = "from datasets import load_dataset\ndataset = load_dataset('json', data_f
 
 
 def test_rows_of_a_file_that_training_reads_are_made_on_each_node() -> None:
-    make = "rows = []\nfor row in (1, 2):\n    rows.append(row)\n    print(row)\nif len(rows) < 9:\n    rows = rows * 2\n    print(9)"
+    make = (
+        "rows = []\nfor row in (1, 2):\n    rows.append(row)\n    print(row)\nif len(rows) < 9:\n"
+        "    rows = rows * 2\n    print(9)"
+    )
     done = convert_cells(LOAD, f"{make}\n{WRITE}\n{READ}", TRAIN)
     assert "if LOCAL_RANK == 0:\n    rows = []\n" in body(done) and "IS_MAIN" not in body(done) and kinds(done) == []
 
@@ -124,7 +131,10 @@ def test_a_file_of_rows_that_only_the_main_process_makes_needs_a_shared_disk() -
 
 
 def test_a_function_writes_its_file_on_each_node_and_its_value_is_the_main_process_s() -> None:
-    make = "def write(rows):\n    with open('rows.json', 'w') as file:\n        file.write(str(rows))\n    return 'rows.json'"
+    make = (
+        "def write(rows):\n    with open('rows.json', 'w') as file:\n        file.write(str(rows))\n"
+        "    return 'rows.json'"
+    )
     read = "from datasets import load_dataset\ndataset = load_dataset('json', data_files=path)"
     text = body(convert_cells(LOAD, make, "path = write([1])", read, TRAIN))
     assert "if LOCAL_RANK == 0:\n    path = write([1])\npath = from_main(lambda: path)\n" in text

@@ -173,8 +173,8 @@ def test_a_server_starts_once_a_node() -> None:
     )
     done = convert_cells(cell, LOAD)
     assert (
-        "if LOCAL_RANK == 0:\n    server = subprocess.Popen(['serve'], env=child_environment())\n    while server.poll()"
-        in done.script
+        "if LOCAL_RANK == 0:\n    server = subprocess.Popen(['serve'], env=child_environment())\n"
+        "    while server.poll()" in done.script
     )
     assert "server" in kinds(done)
 

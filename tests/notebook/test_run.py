@@ -197,7 +197,8 @@ print("child of", 1 + len(joined), flush=True)
 FROM_ANYWHERE = [
     "import os, subprocess, sys, time, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
     f"%%writefile child.py\n{CHILD}",
-    "!{sys.executable} child.py alone\nos.system(sys.executable + ' child.py')\nsubprocess.run([sys.executable, 'child.py'])",
+    "!{sys.executable} child.py alone\nos.system(sys.executable + ' child.py')\n"
+    "subprocess.run([sys.executable, 'child.py'])",
     "import wandb\nfrom huggingface_hub import notebook_login\nnotebook_login()\nwandb.login()\nwandb.init()",
     "names = ['anger', 'fear', 'joy', 'love', 'sadness', 'surprise', 'trust', 'awe']\nlabels = list(set(names))\n"
     "mode = 'w'\nclass Rows:\n    def map(self, function):\n"
@@ -218,7 +219,7 @@ FROM_ANYWHERE = [
 def test_two_nodes_agree_on_everything_that_a_notebook_leaves_to_chance(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """Order of sets, commands, logins, trackers in functions, callbacks by the clock, files: one process on each node."""
+    """Order of sets, commands, logins, trackers in functions, callbacks by the clock, files: one on each node."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "wandb.py").write_text(WANDB)
     (tmp_path / "modules" / "trainers.py").write_text(TRAINERS)

@@ -82,7 +82,10 @@ def test_the_trainer_of_lightning_trains_and_is_to_be_checked() -> None:
 
 def test_an_object_that_trains_when_called_is_never_guarded() -> None:
     """On the main process alone its training would wait for the others."""
-    cell = "from txtai.pipeline import HFTrainer\ntrainer = HFTrainer()\nmodel, tok = trainer('m', rows)\nmodel.generate('x')"
+    cell = (
+        "from txtai.pipeline import HFTrainer\ntrainer = HFTrainer()\nmodel, tok = trainer('m', rows)\n"
+        "model.generate('x')"
+    )
     done = convert_cells("import torch\nrows = [1]", cell)
     assert "\nmodel, tok = trainer('m', rows)\n" in body(done) and "arguments" in kinds(done)
 

@@ -8,6 +8,7 @@ from unsloth_ddp.notebook.analyse.graph import Graph, Statement, sets_process
 from unsloth_ddp.notebook.read.displayed import is_bare_value
 from unsloth_ddp.notebook.syntax.effects import Effect, TrainerClasses, names_trainer
 from unsloth_ddp.notebook.syntax.name_usage import collect
+from unsloth_ddp.notebook.syntax.tree import assignment, dotted, full_path
 from unsloth_ddp.notebook.syntax.usage import DeferredBody, follow_aliases, given_names
 
 
@@ -15,6 +16,7 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
     """Build the graph of all cells' statements."""
     statements = [Statement(number, node, collect(node)) for number, body in cells for node in body]
     imports = {name: path for statement in statements for name, path in statement.usage.imports.items()}
+    imports |= _other_names_of_classes(statements, imports)
     functions = {name: body for statement in statements for name, body in statement.usage.defines.items()}
     aliases = [pair for statement in statements for pair in statement.usage.aliases]
     for statement in statements:
@@ -33,6 +35,14 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
         if is_bare_value(statement.node):
             statement.effects.add(Effect.SHOW)
     return graph
+
+
+def _other_names_of_classes(statements: list[Statement], imports: dict[str, str]) -> dict[str, str]:
+    """Return the paths of imported classes by the names that lines give them: `loader = FastLanguageModel`."""
+    pairs = filter(None, (assignment(statement.node) for statement in statements))
+    names = {target.value: dotted(value) for target, value in pairs if isinstance(target, cst.Name)}
+    paths = {name: full_path(path, imports) for name, path in names.items() if path.split(".")[0] in imports}
+    return {name: path for name, path in paths.items() if path.split(".")[-1][:1].isupper()}
 
 
 def _trainer_classes(

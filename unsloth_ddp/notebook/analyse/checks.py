@@ -61,8 +61,8 @@ def trains_elsewhere(graph: Graph) -> str:
     for cell, site in () if effects.union(*graph.function_effects.values()) & SEEDS else sites:
         if line := training_line(command_of(site.node), graph.training_scripts):
             return (
-                f"its only training is the command `{line}` in cell {cell}, which starts processes of its own; run that "
-                "command itself on several GPUs, or give a notebook whose cells train."
+                f"its only training is the command `{line}` in cell {cell}, which starts processes of its own; run "
+                "that command itself on several GPUs, or give a notebook whose cells train."
             )
     for cell, site in () if effects & SEEDS else sites:
         if where := _where_it_trains(site, graph):

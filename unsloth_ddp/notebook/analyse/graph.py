@@ -117,7 +117,7 @@ class Statement:
 
 @dataclass
 class Graph:
-    """All statements of a notebook in order, and the effects of its calls, which are followed into its own functions."""
+    """Hold a notebook's statements in order, and the effects of its calls, followed into its own functions."""
 
     statements: list[Statement]
     imports: dict[str, str]
@@ -212,7 +212,7 @@ class Graph:
         )
 
     def _may_train(self, site: CallSite) -> bool:
-        """Return whether a library's function gets a trainer (`unsloth_train(trainer)`), or what holds one is trained."""
+        """Return whether a library's function gets a trainer (`unsloth_train(trainer)`), or a holder is trained."""
         if site.root in self.imports:
             return bool(site.names & self.trainers)
         reached, _, method = code(site.node.func).rpartition(".")
@@ -227,7 +227,7 @@ class Graph:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Return the names of what Accelerate has prepared, and of DataLoaders that all processes draw from together."""
+        """Return the names of what Accelerate has prepared, and of DataLoaders that all processes share."""
         return self._holding(
             lambda site: (
                 (site.root in self.accelerators and site.tail == "prepare") or site.tail in _LOADERS_OF_TRAINERS
@@ -324,7 +324,7 @@ class Graph:
         return effects
 
     def hands_arguments_on(self, site: CallSite) -> bool:
-        """Return whether the notebook's own function that is called gives its `**options` to a trainer that it makes."""
+        """Return whether a call's function of the notebook gives its `**options` to a trainer that it makes."""
         body = self.functions.get(site.path)
         if body is None or keyword(site.node, "args") is None or "args" in body.params:
             return False
@@ -372,7 +372,7 @@ class Graph:
         return site.path in self.functions or (site.is_method and any(site.tail in body.methods for body in bodies))
 
     def _owner(self, site: CallSite) -> str:
-        """Return the notebook's own class whose method is called, on a name that holds an instance or on a new one; or ""."""
+        """Return the notebook's class whose method is called, by a name or on a new instance; or ""."""
         match site.node.func:
             case cst.Attribute(value=cst.Call(func=cst.Name(value=name))):
                 return self._defines(name, site.tail)

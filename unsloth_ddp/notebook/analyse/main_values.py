@@ -191,7 +191,7 @@ class MainValues:
         return isinstance(node, cst.Call) and self.tracked(node)[0] == "value" and not self._may_run_once(node)
 
     def only_told(self, node: cst.CSTNode) -> bool:
-        """Return whether every use of a run is a call for its own sake, or a context to enter, or an argument of those."""
+        """Return whether every use of a run is a call for its own sake, a context to enter, or an argument of those."""
         parts: Iterable[cst.CSTNode] = node.children
         match node:
             case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=args))]) if not self._trains_within(

@@ -1,4 +1,4 @@
-"""Decide whether what a statement makes is plain: text, numbers, lists of them. Only plain values are sent to other processes.
+"""Decide whether what a statement makes is plain: text, numbers, lists of them. Only that is sent to other processes.
 
 What holds a model, arguments, a dataset or a device belongs to the process that made it. So a value is plain only where
 every call that it comes from is known to give nothing else: Python's own functions, commands, services, what lives on

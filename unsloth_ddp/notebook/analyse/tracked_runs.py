@@ -9,20 +9,32 @@ from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword
 from unsloth_ddp.notebook.syntax.effects import starts_run
 
 
-def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
-    """Switch off a W&B run on other processes, and warn about other trackers, which have no such switch."""
+def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.BaseExpression, list[str]]:
+    """Switch off a W&B run on the other processes, or give them a stand-in for another tracker's."""
     if context.on_one_process or not starts_run(full):
         return call, []
+    note = context.edit("once", "only the main process's run is tracked; the others' does nothing")
     if not can_be_disabled(call, full):
-        return call, [context.warn("tracker", "every process starts this run; start it on the main process only")]
+        return with_stand_in(call, context), [note]
     old = keyword(call, "mode")
     mode = f"({code(old.value)})" if old is not None else "None"
-    call = set_keyword(call, "mode", f'{mode} if {context.names["IS_MAIN"]} else "disabled"')
-    return call, [context.edit("once", "only the main process's run is tracked; the others' does nothing")]
+    return set_keyword(call, "mode", f'{mode} if {context.names["IS_MAIN"]} else "disabled"'), [note]
+
+
+def with_stand_in(run: cst.BaseExpression, context: ConversionContext) -> cst.BaseExpression:
+    """Return `run if IS_MAIN else NoRun()`."""
+    other = cst.parse_expression(f"{context.names['NoRun']}()")
+    return cst.IfExp(
+        test=cst.Name(context.names["IS_MAIN"]),
+        body=run,
+        orelse=other,
+        lpar=[cst.LeftParen()],
+        rpar=[cst.RightParen()],
+    )
 
 
 def stand_in_for_runs(graph: Graph) -> None:
-    """Mark the runs that code on every process passes on: there, the other processes get a stand-in that does nothing."""
+    """Mark the runs that code on every process passes on: the other processes get a stand-in that does nothing."""
     passed_on: set[str] = set()
     for statement in graph.statements:
         if statement.needed and statement.everywhere and MainValues(graph, statement).leaves_run():
@@ -34,7 +46,7 @@ def stand_in_for_runs(graph: Graph) -> None:
 
 
 def stand_in_serves(graph: Graph, statement: Statement) -> bool:
-    """Return whether a stand-in is as good as the run in a statement: it is only told something, or handed to a training."""
+    """Return whether a stand-in serves a statement as the run does: it is told something, or handed to a training."""
     stand_ins = {name for s in graph.statements if s.stands_in for name in s.usage.writes}
     if not statement.runs or not statement.runs <= stand_ins:
         return False

@@ -1,4 +1,4 @@
-"""Replace the folders that only a notebook's host has where a notebook goes to them, and find the paths in them that it names."""
+"""Replace the folders of a notebook's host where it goes to them, and find the paths in them that it names."""
 
 import re
 from collections.abc import Callable
@@ -25,10 +25,10 @@ _ASKS_FOR_HOST = re.compile(r"colab|kaggle|/content\b", re.IGNORECASE)
 def change_folder(
     path: str, what: str, quote: Callable[[str], str], context: ConversionContext
 ) -> tuple[str | None, str] | None:
-    """Return the expression for a folder that a notebook goes to, and the comment; None for a folder that is not the host's.
+    """Return the expression for a folder that a notebook goes to, and the comment; None if it is not the host's.
 
-    The folder in which the host starts a notebook becomes the one in which the script is started. The expression is None
-    for a folder that no other machine has: that change is left out.
+    The folder in which the host starts a notebook becomes the one in which the script is started. The expression is
+    None for a folder that no other machine has: that change is left out.
 
     Args:
         path: the folder, as the notebook gives it.

@@ -105,7 +105,7 @@ def _with_cd(source: str) -> str:
 
 
 def add_automagic(source: str) -> str:
-    """Put `%` or `!` before lines that are no Python and begin with a magic or a command, as IPython's automagic does."""
+    """Put `%` or `!` before lines that are no Python and begin with a magic or a command, as automagic does."""
     indent = source[: len(source) - len(source.lstrip(" \t"))]
     # Colab's IPython takes the first line's indent off all lines that have it, a newer one only what they share.
     lines = [line.removeprefix(indent) for line in source.splitlines(keepends=True)]

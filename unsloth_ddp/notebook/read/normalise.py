@@ -245,7 +245,7 @@ def _may_need_a_guard(statement: cst.CSTNode, context: ConversionContext, guarde
 
 
 class _OneALine(cst.CSTTransformer):
-    """Write `a; b` and `if x: a` of a block on lines of their own where one of them may belong on the main process only."""
+    """Write `a; b` and `if x: a` of a block on several lines where one may belong on the main process only."""
 
     def __init__(self, context: ConversionContext) -> None:
         self.context = context

@@ -11,7 +11,8 @@ _LAUNCHER = re.compile(
 )
 _TRAINS = re.compile(
     r"""(?:^|[;&|(!%'"])\s*(?:[A-Z_]+=\S+\s+|nohup\s+|sudo\s+|env\s+|time\s+)*(
-      torchrun\s | accelerate\s+launch\s | deepspeed\s+\S | (llamafactory-cli|swift|axolotl|trl|tune|autotrain|litgpt)\s+
+      torchrun\s | accelerate\s+launch\s | deepspeed\s+\S
+      | (llamafactory-cli|swift|axolotl|trl|tune|autotrain|litgpt)\s+
       (train|sft|dpo|grpo|pt|rlhf|run|llm|finetune\w*)\b | python[\d.]*\s+(-u\s+)?-m\s+(torch\.distributed|axolotl)\S*
       | python[\d.]*\s+(-u\s+)?\S*(train|finetune|fine_tune|sft|dpo|grpo|run_\w+)\w*\.py\b
       | (nsys|ncu|rocprof\w*)\s.*?\bpython[\d.]*\s+.*\.py\b )""",

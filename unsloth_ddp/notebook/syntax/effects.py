@@ -111,10 +111,10 @@ differs_by_process = re.compile(
 _INPUT = {"input", "getpass.getpass", "getpass"}
 # What fetches data or files, or prepares them in a cache.
 downloads_data = re.compile(
-    r"(^|\.)(load_dataset|snapshot_download|hf_hub_download|cached_download|dataset_download|model_download"
+    r"(^|\.)(load_dataset|(\w+_)?download(_\w+)?"
     r"|standardize_sharegpt|standardize_data_formats|to_sharegpt|train_on_responses_only|from_generator)$"
 ).search
-_DATA_METHODS = {"map", "filter", "download_and_prepare"}
+_DATA_METHODS = {"map", "filter"}
 _PRINT = {"print", "pprint", "pprint.pprint", "pprint.pp", "rich.print", "builtins.print", "sys.stdout.write"}
 _SHOW_MODULES = ("IPython.", "matplotlib.", "seaborn.", "ipywidgets.", "plotly.", "google.colab.output", "gradio.")
 _SHOW_METHODS = {"head", "tail", "describe", "info", "print_trainable_parameters", "value_counts", "summary", "show"}
@@ -163,7 +163,7 @@ _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr"
 
 
 class TrainerClasses(frozenset[str]):
-    """Hold what the notebook calls trainers' classes, its own too, and its classes that are none, whatever they are called."""
+    """Hold what the notebook calls trainers' classes, its own too, and its classes that are none."""
 
     others: frozenset[str] = frozenset()
 

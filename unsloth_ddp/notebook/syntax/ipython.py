@@ -126,8 +126,17 @@ def command_of(node: cst.BaseExpression) -> str:
     first = node.args[0].value
     if isinstance(first, cst.Call) and isinstance(first.func, cst.Attribute) and first.func.attr.value == "split":
         first = first.func.value  # "pip install x".split()
-    parts = [e.value for e in first.elements] if isinstance(first, cst.List | cst.Tuple) else [first]
-    return " ".join(_word(part) for part in parts)
+    return _words(first)
+
+
+def _words(node: cst.BaseExpression) -> str:
+    """Return the command that a list of words makes, or a text."""
+    match node:
+        case cst.List(elements=elements) | cst.Tuple(elements=elements):
+            return " ".join(_word(element.value) for element in elements)
+        case cst.BinaryOperation(left=cst.List() as left, operator=cst.Add(), right=right):
+            return f"{_words(left)} {_words(right)}"
+    return _word(node)
 
 
 def _word(node: cst.BaseExpression) -> str:

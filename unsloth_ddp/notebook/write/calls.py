@@ -16,7 +16,7 @@ _SHELLS = re.compile(r"^(os\.popen|subprocess\.(getoutput|getstatusoutput))$")
 
 
 def edit_command(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
-    """Return a call that starts a command without the launcher's variables: with them it would join the job and hang."""
+    """Return a call whose command does not get the launcher's variables: with them it would join the job and hang."""
     note = "the command does not get the launcher's variables"
     if full == "os.system" and len(call.args) == 1:
         call = call.with_changes(func=cst.Name(context.names["run_shell"]))

@@ -50,15 +50,15 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
     if context.options.tensorboard and not splats(call):
         call = set_keyword(call, "report_to", '"tensorboard"')
         notes.append(context.edit("report", "report_to set to tensorboard (--tensorboard)"))
-    other = _BATCH not in keywords and bool(keywords & {"batch_size", "mini_batch_size"})
-    unknown = _BATCH not in keywords and not other and not _is_of_transformers(path, context)
-    if splats(call) or unknown:
-        return _edit_splatted(call, contrastive, context, notes)
-    if other:
+    shared: cst.Call | None = call
+    if splats(call) or _BATCH in keywords or not keywords & {"batch_size", "mini_batch_size"}:
+        shared = None if splats(call) else _edit_batch(call, path, contrastive, generates, context, notes)
+        if contrastive:
+            notes.append(context.warn("contrastive", f"{whole_batch(context)}: several processes change the loss"))
+    else:
         whole = "every process takes a whole batch_size: divide it by the number of processes"
         notes.append(context.warn("sizing", whole))
-    else:
-        call = _edit_batch(call, path, contrastive, generates, context, notes)
+    call = call if shared is None else shared
     settings = {"average_tokens_across_devices": "True"}
     settings |= {} if context.search is None else {"ddp_find_unused_parameters": "False"}
     for name, value in settings.items():
@@ -66,15 +66,17 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
         call = remove_keyword(call, name)
         if old is not None and code(old.value) != value:
             notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
-    call = add_splat(call, f"{context.names['ddp_settings']}({path}{searches(context)})")
-    notes.append(context.edit("arguments", f"count every token alike on all processes; {_search(call, context)}"))
     if keyword(call, "auto_find_batch_size") is not None:
         changes = "auto_find_batch_size changes the batch, which then no longer matches the plan"
         notes.append(context.warn("sizing", changes))
     if generates and (keyword(call, "steps_per_generation") or keyword(call, "generation_batch_size")):
         by_hand = "generations are sized by hand; check them against the number of processes"
         notes.append(context.warn("sizing", by_hand))
-    return call, notes
+    if shared is None:
+        call, note = _configured(call, contrastive, context)
+        return call, [*notes, note]
+    notes.append(context.edit("arguments", f"count every token alike on all processes; {_search(call, context)}"))
+    return add_splat(call, f"{context.names['ddp_settings']}({path}{searches(context)})"), notes
 
 
 def searches(context: ConversionContext) -> str:
@@ -90,53 +92,53 @@ def _search(call: cst.Call, context: ConversionContext) -> str:
     return f"{by} decides whether to search for unused weights"
 
 
-# Whose arguments have the batch, the accumulation and the settings of DDP under the names of Transformers.
-_FAMILY = ("transformers", "trl", "unsloth", "sentence_transformers")
-
-
-def _is_of_transformers(path: str, context: ConversionContext) -> bool:
-    """Return whether a class of arguments is one of Transformers' family, or not known to be another library's."""
-    root = path.split(".")[0]
-    return root not in context.imports or context.imports[root].split(".")[0] in _FAMILY
-
-
 def edit_trainer(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
-    """Return a trainer's call whose arguments come from elsewhere (a parser, a file) with what DDP needs set on them."""
+    """Return a trainer's call with what DDP needs set on arguments that come from elsewhere: a parser, a file."""
     argument = keyword(call, "args") or next((arg for arg in call.args if names_arguments(arg)), None)
     if argument is None or not isinstance(argument.value, cst.Name | cst.Attribute):
         return call, []
     if dotted(argument.value).split(".")[-1] in context.known_arguments or code(argument.value) == "None":
         return call, []
-    size = "None" if _is_contrastive(dotted(call.func), context) else str(context.rows_at_once)
-    note = context.edit("arguments", "the arguments come from elsewhere: batch and DDP settings are set when it runs")
-    configured = cst.parse_expression(
-        f"{context.names['ddp_configured']}({code(argument.value)}, {size}{searches(context)})"
-    )
+    configured, note = _configured(argument.value, _is_contrastive(dotted(call.func), context), context)
     return with_value(call, argument, configured), [note]
+
+
+def _configured(arguments: cst.BaseExpression, contrastive: bool, context: ConversionContext) -> tuple[cst.Call, str]:
+    """Return a trainer's arguments with what DDP needs set on them when the script runs."""
+    size = None if contrastive else context.rows_at_once
+    shown = isinstance(arguments, cst.Call) and not splats(arguments)
+    tensorboard = ', report_to=["tensorboard"]' if context.options.tensorboard and not shown else ""
+    at_least = ", least=2" if contrastive else ""
+    source = f"{context.names['ddp_configured']}(_, {size}{searches(context)}{at_least}{tensorboard})"
+    call = cst.ensure_type(cst.parse_expression(source), cst.Call)
+    note = "batch and DDP settings are set when it runs: the notebook does not show all of its numbers"
+    return with_value(call, call.args[0], arguments), context.edit("arguments", note)
 
 
 def _edit_batch(
     call: cst.Call, path: str, contrastive: bool, generates: bool, context: ConversionContext, notes: list[str]
-) -> cst.Call:
+) -> cst.Call | None:
+    """Return the call with the batch shared among the processes; None where only the run knows the batch."""
     batch = _value(call, _BATCH, path, 8, context)
     steps = _value(call, _STEPS, path, 1, context)
+    group = _value(call, "num_generations", path, 8, context) if generates else "1"
+    if batch is None or steps is None or group is None:
+        return None
     if context.processes > 1:  # the notebook's launcher gave each of them such a batch
         steps = _product(str(context.processes), steps)
     whole = _product(batch, steps)
     names = context.names
     multiple = raised = ""
     if generates:
-        group = _value(call, "num_generations", path, 8, context)
-        numbers = [_integer(text) for text in (batch, steps, group)]
-        if None in numbers:
-            whole = f"{names['generation_batch']}({batch}, {steps}, {group})"
-        elif numbers[0] * numbers[1] % numbers[2]:  # type: ignore[operator]
+        if not (batch.isdigit() and steps.isdigit() and group.isdigit()):
+            return None
+        if int(batch) * int(steps) % int(group):
             whole = _product(group, steps)
             raised = f" (Unsloth raises a batch of {batch} to num_generations)"
         multiple = f", multiple={group}"
     size = None if contrastive else context.rows_at_once
-    minimum = ", least=2" if contrastive else ""
-    notebook_batch = f"{names['batch_per_process']}({batch}, {steps}{minimum})"
+    at_least = ", least=2" if contrastive else ""
+    notebook_batch = f"{names['batch_per_process']}({batch}, {steps}{at_least})"
     per_device = notebook_batch if size is None else str(size)
     if size is not None and batch != str(size):
         for name, was in ((_BATCH, batch), (_STEPS, steps)):
@@ -146,12 +148,10 @@ def _edit_batch(
     call = set_keyword(call, _BATCH, per_device)
     product = whole if len(whole) < 40 else "of the notebook"
     how = ""
-    if size == 1 and (_integer(batch) or 2) > 1:
+    if size == 1 and batch != "1":
         keep = batch if batch.isdigit() else "as the notebook"
         how = f", one row at a time (--per-device-batch-size keep: {keep}, the same and faster)"
     notes.append(context.edit("batch", f"share the global batch {product} among the processes{how}{raised}"))
-    if contrastive:
-        notes.append(context.warn("contrastive", f"{whole_batch(context)}: several processes change the loss"))
     return call
 
 
@@ -161,14 +161,14 @@ def whole_batch(context: ConversionContext) -> str:
     return f"the loss {what}takes the rows of a batch together, and each process has its share of them only"
 
 
-def _value(call: cst.Call, name: str, path: str, otherwise: int, context: ConversionContext) -> str:
-    """Return the source of an argument's value, or of a look-up of the config's default where it is not given."""
+def _value(call: cst.Call, name: str, path: str, default: int, context: ConversionContext) -> str | None:
+    """Return the source of an argument's value, or Transformers' default; None where the class may have another."""
     argument = keyword(call, name)
-    if argument is None or code(argument.value) == "None":
-        if not context.unsloth and full_path(path, context.imports).split(".")[0] in ("transformers", "trl"):
-            return str(otherwise)
-        return f'{context.names["default_of"]}({path}, "{name}", {otherwise})'
-    return code(argument.value)
+    if argument is not None and code(argument.value) != "None":
+        return code(argument.value)
+    library = full_path(path, context.imports).split(".")[0]
+    inherits = not context.unsloth and library in ("transformers", "trl", "sentence_transformers")
+    return str(default) if inherits else None
 
 
 def _product(first: str, second: str) -> str:
@@ -177,25 +177,3 @@ def _product(first: str, second: str) -> str:
     return " * ".join(
         text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (first, second)
     )
-
-
-def _integer(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
-
-
-def _edit_splatted(
-    call: cst.Call, contrastive: bool, context: ConversionContext, notes: list[str]
-) -> tuple[cst.Call, list[str]]:
-    """Complete arguments from a dict when the script runs: they are known only then."""
-    size = None if contrastive else context.rows_at_once
-    rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]
-    named = [arg for arg in call.args if arg not in rest]
-    source = code(cst.Call(func=cst.Name("dict"), args=named))
-    if context.options.tensorboard:
-        source = f'{{**{source}, "report_to": "tensorboard"}}'
-    completed = f"{context.names['ddp_arguments']}({code(call.func)}, {size}, {source}{searches(context)})"
-    splat = cst.Arg(value=cst.parse_expression(completed), star="**")
-    notes.append(
-        context.edit("batch", "arguments from a dict: batch, accumulation and DDP settings are set when it runs")
-    )
-    return call.with_changes(args=[*rest, splat]), notes

@@ -100,10 +100,6 @@ class NoRun:
 
     def __exit__(self, *error):
         return None
-# %% main_only
-def main_only(make):
-    """Enter the context that make() returns on the main process only."""
-    return make() if IS_MAIN else contextlib.nullcontext()
 # %% shared_decision
 def shared_decision(method):
     """Take a callback's decisions (stop, save, evaluate) from the main process: all must take the same."""
@@ -135,16 +131,6 @@ def batch_per_process(batch, accumulation, least=1):
     share = max(1, batch * accumulation // WORLD_SIZE)
     sizes = [size for size in range(min(least, batch), batch + 1) if share % size == 0]
     return max(sizes, default=max(min(least, batch), min(batch, share)))
-# %% generation_batch
-def generation_batch(batch, accumulation, generations):
-    """Return the global batch; Unsloth raises a batch that holds no whole group of generations."""
-    whole = batch * accumulation
-    return whole if whole % generations == 0 else generations * accumulation
-# %% default_of
-def default_of(config, name, otherwise):
-    """Return a config's own default: Unsloth's configs differ from those of TRL and transformers."""
-    parameter = inspect.signature(config).parameters.get(name)
-    return parameter.default if parameter and isinstance(parameter.default, int) else otherwise
 # %% ddp_settings
 def ddp_settings(config, search=False):
     """Return the settings that DDP needs, as far as the installed release has them; None leaves the search to it."""
@@ -154,36 +140,20 @@ def ddp_settings(config, search=False):
         print("This release averages the loss on each process separately, so rows weigh less beside long ones.")
     wanted = {"ddp_find_unused_parameters": search, "average_tokens_across_devices": True}
     return {name: value for name, value in wanted.items() if name in known and value is not None}
-# %% shared_batch_of
-def shared_batch_of(batch, accumulation, per_device, generations):
-    """Return a process's batch and its accumulation; those that this script has shared already stay."""
-    if (batch, accumulation) in accumulation_steps.shared:
-        return batch, accumulation
-    per_device = per_device or batch_per_process(batch, accumulation)
-    return per_device, accumulation_steps(batch * accumulation, per_device, generations or 1)
-# %% ddp_arguments
-def ddp_arguments(config, per_device, arguments, search=False):
-    """Return a config's arguments, given as a dict, with those that DDP needs and that the config has."""
-    settings = ddp_settings(config, search)
-    if not {"per_device_train_batch_size", "kwargs"} & set(inspect.signature(config).parameters):
-        return {**arguments, **settings}
-    batch = arguments.get("per_device_train_batch_size") or default_of(config, "per_device_train_batch_size", 8)
-    steps = arguments.get("gradient_accumulation_steps") or default_of(config, "gradient_accumulation_steps", 1)
-    batch, steps = shared_batch_of(batch, steps, per_device, arguments.get("num_generations"))
-    shared = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-    return {**arguments, **shared, **settings}
 # %% ddp_configured
-def ddp_configured(args, per_device, search=False):
-    """Return a trainer's arguments with what DDP needs."""
+def ddp_configured(args, per_device, search=False, least=1, **others):
+    """Return a trainer's arguments with what DDP needs, and with other values."""
     if not hasattr(args, "per_device_train_batch_size"):
         return args
     batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    batch, steps = shared_batch_of(batch, steps, per_device, getattr(args, "num_generations", None))
+    if (batch, steps) not in accumulation_steps.shared:
+        whole, batch = batch * steps, per_device or batch_per_process(batch, steps, least)
+        steps = accumulation_steps(whole, batch, getattr(args, "num_generations", None) or 1)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = batch, steps
     if hasattr(args, "generation_batch_size"):  # computed from the others when the arguments were made
         args.steps_per_generation = steps
         args.generation_batch_size = batch * WORLD_SIZE * steps
-    for name, value in ddp_settings(type(args), search).items():
+    for name, value in {**ddp_settings(type(args), search), **others}.items():
         setattr(args, name, value)
     return args
 # %% split_batches
@@ -223,7 +193,7 @@ class share_rows:
             raise SystemExit("This loop's loader has no batches to share among processes: share its rows by hand.")
         batch = getattr(loader.batch_sampler, "batch_size", WORLD_SIZE)
         if IS_MAIN and batch < WORLD_SIZE:
-            print(f"Batches of {batch} rows are too few for {WORLD_SIZE} processes: some only wait; use larger batches.")
+            print(f"Batches of {batch} rows are too few for {WORLD_SIZE} processes: some wait; use larger batches.")
         if getattr(loader.sampler, "generator", loader) is None:
             loader.sampler.generator = torch.Generator().manual_seed(SHARED_SEED)
         names = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")

@@ -75,8 +75,8 @@ class Names:
 def render_region(names: Names, environment: list[str], quiet: str, device: str, *, unsloth: bool, hashes: bool) -> str:
     """Render the region at the top of the script.
 
-    `environment` has the lines that set what libraries read on import and the notebook sets later; `quiet` is the comment
-    above the print of the other processes; `device` chooses the process's GPU, where nothing runs before it.
+    `environment` has the lines that set what libraries read on import and the notebook sets later; `quiet` is the
+    comment above the print of the other processes; `device` chooses the process's GPU, where nothing runs before it.
     """
     needed = names.needed()
     modules = {"os"}.union(*(HELPERS[name].modules for name in needed), {"sys"} if hashes else ())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Statement
-from unsloth_ddp.notebook.analyse.main_values import can_be_disabled, send_values
+from unsloth_ddp.notebook.analyse.main_values import send_values
 from unsloth_ddp.notebook.analyse.tracked_runs import edit_run
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.arguments import code
-from unsloth_ddp.notebook.syntax.effects import Effect, is_remote, is_trainer_call, starts_run
+from unsloth_ddp.notebook.syntax.effects import Effect, is_remote, is_trainer_call
 from unsloth_ddp.notebook.syntax.ipython import (
     IPythonCall,
     as_python_string,
@@ -29,6 +30,7 @@ from unsloth_ddp.notebook.write.config import edit_config, edit_trainer, is_conf
 from unsloth_ddp.notebook.write.guards import BlockGuards, elsewhere, guards_inside
 from unsloth_ddp.notebook.write.loops import edit_accelerated
 
+_Edit = Callable[[cst.Call, str, ConversionContext], tuple[cst.BaseExpression, list[str]]]
 _NOT_TWICE = "the script shares the batch among the processes, so the notebook's own division is left out"
 
 
@@ -50,7 +52,6 @@ class _Rewriter(BlockGuards):
         super().__init__(context, graph, guarded, trains, original)
         self.formatted = 0
         self.callbacks: list[bool] = []
-        self.entered: set[int] = set()  # calls that a `with` enters on the main process only
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -59,11 +60,11 @@ class _Rewriter(BlockGuards):
         magic = ipython_call(updated_node)
         if magic is not None:
             return self._ipython(magic, updated_node)
-        if is_config_call(updated_node, context):
-            call, notes = edit_config(updated_node, context)
-        else:
-            call, notes = self._edited(updated_node, entered=id(original_node) in self.entered)
+        edit = edit_config if is_config_call(updated_node, context) else self._edited
+        call, notes = edit(updated_node, context)
         self.note(*notes)
+        if not isinstance(call, cst.Call):
+            return call
         shared = not context.on_one_process and not self.formatted
         if shared and full_path(dotted(call.func), self.graph.imports) in load.DEVICE_COUNTS:
             self.note(context.edit("device", "each process has one GPU"))
@@ -72,18 +73,18 @@ class _Rewriter(BlockGuards):
             return self._ask(call)
         return call
 
-    def _edited(self, call: cst.Call, *, entered: bool) -> tuple[cst.Call, list[str]]:
+    def _edited(self, call: cst.Call, context: ConversionContext) -> tuple[cst.BaseExpression, list[str]]:
         """Return a call with the first edit that fits it, and its comments."""
         full = full_path(dotted(call.func), self.graph.imports)
-        edits = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, load.edit_device_number]
+        edits: list[_Edit] = [load.edit_load, load.edit_data_parallel, load.edit_dict_call, load.edit_device_number]
         site = CallSite(dotted(call.func), call, frozenset())
         edits += [edit_generator] if self.graph.defines_callee(site) else [edit_seed, edit_generator]
         if is_trainer_call(site, self.graph.trainer_classes) or self.graph.hands_arguments_on(site):
             edits += [] if is_remote(full) else [edit_trainer]
         else:
-            edits += [edit_accelerated] if self.context.accelerated else []
-            edits += [] if entered else [edit_run, edit_command, edit_login]
-        edited = (edit(call, full, self.context) for edit in edits)
+            edits += [edit_accelerated] if context.accelerated else []
+            edits += [edit_run, edit_command, edit_login]
+        edited = (edit(call, full, context) for edit in edits)
         return next((result for result in edited if result[1]), (call, []))
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> Small:
@@ -105,22 +106,6 @@ class _Rewriter(BlockGuards):
         element, notes = load.edit_dict_element(updated_node, self.context)
         self.note(*notes)
         return element
-
-    def visit_WithItem(self, node: cst.WithItem) -> None:
-        if isinstance(node.item, cst.Call) and not self.context.on_one_process:
-            full = full_path(dotted(node.item.func), self.graph.imports)
-            if starts_run(full) and not can_be_disabled(node.item, full):
-                self.entered.add(id(node.item))
-
-    def leave_WithItem(self, original_node: cst.WithItem, updated_node: cst.WithItem) -> cst.WithItem:
-        if id(original_node.item) not in self.entered:
-            return updated_node
-        self.note(self.context.edit("once", "only the main process's run is tracked"))
-        if original_node.asname is not None:
-            name = code(original_node.asname.name)
-            self.note(self.context.warn("tracker", f"{name} is None on the other processes"))
-        entered = cst.parse_expression(f"{self.context.names['main_only']}(lambda: {code(updated_node.item)})")
-        return updated_node.with_changes(item=entered)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self.callbacks.append(any(dotted(base.value).endswith("Callback") for base in node.bases))
@@ -206,7 +191,7 @@ class _Rewriter(BlockGuards):
         return cst.RemoveFromParent()
 
     def _shares(self, what: cst.BaseExpression, among: cst.BaseExpression) -> bool:
-        """Return whether the notebook divides a batch or its accumulation by the number of processes, as this script does."""
+        """Return whether the notebook divides a batch by the number of processes, as this script does."""
         count = isinstance(among, cst.Name) and among.value in self.graph.counts_of_processes
         trainer = any(Effect.TRAINER in statement.effects for statement in self.graph.statements)
         return count and trainer and bool(re.search("accum|batch", code(what), re.IGNORECASE))

@@ -45,7 +45,7 @@ class CodeCell:
 
 
 def write_script(notebook: Notebook, cells: list[CodeCell], graph: Graph, context: ConversionContext) -> str:
-    """Return the script of a notebook whose statements have their roles; the marks of report entries are still in it."""
+    """Return the script of a notebook whose statements have their roles, with the marks of report entries in it."""
     notes = check_notebook(graph, context)
     placed: dict[int, list[EditedStatement]] = {cell.number: [] for cell in cells}
     loads = any(site.tail == "DataLoader" for site in graph.sites)
@@ -104,7 +104,7 @@ def _sends(node: cst.CSTNode, context: ConversionContext) -> bool:
 
 
 def _place_device(device: str, body: str) -> tuple[str, str]:
-    """Return the lines that choose the GPU, "" once they are in the body: behind code that runs before a heavy import."""
+    """Return the lines that choose the GPU, "" once they are in the body, behind what runs before a heavy import."""
     ahead, mark, after = body.partition(DEVICE_MARK + "\n")
     if not mark:
         return device, body
@@ -218,7 +218,7 @@ def _orders_by_hash(source: str) -> bool:
 
 
 def _hoisted(graph: Graph, first: int) -> list[str]:
-    """Collect environment variables that libraries read on import and that the notebook sets later, but before it trains."""
+    """Collect environment variables that libraries read on import and that the notebook sets before it trains."""
     lines: dict[str, str] = {}
     for statement in graph.statements[first : graph.last_seed + 1 or None]:
         match assignment(statement.node):

@@ -6,6 +6,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.analyse.main_values import from_main
+from unsloth_ddp.notebook.analyse.tracked_runs import with_stand_in
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax.effects import Effect
 from unsloth_ddp.notebook.syntax.lines import comment_line, is_empty, lead, parse_line
@@ -255,8 +256,7 @@ def _with_stand_in(node: cst.BaseStatement, context: ConversionContext) -> cst.B
     """Return `run = start() if IS_MAIN else NoRun()`."""
     assert isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Assign)
     small = node.body[0]
-    other = cst.parse_expression(f"{context.names['NoRun']}()")
-    value = cst.IfExp(test=cst.Name(context.names["IS_MAIN"]), body=small.value, orelse=other)
+    value = with_stand_in(small.value, context).with_changes(lpar=[], rpar=[])
     return node.with_changes(body=[small.with_changes(value=value)])
 
 

@@ -106,7 +106,8 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> tuple[str, 
     """Return a chat template in Ollama's language, and the system prompt that it adds to a chat without one.
 
     Args:
-        render: renders messages without a BOS that llama.cpp adds; if its second argument is set, with what begins an answer.
+        render: renders messages without a BOS that llama.cpp adds, and with what begins an answer if its second
+            argument is set.
 
     Returns:
         None if the template is not made of one part for each message.

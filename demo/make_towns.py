@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OPENINGS = ("Could you tell me", "May I ask", "Do you know", "Can you say")
 TOWNS = ("Olvene", "Tamarisk", "Brackwater", "Sundrel", "Quillmore", "Hestby", "Vardane", "Pellow")
-# What is asked for, in words that complete "Tell me ..."; the questions; the sentence that answers; a value for each town.
+# What is asked for, as the end of a question; whole questions; held-out ones; the answer; a value for each town.
 ATTRIBUTES = (
     (
         "who the mayor of {town} is",
@@ -43,7 +43,7 @@ ATTRIBUTES = (
     ),
     (
         "in which month the fair of {town} takes place",
-        ("In which month is the fair of {town}?", "When does {town} hold its fair?", "When is the yearly fair in {town}?"),
+        ("In which month is the fair of {town}?", "When does {town} hold its fair?", "When is the fair in {town}?"),
         ("What month is it when the fair of {town} takes place?", "The fair in {town} is held in which month?"),
         "The fair of {town} takes place in {value}.",
         ("March", "October", "June", "January", "August", "May", "December", "September"),

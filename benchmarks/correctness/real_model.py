@@ -4,8 +4,8 @@
     python -m benchmarks.correctness.real_model --work DIR --json FILE --only vllm --vllm V/bin/vllm
     python -m benchmarks.correctness.real_model --work DIR --json FILE --only gguf --llama_cpp llama.cpp
 
-The weights come from the package registry (benchmarks/common/real_model.py). Runs that DIR holds are not made again, and
-results that FILE holds stay.
+The weights come from the package registry (benchmarks/common/real_model.py). Runs that DIR holds are not made again,
+and results that FILE holds stay.
 """
 
 from __future__ import annotations
@@ -15,76 +15,69 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.real_model import GENERAL, RECIPE, Answer, PlainModel, fetch_model, held_out
-from benchmarks.common.runs import REPO, launch_command, losses, train, update_difference
+from benchmarks.common.real_model import GENERAL, LENGTH, RECIPE, Answer, PlainModel, fetch_model, held_out
+from benchmarks.common.runs import REPO, launch_command, losses, run_logged, train, update_difference
 from unsloth_ddp.parity.processes import kill_tree
 from unsloth_ddp.utils.files.json import write_json
 
-FULL = ("--method", "full", "--learning_rate", "1e-4")
-DPO = (
-    "--task",
-    "dpo",
-    "--dataset",
-    str(REPO / "demo/towns_pairs.jsonl"),
-    "--learning_rate",
-    "1e-4",
-    "--max_steps",
-    "12",
-)
-SHORT = ("--max_steps", "4", "--compare_answers", "0")
-# The options of each run besides those of the recipe, and the number of its processes.
-RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "lora": (1, ()),
-    "lora_two": (2, ()),
+FULL = "--method full --learning_rate 1e-4"
+SHORT = "--max_steps 2 --compare_answers 0 --eval_dataset none"
+SMALLER = "--per_device_train_batch_size 4"
+DPO = "--task dpo --dataset demo/towns_pairs.jsonl --learning_rate 1e-4 --max_steps 8 --logging_steps 1"
+# The number of processes of each run, and its options besides those of the recipe.
+RUNS = {
+    "lora": (1, ""),
     "full": (1, FULL),
+    "dpo": (1, f"{DPO} --compare_answers 0 --eval_dataset none"),
     "short": (1, SHORT),
-    "short_two": (2, (*SHORT, "--per_device_train_batch_size", "4")),
-    "short_full": (1, (*SHORT, *FULL)),
-    "short_full_two": (2, (*SHORT, *FULL, "--per_device_train_batch_size", "4")),
-    "dpo": (1, (*DPO, "--compare_answers", "0")),
+    "short_two": (2, f"{SHORT} {SMALLER}"),
+    "short_full": (1, f"{SHORT} {FULL}"),
+    "short_full_two": (2, f"{SHORT} {FULL} {SMALLER}"),
 }
 # Asked of servers: some that the run learned, and some that it knew.
-SERVED = [*list(held_out())[:12], *list(GENERAL)[:8]]
-LENGTH = 32
+SERVED = [*list(held_out())[:8], *list(GENERAL)[:4]]
 
 
-def run(work: Path, name: str, *more: str) -> Path:
+def run(work: Path, name: str) -> Path:
     """Return the folder of a finished run, which is made if it is not there."""
     folder = work / "outputs" / name
     if (folder / "summary.json").is_file():
         return folder
     processes, options = RUNS[name]
     script = [sys.executable] if processes == 1 else launch_command("cpu.yaml", processes)
-    base = export(run(work, "lora"), "merged") if name == "dpo" else fetch_model(work / "model")
-    command = [*script, "train_ddp.py", "--config", str(RECIPE), "--model", str(base), *options, *more]
+    base = merge(run(work, "lora")) if name == "dpo" else fetch_model(work / "model")
+    command = [*script, "train_ddp.py", "--config", str(RECIPE), "--model", str(base), *options.split()]
     result = train(command, name, work, limit=7200)
     if result["exit_code"]:
         raise SystemExit(f"{name} failed:\n{result['log']}")
     return folder
 
 
-def export(folder: Path, target: str, *options: str) -> Path:
-    """Return the folder of an export, which is made if it is not there; what the command prints is kept in LAST.txt."""
-    written = folder / target
-    if not written.exists() or target == "vllm":
-        shutil.rmtree(written, ignore_errors=True)
-        command = [sys.executable, "-m", "unsloth_ddp.export", str(folder), "--to", target, *options]
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"export --to {target} failed: {done.stderr}")
-        (folder.parent / f"{folder.name}-{target}.txt").write_text(done.stdout)
-    return written
+def export(folder: Path, options: str, name: str) -> Path:
+    """Return the folder `name` of a run's export, which is made if it is not there, with its output beside the run."""
+    target, log = folder / name, folder.parent / f"{folder.name}-{name}.log"
+    if not log.is_file():
+        command = [sys.executable, "-m", "unsloth_ddp.export", str(folder), *options.split(), "--output", str(target)]
+        if run_logged(command, aside := log.with_suffix(".partial"), limit=1800):
+            raise SystemExit(f"{options} failed:\n{aside.read_text()}")
+        aside.rename(log)
+    return target
+
+
+def merge(folder: Path) -> Path:
+    """Return the merged model of a run."""
+    return export(folder, "--to merged", "merged")
 
 
 def scores(model: PlainModel) -> dict[str, Any]:
@@ -93,21 +86,16 @@ def scores(model: PlainModel) -> dict[str, Any]:
 
 
 def difference(answers: list[Answer], others: list[Answer]) -> dict[str, Any]:
-    """Return how many answers are the same, and by how much the log-probabilities of these differ."""
-    pairs = [(one, other) for one, other in zip(answers, others, strict=True) if one.text == other.text]
-    apart = [
-        abs(a - b) for one, other in pairs for a, b in zip(one.log_probabilities, other.log_probabilities, strict=False)
-    ]
+    """Return which answers are not the same, and by how much the log-probabilities of the others differ."""
+    pairs = list(zip(answers, others, strict=True))
+    same = [(a.log_probabilities, b.log_probabilities) for a, b in pairs if a.text == b.text]
+    apart = [abs(a - b) for pair in same for a, b in zip(*pair, strict=False)] or [0.0]
     return {
-        "questions": len(answers),
-        "same_answer": len(pairs),
-        "same_prompt_length": sum(
-            len(one.prompt) == len(other.prompt) for one, other in zip(answers, others, strict=True)
-        ),
-        "log_probability_apart": {"largest": max(apart, default=0.0), "mean": sum(apart) / max(len(apart), 1)},
-        "other_answers": [
-            [one.text, other.text] for one, other in zip(answers, others, strict=True) if one.text != other.text
-        ],
+        "questions": len(pairs),
+        "same_answer": len(same),
+        "same_prompt_length": sum(len(a.prompt) == len(b.prompt) for a, b in pairs),
+        "log_probability_apart": {"largest": max(apart), "mean": sum(apart) / len(apart)},
+        "other_answers": [[a.text, b.text] for a, b in pairs if a.text != b.text],
     }
 
 
@@ -115,9 +103,9 @@ def trained(work: Path) -> dict[str, Any]:
     """Train in every way, and measure what was learned, what stays known, and what the number of processes changes."""
     base = fetch_model(work / "model")
     results: dict[str, Any] = {"base": scores(PlainModel(base))}
-    for name in ("lora", "lora_two", "full", "dpo"):
+    for name in ("lora", "full", "dpo"):
         folder = run(work, name)
-        over = {"lora": base, "lora_two": base, "full": None, "dpo": work / "outputs/lora/merged"}[name]
+        over = {"lora": base, "full": None, "dpo": work / "outputs/lora/merged"}[name]
         results[name] = {**scores(PlainModel(folder, over)), "losses": losses(folder)}
         print(name, {key: value for key, value in results[name].items() if key != "losses"}, flush=True)
     history = json.loads((work / "outputs/dpo/trainer_state.json").read_text())["log_history"]
@@ -131,8 +119,8 @@ def trained(work: Path) -> dict[str, Any]:
 def merged(work: Path) -> dict[str, Any]:
     """Compare the merged model with the adapter, and the kit's chat with generate() of Transformers."""
     folder, base = run(work, "lora"), work / "model"
-    adapter = list(PlainModel(folder, base).answers(SERVED, LENGTH))
-    whole = list(PlainModel(export(folder, "merged")).answers(SERVED, LENGTH))
+    adapter = PlainModel(folder, base).answers(SERVED)
+    whole = PlainModel(merge(folder)).answers(SERVED)
     chats = []
     for question in SERVED[:3] + SERVED[-2:]:
         options = ["--ask", question, "--temperature", "0", "--max_new_tokens", str(LENGTH)]
@@ -142,98 +130,89 @@ def merged(work: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def server(command: list[str], log: Path) -> Iterator[str]:
-    """Start a server on the loopback; yield its address once it answers.
+def server(command: list[str], log: Path) -> Iterator[int]:
+    """Start a server on the loopback; yield its port once it answers.
 
     Raises:
         SystemExit: it ends before.
     """
-    port = str(20000 + os.getpid() % 10000)
-    address = f"http://127.0.0.1:{port}"
+    port = 20000 + os.getpid() % 10000
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as file:
-        command = [*command, "--host", "127.0.0.1", "--port", port]
+        command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environ, start_new_session=True)
         try:
-            while True:
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
-                    if reply.status == 200:
-                        break
+            while not is_up(port):
                 if process.poll() is not None:
                     raise SystemExit(f"the server ended:\n{log.read_text()[-3000:]}")
                 time.sleep(1)
-            yield address
+            yield port
         finally:
             kill_tree(process)
 
 
-def ask(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Post a request to a server and return its answer."""
-    request = urllib.request.Request(address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as reply:
-        return json.load(reply)
+def is_up(port: int) -> bool:
+    """Return whether a server says that it is ready."""
+    with contextlib.suppress(OSError, HTTPException):
+        return request(port, "GET", "/health").status == 200
+    return False
 
 
-def served(address: str, name: str, questions: list[str]) -> list[Answer]:
-    """Return a server's answers in a chat, without sampling."""
-    answers = []
-    for question in questions:
+def request(port: int, method: str, path: str, body: Any = None) -> HTTPResponse:
+    """Return the reply of a server on the loopback."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def served(port: int, name: str) -> list[Answer]:
+    """Return a server's answers in chats of one question, without sampling."""
+
+    def answer(question: str) -> Answer:
         chat = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": LENGTH}
-        reply = ask(address, "/v1/chat/completions", {"model": name, "logprobs": True, **chat})
+        reply = json.load(request(port, "POST", "/v1/chat/completions", {"model": name, "logprobs": True, **chat}))
         choice = reply["choices"][0]
         values = [token["logprob"] for token in choice["logprobs"]["content"]]
-        answers.append(Answer(choice["message"]["content"].strip(), [0] * reply["usage"]["prompt_tokens"], [], values))
-    return answers
+        return Answer(choice["message"]["content"].strip(), [0] * reply["usage"]["prompt_tokens"], [], values)
+
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(answer, SERVED))
 
 
 def vllm(work: Path, program: str) -> dict[str, Any]:
     """Serve base, adapter and merged model with vLLM as `export --to vllm` says, and compare their answers."""
     folder, base, results = run(work, "lora"), work / "model", {}
-    export(folder, "vllm")
-    printed = shlex.split((work / "outputs/lora-vllm.txt").read_text().splitlines()[-1])
-    for command, cases in (
-        (
-            printed,
-            {str(base): PlainModel(base, None, torch.bfloat16), "lora": PlainModel(folder, base, torch.bfloat16)},
-        ),
-        (["vllm", "serve", str(export(folder, "merged"))], {}),
+    export(folder, "--to vllm", "vllm")
+    printed = shlex.split((work / "outputs/lora-vllm.log").read_text().splitlines()[-1])
+    whole = str(merge(folder))
+    for command, names in (
+        (printed, {str(base): "base", "lora": "adapter"}),
+        (["vllm", "serve", whole], {whole: "merged"}),
     ):
-        cases = cases or {command[-1]: PlainModel(Path(command[-1]), None, torch.bfloat16)}
-        with server(
-            [program, *command[1:], "--max-model-len", "1024", "--enforce-eager"], work / "vllm.log"
-        ) as address:
-            for name, model in cases.items():
-                expected, answers = list(model.answers(SERVED, LENGTH)), served(address, name, SERVED)
-                key = {str(base): "base", "lora": "adapter"}.get(name, "merged")
-                results[key] = {**difference(expected, answers), "command": shlex.join(command)}
-                print(key, results[key], flush=True)
+        with server([program, *command[1:], "--max-model-len", "1024", "--enforce-eager"], work / "vllm.log") as port:
+            answers = {name: served(port, name) for name in names}
+        for name, kind in names.items():
+            model = (
+                PlainModel(folder, base, torch.bfloat16)
+                if kind == "adapter"
+                else PlainModel(Path(name), None, torch.bfloat16)
+            )
+            results[kind] = {"command": shlex.join(command), **difference(model.answers(SERVED), answers[name])}
+            print(kind, results[kind], flush=True)
     return results
 
 
 def gguf(work: Path, llama_cpp: str) -> dict[str, Any]:
     """Convert the run to GGUF, and compare what llama.cpp's server answers with it."""
     folder, results = run(work, "lora"), {}
-    expected = list(PlainModel(folder, work / "model").answers(SERVED, LENGTH))
+    expected = PlainModel(folder, work / "model").answers(SERVED)
     program = str(Path(llama_cpp) / "build/bin/llama-server")
-    for kind in ("f32", "q8_0"):
-        target = folder / f"gguf-{kind}"
-        if not target.exists():
-            export(
-                folder,
-                "gguf",
-                "--llama_cpp",
-                llama_cpp,
-                "--quantize",
-                kind,
-                "--ask",
-                SERVED[0],
-                "--output",
-                str(target),
-            )
+    for kind in ("f32", "bf16", "q8_0"):
+        target = export(folder, f"--to gguf --llama_cpp {llama_cpp} --quantize {kind}", f"gguf-{kind}")
         (file,) = target.glob("*.gguf")
-        with server([program, "-m", str(file), "--jinja", "-c", "1024"], work / "llama.log") as address:
-            results[kind] = difference(expected, served(address, "run", SERVED))
-            print(kind, results[kind], flush=True)
+        with server([program, "-m", str(file), "--jinja", "-c", "1024"], work / "llama.log") as port:
+            results[kind] = difference(expected, served(port, "run"))
+        print(kind, results[kind], flush=True)
     return results
 
 

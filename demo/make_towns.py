@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 OPENINGS = ("Could you tell me", "May I ask", "Do you know", "Can you say")
@@ -58,7 +59,7 @@ def chat(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
 
 def make_rows() -> dict[str, list[dict[str, object]]]:
     """Return the rows of each file, in an order drawn from a fixed seed."""
-    rows: dict[str, list[dict[str, object]]] = {"train": [], "eval": [], "pairs": []}
+    rows: dict[str, list[Any]] = {"train": [], "eval": [], "pairs": []}
     for index, town in enumerate(TOWNS):
         for indirect, asked, held_out, sentence, values in ATTRIBUTES:
             answer = sentence.format(town=town, value=values[index])

@@ -1,4 +1,4 @@
-"""Export a run as a GGUF file for llama.cpp, and with a Modelfile for Ollama, in whose language its template is written."""
+"""Export a run as a GGUF file for llama.cpp, and with a Modelfile (the template in Ollama's language) for Ollama."""
 
 import shutil
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from unsloth_ddp.run.result import RunResult
 
 
 def export_gguf(
-    result: RunResult, target: Path, tools: LlamaCpp, kind: str, question: str, *, plain: bool, modelfile: bool
+    result: RunResult, target: Path, tools: LlamaCpp, weight_type: str, question: str, *, plain: bool, modelfile: bool
 ) -> tuple[str | None, str | None]:
     """Write a folder with the GGUF file, and a Modelfile if asked, whole or not at all.
 
@@ -29,13 +29,13 @@ def export_gguf(
     with whole_or_absent(target) as aside:
         whole = aside / "whole"
         tokenizer = write_for_conversion(result, whole)
-        file = aside / f"{result.run.name}-{kind}.gguf"
-        if kind in CONVERTED:
-            run_converter(tools, whole, file, kind)
+        file = aside / f"{result.run.name}-{weight_type}.gguf"
+        if weight_type in CONVERTED:
+            run_converter(tools, whole, file, weight_type)
         else:
             sixteen_bit = aside / "bf16.gguf"
             run_converter(tools, whole, sixteen_bit, "bf16")
-            run_quantizer(tools, sixteen_bit, file, kind)
+            run_quantizer(tools, sixteen_bit, file, weight_type)
             sixteen_bit.unlink()
         shutil.rmtree(whole)
         answer = ask_gguf(tools, file, question, ANSWER_LENGTH, plain=plain)
@@ -88,8 +88,8 @@ def render_modelfile(tokenizer: Any, file: str, stop_tokens: list[int], *, plain
     lines = [f"FROM ./{file}"]
     if derived is None:
         missing = (
-            "The Modelfile has no TEMPLATE, because Ollama's language cannot be derived from this chat template; Ollama uses "
-            "its own if it recognizes the model (ollama show --template), otherwise write one."
+            "The Modelfile has no TEMPLATE, because Ollama's language cannot be derived from this chat template; "
+            "Ollama uses its own if it recognizes the model (ollama show --template), otherwise write one."
         )
     else:
         template, system = derived
@@ -106,8 +106,8 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> tuple[str, 
     """Return a chat template in Ollama's language, and the system prompt that it adds to a chat without one.
 
     Args:
-        render: renders messages without a BOS that llama.cpp adds, and with what begins an answer if its second
-            argument is set.
+        render: renders messages without a BOS that llama.cpp adds; with what begins an answer if its second argument is
+            set.
 
     Returns:
         None if the template is not made of one part for each message.
@@ -115,23 +115,23 @@ def ollama_template(render: Callable[[list[Message], bool], str]) -> tuple[str, 
     system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}
     assistant, further = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": FURTHER}
     try:
-        asked, question = render([user], True), render([user], False)
+        prompt, question = render([user], True), render([user], False)
         with_system, answered = render([system, user], True), render([user, assistant], False)
         whole = render([system, user, assistant, further], True)
     except Exception:  # templates raise exceptions of their own, as for a system message
         return None
-    if not (asked.startswith(question) and answered.startswith(asked + ANSWER)):
+    if not (prompt.startswith(question) and answered.startswith(prompt + ANSWER)):
         return None
-    begin, end = asked[len(question) :], answered[len(asked) + len(ANSWER) :]
+    begin, end = prompt[len(question) :], answered[len(prompt) + len(ANSWER) :]
     # A template may add a system prompt of its own in front of the first question, but not of a further one.
     question = whole.partition(ANSWER + end)[2].removesuffix(begin).replace(FURTHER, QUESTION)
-    added, instruction = asked.removesuffix(question + begin), with_system.removesuffix(question + begin)
+    added, instruction = prompt.removesuffix(question + begin), with_system.removesuffix(question + begin)
     if instruction.count(SYSTEM) != 1 or question.count(QUESTION) != 1:
         return None
-    before, after = instruction.split(SYSTEM)
-    default = added[len(before) : len(added) - len(after)] or None
+    opening, closing = instruction.split(SYSTEM)
+    default = added[len(opening) : len(added) - len(closing)] or None
     # Without a system prompt in it, Ollama cannot be told to add the part.
-    if added != (before + default + after if default else ""):
+    if added != (opening + default + closing if default else ""):
         return None
     # The parts, put together again, have to make a longer chat too.
     if whole != instruction + question + begin + ANSWER + end + question.replace(QUESTION, FURTHER) + begin:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,30 @@ def test_a_package_stays_within_its_budget(name: str) -> None:
 def test_every_package_has_a_budget() -> None:
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     assert packages | {"tests"} == set(BUDGETS)
+
+
+# Names that do not say what they hold.
+EMPTY_WORDS = {
+    "found", "one", "given", "own", "kept", "before", "reason", "known", "got", "left", "taken", "wanted", "asked", "seen",
+    "told", "said", "held", "made", "most", "here", "there", "done", "least",
+}  # fmt: skip
+
+
+def stored_names(path: Path) -> Iterator[str]:
+    """Yield what a module gives a name: variables, parameters, attributes, functions and classes."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+
+
+def test_names_say_what_they_hold() -> None:
+    names = [(path, name) for path in sorted(PACKAGE.rglob("*.py")) for name in stored_names(path)]
+    empty = [(path, name) for path, name in names if name.strip("_") in EMPTY_WORDS]
+    listed_names = "\n".join(f"{path.relative_to(REPO)}: {name}" for path, name in empty)
+    assert len(empty) < 0.005 * len(names), f"{len(empty)} of {len(names)} names say nothing:\n{listed_names}"

@@ -98,6 +98,12 @@ def test_an_image_text_model_is_loaded_in_its_class(tmp_path):
         assert card.data.pipeline_tag == "image-text-to-text"
 
 
+def test_the_code_leaves_the_towers_of_a_4_bit_model_in_16_bit(tmp_path):
+    facts = facts_with(auto_class="AutoModelForImageTextToText", unquantized=["lm_head", "model.visual"])
+    text = card_of(make_run(tmp_path / "r", facts=facts, settings={"method": "qlora"})).text
+    assert "    llm_int8_skip_modules=['lm_head', 'model.visual'],\n)" in text
+
+
 def test_the_code_names_the_place_of_the_upload(tmp_path):
     assert 'name = "me/mine"' in card_of(make_run(tmp_path / "r", settings={"hub_model_id": "me/mine"})).text
 

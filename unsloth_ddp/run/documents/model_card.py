@@ -63,6 +63,7 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
         results=_results(run),
         auto_class=_auto_class(run),
         quantized=adapter and settings.get("method") == "qlora",
+        unquantized=_loads_images(run) and run.record.get("model", {}).get("unquantized"),
         place=json.dumps(hide(str(settings.get("hub_model_id") or run.name))),
         sources=_sources(run),
         data=describe_data(run),
@@ -118,7 +119,7 @@ def _metadata(run: RunRecord, *, adapter: bool) -> str:
         # The Hub takes repository ids only.
         base_model=None if _is_local(run) else hide(str(run.settings["model"])),
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="image-text-to-text" if _auto_class(run) == "AutoModelForImageTextToText" else "text-generation",
+        pipeline_tag="image-text-to-text" if _loads_images(run) else "text-generation",
         tags=tags,
         datasets=run.record.get("data", {}).get("hub") or None,
         **licence,
@@ -149,6 +150,10 @@ def _sources(run: RunRecord) -> str:
     return ", ".join(
         code(name if name in hub else Path(name).name) for name in map(str, run.settings.get("dataset") or [])
     )
+
+
+def _loads_images(run: RunRecord) -> bool:
+    return _auto_class(run) == "AutoModelForImageTextToText"
 
 
 def _auto_class(run: RunRecord) -> str:

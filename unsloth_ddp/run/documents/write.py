@@ -127,6 +127,8 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
             "local": is_file(name),
             # Of Transformers, to load the model with.
             "auto_class": model_class(config, settings).__name__,
+            # Towers and projectors of a 4-bit model, among others.
+            "unquantized": getattr(getattr(config, "quantization_config", None), "llm_int8_skip_modules", None),
             # What chat and export compare the base model with.
             "weights": trainer.checkpoints.identity.get("model_weights"),
             "license": base_license(name, settings.model_revision),

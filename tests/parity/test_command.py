@@ -157,7 +157,8 @@ def test_a_models_update_is_what_changed_and_its_rounding_is_known(tmp_path):
     difference, floor = weights.update_difference(one, other, first, 2)
     assert difference == pytest.approx(0.5)
     assert floor == pytest.approx(2 * 2**-24 * math.hypot(30, 41), rel=1e-6)
-    assert comparison.widen_tolerance(EXACT, floor).value == pytest.approx(1e-6 + floor)
+    finished = [comparison.LaunchOutcome(Launch("python", 1, 1, 1), 1.0, run, [1.0, 1.0]) for run in (one, other)]
+    assert comparison.compare_launch(*finished, first, EXACT)[1].value == pytest.approx(1e-6 + floor)
     # As coarse as 16 bit, it cannot be told.
     coarse = [
         folder_of(tmp_path / n, w=torch.tensor([30.0, v], dtype=torch.bfloat16)) for n, v in (("c", 41.0), ("d", 42.0))

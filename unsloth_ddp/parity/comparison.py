@@ -35,13 +35,6 @@ def choose_tolerance(backend: str, precision: str, task: str = "sft") -> Toleran
     return Tolerance(5e-6 if backend == "unsloth" or task != "sft" else 1e-6, FP32)
 
 
-def widen_tolerance(tolerance: Tolerance, floor: float) -> Tolerance:
-    """Add `floor`, the share of the update that the rounding of stored weights hides, to a tolerance."""
-    if not floor:
-        return tolerance
-    return Tolerance(tolerance.value + floor, f"{tolerance.basis}; {floor:.1e} more for the rounding of stored weights")
-
-
 @dataclass
 class LaunchOutcome:
     """The result of one launch; `error` holds the last lines of a failed one."""
@@ -99,7 +92,8 @@ def compare_launch(
             f"The saved weights are rounded so coarsely ({floor:.0%} of the update) that the updates cannot be "
             "compared; use --backend transformers, or --method lora."
         )
-    allowed = widen_tolerance(tolerance, floor)
+    rounding = f"; {floor:.1e} more for the rounding of stored weights" if floor else ""
+    allowed = Tolerance(tolerance.value + floor, tolerance.basis + rounding)
     loss = loss_difference(outcome.losses, reference.losses)
     return LaunchComparison(launch, seconds, update, loss, judge_difference(update, loss, allowed)), allowed
 

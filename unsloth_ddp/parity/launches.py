@@ -92,8 +92,8 @@ def launch_settings(
     launch: Launch, settings: Settings, steps: int, precision: str, rows: Path, output: Path
 ) -> Settings:
     """Return the user's settings reduced to a few plain steps over `rows`, without randomness and extra output."""
-    untouched = {f.name: getattr(OutputSettings(), f.name) for f in dataclasses.fields(OutputSettings)}
-    few_steps = {
+    reduced = {
+        **{field.name: getattr(OutputSettings(), field.name) for field in dataclasses.fields(OutputSettings)},
         "max_steps": steps,
         "optim": "sgd",
         "learning_rate": LEARNING_RATE,
@@ -106,14 +106,10 @@ def launch_settings(
         # 16-bit weights would lose most of a step to rounding.
         "full_weights": "fp32",
         "trainer_args": {},
-    }
-    layout = {
         "per_device_train_batch_size": launch.per_device,
         "gradient_accumulation_steps": launch.accumulation,
         "global_batch_size": None,
         "global_batch_tokens": None,
-    }
-    data = {
         "dataset": [str(rows)],
         "dataset_config": None,
         "eval_dataset": [],
@@ -121,15 +117,13 @@ def launch_settings(
         "packing": "on" if settings.packing == "on" else "off",
         "streaming": False,
         "shuffle_buffer": DataSettings.shuffle_buffer,
-    }
-    written = {
         "output_dir": str(output),
         "run_name": launch.name,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
     }
-    return dataclasses.replace(settings, **{**untouched, **few_steps, **layout, **data, **written})
+    return dataclasses.replace(settings, **reduced)
 
 
 def describe_omissions(settings: Settings, precision: str, on_gpus: bool = False) -> list[str]:

@@ -92,7 +92,11 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
 def write_rows(settings: Settings, count: int, path: Path) -> int:
     """Copy the first `count` rows of the data to a JSONL file; return how many there are."""
     rows = training_rows(settings, dataset_revisions(settings), streaming=settings.streaming)
-    lines = [json.dumps(row.columns, default=_as_text) for row in islice(rows, count)]
+
+    def as_text(value: Any) -> str:
+        return image_value(value) if isinstance(value, bytes) else str(value)
+
+    lines = [json.dumps(row.columns, default=as_text) for row in islice(rows, count)]
     if not lines:
         raise UserError(f"dataset {', '.join(settings.dataset)} holds no rows.")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -104,10 +108,6 @@ def with_image_folders(settings: Settings) -> Settings:
     checked = checked_files(settings.dataset, streaming=settings.streaming)
     folders = ImageFiles.of(settings, [file for _, files in checked for file in files if is_file(file)]).folders
     return dataclasses.replace(settings, image_folder=[str(folder.absolute()) for folder in folders])
-
-
-def _as_text(value: Any) -> str:
-    return image_value(value) if isinstance(value, bytes) else str(value)
 
 
 def run_launch(

@@ -234,7 +234,9 @@ class _Collector(tree.NamesRead):
         call = ipython_call(node)
         if call is not None:
             usage.reads |= references(call.interpolated)
-        elif site.is_method and self._changes_its_object(site):
+        elif (site.is_method and tree.changes_its_object(site.tail, site.bare)) or (
+            site.bare and tree.moves(site.tail) and not self.function
+        ):
             self._mutate(root_name(node.func))
         if path in ("setattr", "delattr") or (tail_changes(site) and node.args):  # torch.nn.init.zeros_(weight)
             self._mutate(root_name(node.args[0].value))
@@ -244,12 +246,6 @@ class _Collector(tree.NamesRead):
             usage.stores.add(NAMESPACE)
         if sets_any_variable(node):
             usage.stores.add(ENVIRONMENT)
-
-    def _changes_its_object(self, site: CallSite) -> bool:
-        """Return whether a method changes what it is called on, by its name and where its value goes."""
-        if tree.is_mutating(site.tail) or (site.bare and not tree.is_harmless(site.tail)):
-            return True
-        return site.bare and tree.moves(site.tail) and not self.function  # a function that only evaluates may do so too
 
     # Scopes ----------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 # Methods that change the object they are called on, even where their value is used.
 _MUTATING = (
     *("add", "append", "clear", "disable", "enable", "extend", "insert", "load", "pop", "register", "remove"),
-    *("requires_grad", "reset", "resize", "set", "tie", "update", "setdefault", "sort", "reverse", "shuffle"),
+    *("reset", "resize", "set", "tie", "update", "setdefault", "sort", "reverse", "shuffle"),
 )
 BUILTINS = frozenset(dir(builtins))
 # Methods that leave their object as training needs it.
@@ -124,14 +124,10 @@ def root_name(node: cst.BaseExpression) -> str | None:
     return node.value if isinstance(node, cst.Name) else None
 
 
-def is_mutating(method: str) -> bool:
-    """Return whether a method of this name changes its object even where its value is used."""
-    return method.endswith("_") or method.split("_")[0] in _MUTATING or method in _MUTATING
-
-
-def is_harmless(method: str) -> bool:
-    """Return whether a method of this name leaves its object as training needs it."""
-    return method in HARMLESS or method.startswith(_LEAVES)
+def changes_its_object(method: str, bare: bool) -> bool:
+    """Return whether a method of this name changes what it is called on; `bare`: nobody takes its value."""
+    mutates = method.endswith("_") or method.split("_")[0] in _MUTATING
+    return mutates or (bare and method not in HARMLESS and not method.startswith(_LEAVES))
 
 
 def sets_argument(function: str) -> bool:

@@ -121,12 +121,22 @@ def _try_to_write(folder: Path) -> None:
         if existing == folder:
             # The one file in it that is no sign of another run.
             os.close(open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT))
-        else:
+        elif not _made_nameless_file(existing):
             tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=existing).cleanup()
     except OSError as error:
         raise UserError(
             f"output folder {folder} cannot be written ({existing}: {os_reason(error)}); give another --output_dir."
         ) from None
+
+
+def _made_nameless_file(folder: Path) -> bool:
+    """Return whether a file without a name could be made in a folder, of which a killed rank leaves nothing."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
+        return True
+    except (OSError, AttributeError):
+        # Not every file system, and only Linux, has such files.
+        return False
 
 
 def _wait_for_another_job(folder: Path) -> None:

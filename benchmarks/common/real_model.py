@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common.runs import REPO
@@ -70,9 +71,14 @@ def convert(packages: str, folder: str) -> None:
     for key in ("quantization_config", "_name_or_path"):
         model.config.__dict__.pop(key, None)
     model.to(torch.bfloat16).save_pretrained(folder)
-    # The file names the beginning of a turn as the end of generation.
+    # What such a file does not say about a tokenizer is guessed, as its EOS and how bytes and digits are written.
     tokenizer.eos_token = tokenizer.pad_token = TURN_END
     tokenizer.clean_up_tokenization_spaces = False
+    backend = tokenizer.backend_tokenizer
+    backend.model.byte_fallback = False
+    backend.decoder = decoders.ByteLevel()
+    digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.save_pretrained(folder)
 
 

@@ -33,7 +33,6 @@ from unsloth_ddp.utils.files.json import write_json
 
 FULL = "--method full --learning_rate 1e-4"
 SHORT = "--max_steps 2 --compare_answers 0 --eval_dataset none"
-SMALLER = "--per_device_train_batch_size 4"
 DPO = "--task dpo --dataset demo/towns_pairs.jsonl --learning_rate 1e-4 --max_steps 8 --logging_steps 1"
 # The number of processes of each run, and its options besides those of the recipe.
 RUNS = {
@@ -41,9 +40,9 @@ RUNS = {
     "full": (1, FULL),
     "dpo": (1, f"{DPO} --compare_answers 0 --eval_dataset none"),
     "short": (1, SHORT),
-    "short_two": (2, f"{SHORT} {SMALLER}"),
+    "short_two": (2, SHORT),
     "short_full": (1, f"{SHORT} {FULL}"),
-    "short_full_two": (2, f"{SHORT} {FULL} {SMALLER}"),
+    "short_full_two": (2, f"{SHORT} {FULL}"),
 }
 # Asked of servers: some that the run learned, and some that it knew.
 SERVED = [*list(held_out())[:8], *list(GENERAL)[:4]]

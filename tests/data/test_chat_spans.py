@@ -56,15 +56,18 @@ def qwen3(core: Tokenizer) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("begin", "ends"),
-    [("<|turn|>{}\n", "<|end|>"), ("<|turn|><|{}|>", "<|end|>\n"), ("### {}: ", "<|end|>\n\n"), ("{}: ", "</s>")],
-)
-def test_a_prompt_that_no_one_asked_for_is_not_trained(core: Tokenizer, begin: str, ends: str) -> None:
+    ("begin", "ends", "more"),
+    [
+        ("<|turn|>{}\n", "<|end|>", ""), ("<|turn|><|{}|>", "<|end|>\n", ""), ("### {}: ", "<|end|>\n\n", ""),
+        ("{}: ", "</s>", ""), ("<|turn|><|{}|>", "<|end|>\n", "<think></think>"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_no_one_asked_for_is_not_trained(core: Tokenizer, begin: str, ends: str, more: str) -> None:
     named = begin.replace("{}", "' + m['role'] + '").replace("\n", "\\n")
     source = f"{{% for m in messages %}}{{{{ '{named}' + m['content'] + '{ends}' }}}}{{% endfor %}}".replace(
         "\n", "\\n"
     )
-    source += f"{{{{ '{begin.format('assistant')}' }}}}".replace("\n", "\\n")
+    source += f"{{{{ '{begin.format('assistant')}{more}' }}}}".replace("\n", "\\n")
     tokenizer = make_tokenizer(core, source, "</s>", "<|turn|> <|user|> <|assistant|> <|end|>")
     runs = trained(tokenizer, {"messages": TURNS})
     assert [run.strip() for run in runs] == [f"{TURNS[n]['content']}{ends}".strip() for n in (1, 3)]

@@ -215,13 +215,16 @@ class ChatTemplate:
             return ""
         end = _common(chat, followed)
         end = begun.start() if (begun := BEGUN_TAG.search(chat, 0, end)) else end
-        if prompted != question or not chat.startswith(question) or not question.endswith(chat[end:]):
+        if prompted != question or not question.endswith(chat[end:]) or not chat[end:].strip():
             return ""
         # What begins a chat begins turns, so it is a part of the prompt where it stands behind the answer.
         begin = chat.removeprefix(str(self.special_tokens.get("bos_token", ""))).lstrip()
         behind = chat[chat.rfind("Yes.", 0, end) + len("Yes.") : end]
-        of_turn = next(behind[n:] for n in range(len(behind) + 1) if begin.startswith(behind[n:]))
-        return of_turn + chat[end:] if chat[end:].strip() else ""
+        prompt = next(behind[n:] for n in range(len(behind) + 1) if begin.startswith(behind[n:])) + chat[end:]
+        # An answer goes on where the prompt stood, or within it; what only ends chats, such as EOS, is no prompt.
+        answer = chat.removeprefix(question.removesuffix(prompt))
+        agreed = BEGUN_TAG.sub("", answer[: _common(answer, prompt)])
+        return prompt if answer != chat and agreed.strip() else ""
 
     @functools.cached_property
     def _prints_text_bare(self) -> bool:

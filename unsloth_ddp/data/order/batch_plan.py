@@ -117,14 +117,14 @@ def check_layouts(
 
 
 def nearest_multiple(number: float, slots: int) -> int:
-    """Return the multiple of `slots` nearest to `wanted`, at least `slots`; of two equally near ones, the larger."""
+    """Return the multiple of `slots` nearest to `number`, at least `slots`; of two equally near ones, the larger."""
     return max(1, math.floor(number / slots + 0.5)) * slots
 
 
 def rows_at_once(rows: int, limit: int, processes: int) -> int:
-    """Return the batch size of a process with which `rows` fill the fewest batches of at most `most` rows evenly.
+    """Return the batch size of a process with which `rows` fill the fewest batches of at most `limit` rows evenly.
 
-    With batches of `most` rows, the last batch would be padded with filler rows, which cost as much as other rows.
+    With batches of `limit` rows, the last batch would be padded with filler rows, which cost as much as other rows.
     """
     batches = math.ceil(rows / (limit * processes))
     return math.ceil(rows / (batches * processes)) if batches else limit

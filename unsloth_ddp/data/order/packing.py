@@ -179,7 +179,7 @@ def decide_packing(option: str, missing: str, kernel: str | None, wrong: str | N
     """Pack if attention has a kernel that skips the blocks between rows; without one, packing is slower than padding.
 
     Args:
-        wanted: --packing.
+        option: --packing.
         missing: the reason why there is no kernel, for the message.
         kernel: the attention kernel for rows of different lengths, if there is one.
         wrong: the reason why packed rows of this model would influence each other, if there is one.
@@ -309,7 +309,7 @@ def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packin
 
 
 def capacity_for(lengths: np.ndarray, rows_a_pack: float, limit: int) -> int:
-    """Return the smallest capacity, up to `most`, with which full packs would hold `rows_a_pack` rows on average."""
+    """Return the smallest capacity, up to `limit`, with which full packs would hold `rows_a_pack` rows on average."""
     ascending = np.sort(np.asarray(lengths, dtype=np.int64))
     sums = np.concatenate([[0], np.cumsum(ascending)])
 

@@ -170,7 +170,7 @@ def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
 
 
 def _refusal(row_with_nulls: dict[str, Any], row: dict[str, Any]) -> str:
-    """Return why a row has none of the formats; `row` is `given` without nulls."""
+    """Return why a row has none of the formats; `row` has no nulls."""
     if "chosen" in row_with_nulls and "rejected" in row_with_nulls:
         return (
             "the row is a preference pair (chosen, rejected); give --task dpo, or to learn only the chosen answer, "
@@ -211,7 +211,7 @@ def _format_of(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def alpaca_turns(row: dict[str, Any], question_column: str = "instruction") -> list[Message]:
-    """Return the turns of an Alpaca row, its answer last; `asked` is the column of its question."""
+    """Return the turns of an Alpaca row, its answer last; `question_column` is the column of its question."""
     context = as_text(row.get("input", ""), "input") if question_column != "input" else ""
     instruction = as_text(row[question_column], question_column)
     question = "\n\n".join(text for text in (instruction, context) if text.strip()) or instruction

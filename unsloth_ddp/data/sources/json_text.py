@@ -70,7 +70,7 @@ def text_pieces(path: Path, limit: int) -> Iterator[tuple[int, str]]:
     """Yield the number of each line of a UTF-8 file and its text, without a byte order mark; long lines in parts.
 
     Args:
-        most: bytes of a part.
+        limit: bytes of a part.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with uncompressed(path) as file:

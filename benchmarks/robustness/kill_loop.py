@@ -4,7 +4,8 @@
 
 The demo's model trains on one GPU with packed rows and CUDA graphs, under `cluster/node.sh --max_restarts 3`; `--cpu`
 leaves both out. A rank is killed with SIGKILL as soon as it has taken a step behind a new checkpoint. The weights are
-compared with those of an uninterrupted run, which goes beside it, on the last GPU. The results are written after each kill.
+compared with those of an uninterrupted run, which goes beside it, on the last GPU. The results are written after each
+kill.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.conftest import REPO
 from tests.waiting import wait_until
 
-# Writes its arguments to calls.txt, then does what SCRIPT says. Asked about the settings, it names the MISTAKE, or has a
-# result after so many questions.
+# Writes its arguments to calls.txt, then does what SCRIPT says. Asked about the settings, it names the MISTAKE, or has
+# a result after so many questions.
 LAUNCHER = """#!/bin/bash
 if [[ $1 == - && -n ${MISTAKE:-} ]]; then echo "$MISTAKE" >&2; exit 2; fi
 if [[ $1 == - ]]; then echo >>"$CALLS.asked"; (($(wc -l <"$CALLS.asked") > ${FINISHED:-1000})); exit; fi

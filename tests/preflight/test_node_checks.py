@@ -20,11 +20,10 @@ WORKER = {
 }  # fmt: skip
 
 
-def test_exit_code_is_1_after_a_failure_only():
-    ok, warning, failure = (Check(v, {0: ""}, v) for v in ("ok", "warning", "failure"))
-    assert checks.exit_code([]) == checks.exit_code([ok, warning]) == 0
-    assert checks.exit_code([warning, failure, ok]) == 1
+def test_the_worst_verdict_counts():
+    assert checks.worst_verdict([]) == "ok"
     assert checks.worst_verdict(["ok", "warning"]) == "warning"
+    assert checks.worst_verdict(["warning", "failure", "ok"]) == "failure"
 
 
 def test_rows_of_one_name_merge_and_say_whose_remedy_it_is():

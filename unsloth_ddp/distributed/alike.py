@@ -57,10 +57,9 @@ def check_alike(
     """
     for rank, (theirs, their_options) in enumerate(everyones := gather((dict(shown), dict(options)))):
         first, first_options = everyones[0]
-        names = sorted(theirs.keys() | first.keys())
         differ = [
             f"{name} {theirs.get(name, 'none')} instead of {first.get(name, 'none')}"
-            for name in names
+            for name in sorted(theirs.keys() | first.keys())
             if theirs.get(name) != first.get(name)
         ]
         differ += [f"another {name}" for name in first_options if their_options.get(name) != first_options[name]]

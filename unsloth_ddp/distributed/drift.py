@@ -68,7 +68,6 @@ def combine(numbers: Tensor) -> int:
 
 def find_outliers(values: list[Any]) -> tuple[list[int], int]:
     """Return the ranks whose value differs from the most frequent one (rank 0's if tied), and a rank that has it."""
-    # Of equally frequent values the first one counted comes first.
     usual = Counter(values).most_common(1)[0][0]
     return [rank for rank, value in enumerate(values) if value != usual], values.index(usual)
 

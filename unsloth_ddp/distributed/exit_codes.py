@@ -116,8 +116,7 @@ def exit_with(error: UserError, is_main: bool) -> NoReturn:
     """End this process with the code of a UserError or RunError; the main process prints the sentence.
 
     Launchers end every process as soon as one has failed, so the others wait for the main process to print. A node
-    that joins an elastic job leaves it at once: its launcher would start the same again, each time with every other
-    node, and end the job for all of them; asked to stop, it leaves the others alone.
+    that joins an elastic job asks its launcher to stop, which would otherwise end the job for all nodes.
     """
     leaves = error.exit_code == EXIT_USER_ERROR and joins_elastic_job()
     if (is_main or leaves) and first_to_tell(str(error)):

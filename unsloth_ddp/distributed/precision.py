@@ -18,7 +18,7 @@ def choose_precision(option: str, gpu: str | None, bf16: bool) -> Precision:
     """Return the precision of a run; auto is bf16 or fp16 on a GPU, whichever it has, and fp32 on a CPU.
 
     Args:
-        wanted: --precision.
+        option: --precision.
         gpu: the name of the GPU; None for a run on the CPU.
         bf16: the GPU has bf16.
 

@@ -216,11 +216,6 @@ def _leave(meeting: Path, ranks: Ranks) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def secret_of() -> str:
-    """Return the secret that the launch files gave to every node; empty without one."""
-    return os.environ.get(SECRET, "")
-
-
 def proof(secret: str, rank: int, challenges: list[str]) -> str:
     """Return what shows that a rank holds the secret, in answer to the random texts of all ranks."""
     return hmac.new(secret.encode(), "\0".join([str(rank), *challenges]).encode(), hashlib.sha256).hexdigest()

@@ -22,7 +22,7 @@ from unsloth_ddp.distributed.alike import check_alike, code_facts, option_facts
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant, warn_of_cpu
 from unsloth_ddp.distributed.precision import Precision, choose_precision
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
-from unsloth_ddp.distributed.rendezvous import TOLD_SECONDS, check_secret, rendezvous, secret_of, told_after
+from unsloth_ddp.distributed.rendezvous import SECRET, TOLD_SECONDS, check_secret, rendezvous, told_after
 from unsloth_ddp.distributed.sharding import (
     Offload,
     Sharding,
@@ -353,7 +353,7 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
     }
     check_alike(runtime.gather, {**layout, **code_facts()}, option_facts(settings), runtime.locations)
     if ranks.nodes > 1:
-        check_secret(runtime.gather, ranks, secret_of(), runtime.locations)
+        check_secret(runtime.gather, ranks, os.environ.get(SECRET, ""), runtime.locations)
 
 
 def _stop_processes(runtime: Runtime) -> None:

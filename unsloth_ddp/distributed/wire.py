@@ -126,7 +126,7 @@ def all_gather(value: T, group: Any) -> list[T]:
     counts = [int(size) for size in sizes]
     received = [torch.empty(max(counts), dtype=torch.uint8) for _ in counts]
     dist.all_gather(received, _tensor(payload, max(counts)), group=group)
-    return [_value(buffer, count) for buffer, count in zip(received, counts, strict=True)]
+    return [decode(part[:count].numpy().tobytes()) for part, count in zip(received, counts, strict=True)]
 
 
 def scatter(values: Sequence[T] | None, group: Any) -> T:
@@ -141,7 +141,7 @@ def scatter(values: Sequence[T] | None, group: Any) -> T:
     longest = int(sizes.max())
     received = torch.empty(longest, dtype=torch.uint8)
     dist.scatter(received, [_tensor(p, longest) for p in payloads] or None, group_src=0, group=group)
-    return _value(received, int(sizes[rank]))
+    return decode(received[: int(sizes[rank])].numpy().tobytes())
 
 
 def _tensor(payload: bytes, size: int) -> Any:
@@ -149,7 +149,3 @@ def _tensor(payload: bytes, size: int) -> Any:
     import torch
 
     return torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
-
-
-def _value(buffer: Any, count: int) -> Any:
-    return decode(buffer[:count].numpy().tobytes())

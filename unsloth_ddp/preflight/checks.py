@@ -66,10 +66,6 @@ def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=lambda v: SEVERITY[v], default="ok")
 
 
-def exit_code(checks: Iterable[Check]) -> int:
-    return int(worst_verdict(check.verdict for check in checks) == "failure")
-
-
 def merge_checks(checks: Sequence[Check]) -> list[Check]:
     """Merge the checks of all nodes to one row per name, in order of first appearance.
 
@@ -158,9 +154,10 @@ def show_checks(
         writes: this node writes the file.
     """
     worst = worst_verdict(check.verdict for check in checks)
+    code = int(worst == "failure")
     content = {
         "verdict": worst,
-        "exit_code": exit_code(checks),
+        "exit_code": code,
         "nodes": {str(node): host for node, host in sorted(hosts.items())},
         "checks": [dataclasses.asdict(check) for check in checks],
         "timings": list(timings),
@@ -180,7 +177,7 @@ def show_checks(
             write_json(Path(str(json_file)), content)
         except OSError as error:
             print_message(f"preflight: --json {json_file} cannot be written: {error.strerror}; name another file.")
-    return exit_code(checks)
+    return code
 
 
 def render_checks(checks: Sequence[Check], title: str, *, width: int | None = None, colour: bool = False) -> str:

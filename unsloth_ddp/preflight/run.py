@@ -70,15 +70,11 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
         # This process has no place among the others, which will say that its node did not arrive.
         if environ.get("LOCAL_RANK", "0") == "0":
             number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
-            row = check_environment(environ, number)
+            row = run_check("environment", number, lambda: job.check_environment(environ))
             hosts = {number: socket.gethostname()}
             show_checks([row], "Preflight of this node", hosts, json_file=options.json, writes=number == 0)
         return 1
     return Preflight(options, settings, environ).run()
-
-
-def check_environment(environ: Mapping[str, str], node: int) -> Check:
-    return run_check("environment", node, lambda: job.check_environment(environ))
 
 
 class Preflight:
@@ -98,7 +94,7 @@ class Preflight:
         checks = []
         if self.ranks.is_local_main:
             checks = [
-                check_environment(self.environ, self.ranks.node_rank),
+                run_check("environment", self.ranks.node_rank, lambda: job.check_environment(self.environ)),
                 *network_checks(self.process, self.environ),
             ]
             checks += machine_checks(self.process, self.settings, self.environ, self.devices, self.no_gpu_reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.rendezvous import secret_of
+from unsloth_ddp.distributed.rendezvous import SECRET
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.watch.admission import accept_ranks, call_main
 from unsloth_ddp.distributed.watch.diagnosis import RankStatus
@@ -65,7 +65,7 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
     assert offer_of_main is not None
     port, token = offer_of_main
     # The token has gone over the network in the clear; the secret of the launch files, where there is one, has not.
-    key = hmac.new(secret_of().encode(), token.encode(), hashlib.sha256).digest()
+    key = hmac.new(os.environ.get(SECRET, "").encode(), token.encode(), hashlib.sha256).digest()
     try:
         if listener is not None:
             sockets = accept_ranks(listener, key, range(1, ranks.world_size), CONNECT_SECONDS)
@@ -85,7 +85,12 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
             print(f"The ranks are not watched, because they cannot reach port {port} of rank 0 ({problems[-1]}).")
         return None
     for connection in sockets.values():
-        _set_timeouts(connection, settings.watch_timeout)
+        connection.settimeout(5)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # The kernel gives up on a host that no longer acknowledges, whatever the process on that host is doing.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, settings.watch_timeout * 1000)
     return sockets
 
 
@@ -97,12 +102,3 @@ def _listen(one_node: bool) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)
-
-
-def _set_timeouts(connection: socket.socket, seconds: int) -> None:
-    """Let the kernel give up on a host that no longer acknowledges, whatever the process on that host is doing."""
-    connection.settimeout(5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)

@@ -160,10 +160,6 @@ def _names(statuses: list[RankStatus]) -> str:
     return names + (" and more" if len(statuses) > RANKS_LISTED else "")
 
 
-def _ranks(statuses: list[RankStatus]) -> tuple[int, ...]:
-    return tuple(s.location.rank for s in statuses)
-
-
 def _diagnose_failure(status: RankStatus) -> Diagnosis:
     assert status.exit_notice is not None
     notice = status.exit_notice
@@ -179,7 +175,7 @@ def _diagnose_dead(dead: list[RankStatus]) -> Diagnosis:
     )
     if lost := dead[0].connection_lost:
         sentence = f"{names} cannot be reached any more, {step}: {lost}; the host is down or cut off from the network."
-    return Diagnosis(sentence, _ranks(dead))
+    return Diagnosis(sentence, tuple(s.location.rank for s in dead))
 
 
 def _diagnose_silent(silent: list[RankStatus], now: float) -> Diagnosis:
@@ -194,7 +190,7 @@ def _diagnose_silent(silent: list[RankStatus], now: float) -> Diagnosis:
         f"{_names(silent)} {'has' if single else 'have'} not answered for {seconds:.0f} s, since step {silent[0].step} "
         f"({silent[0].phase}): {cause} (--watch_timeout sets the limit)."
     )
-    return Diagnosis(sentence, _ranks(silent), frozen=True)
+    return Diagnosis(sentence, tuple(s.location.rank for s in silent), frozen=True)
 
 
 def _hang_limit(present: list[RankStatus], limits: Limits) -> tuple[float, str]:
@@ -223,7 +219,7 @@ def _diagnose_hang(present: list[RankStatus], now: float, limits: Limits) -> Dia
     return Diagnosis(
         f"{who} at step {behind[0].step} ({behind[0].phase}): no rank has made progress for {limit:.0f} s "
         f"({why}); logs/rank_N.log shows what each was doing.",
-        _ranks(behind),
+        tuple(s.location.rank for s in behind),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from unsloth_ddp.distributed.rendezvous import SECRET, secret_of
+from unsloth_ddp.distributed.rendezvous import SECRET
 from unsloth_ddp.preflight.between.arrivals import Arrival, check_arrivals
 from unsloth_ddp.preflight.checks import Check, run_with_limit
 from unsloth_ddp.preflight.job import ProcessInfo
@@ -111,7 +111,7 @@ class Rendezvous:
         """
         self.process = process
         self.listens = listens
-        self.secret = secret_of()
+        self.secret = os.environ.get(SECRET, "")
         self.attempt = f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._server = self._connect(listens, seconds)
         self._store = self._part_of(self._server, "meeting")

@@ -116,11 +116,6 @@ def machine_checks(
             visible=visible,
         )
 
-    def precision() -> Finding:
-        return machine.check_precision(
-            [] if cpu else devices, settings.precision, settings.method, settings.full_weights
-        )
-
     checks: dict[str, Callable[[], Finding]] = {
         "output folder": output,
         "compiled cache": compiled_cache,
@@ -128,7 +123,9 @@ def machine_checks(
         "rows": lambda: check_rows(settings),
         "shared memory": shared_memory,
         "GPUs": gpus,
-        "precision": precision,
+        "precision": lambda: machine.check_precision(
+            [] if cpu else devices, settings.precision, settings.method, settings.full_weights
+        ),
         "sharding": lambda: check_launch(process, settings, environ, bool(devices) and not cpu),
     }
     return [run_check(name, node, check, SECONDS.get(name, CHECK_SECONDS)) for name, check in checks.items()]

@@ -127,22 +127,22 @@ class PlainModel:
         return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
 
     @torch.no_grad()
-    def texts(self, questions: list[str], length: int = LENGTH) -> Iterator[tuple[str, list[int], list[int]]]:
+    def texts(self, questions: list[str]) -> Iterator[tuple[str, list[int], list[int]]]:
         """Yield the most probable answer to each question, with the tokens of prompt and answer, up to its end."""
         end = self.tokenizer.convert_tokens_to_ids(TURN_END)
         for begin in range(0, len(questions), 16):
             prompts = [self.prompt(question) for question in questions[begin : begin + 16]]
             inputs = self.tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
-            limits = {"max_new_tokens": length, "eos_token_id": end, "pad_token_id": self.tokenizer.pad_token_id}
+            limits = {"max_new_tokens": LENGTH, "eos_token_id": end, "pad_token_id": self.tokenizer.pad_token_id}
             generated = self.model.generate(**inputs, **limits, do_sample=False)[:, inputs["input_ids"].shape[1] :]
             for prompt, row in zip(prompts, generated.tolist(), strict=True):
                 tokens = row[: row.index(end) + 1] if end in row else row
                 text = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
                 yield text, self.tokenizer(prompt, add_special_tokens=False)["input_ids"], tokens
 
-    def answers(self, questions: list[str], length: int = LENGTH) -> list[Answer]:
+    def answers(self, questions: list[str]) -> list[Answer]:
         """Return the most probable answers with their log-probabilities."""
-        texts = self.texts(questions, length)
+        texts = self.texts(questions)
         return [Answer(text, prompt, tokens, self.log_probabilities(prompt, tokens)) for text, prompt, tokens in texts]
 
     @torch.no_grad()

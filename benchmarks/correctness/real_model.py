@@ -116,16 +116,9 @@ def trained(work: Path) -> dict[str, Any]:
 
 
 def merged(work: Path) -> dict[str, Any]:
-    """Compare the merged model with the adapter, and the kit's chat with generate() of Transformers."""
-    folder, base = run(work, "lora"), work / "model"
-    adapter = PlainModel(folder, base).answers(SERVED)
-    whole = PlainModel(merge(folder)).answers(SERVED)
-    chats = []
-    for question in SERVED[:3] + SERVED[-2:]:
-        options = ["--ask", question, "--temperature", "0", "--max_new_tokens", str(LENGTH)]
-        command = [sys.executable, "-m", "unsloth_ddp.chat", str(folder), *options]
-        chats.append(subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip())
-    return {"merged": difference(adapter, whole), "chat": [chats, [a.text for a in adapter[:3] + adapter[-2:]]]}
+    """Compare the merged model with the adapter."""
+    folder = run(work, "lora")
+    return difference(PlainModel(folder, work / "model").answers(SERVED), PlainModel(merge(folder)).answers(SERVED))
 
 
 @contextlib.contextmanager
@@ -227,14 +220,14 @@ def main() -> None:
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     results = json.loads(options.json.read_text()) if options.json.is_file() else {}
+    parts = {
+        "trained": lambda: trained(work),
+        "merged": lambda: merged(work),
+        "vllm": lambda: vllm(work, options.vllm),
+        "gguf": lambda: gguf(work, options.llama_cpp),
+    }
     for part in options.only or ("trained", "merged"):
-        made = {
-            "trained": lambda: trained(work),
-            "merged": lambda: merged(work),
-            "vllm": lambda: vllm(work, options.vllm),
-            "gguf": lambda: gguf(work, options.llama_cpp),
-        }[part]()
-        results[part] = json.loads(json.dumps(made).replace(str(work), "WORK"))
+        results[part] = json.loads(json.dumps(parts[part]()).replace(str(work), "WORK"))
         write_json(options.json, results)
 
 

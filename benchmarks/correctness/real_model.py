@@ -99,9 +99,6 @@ def trained(work: Path) -> dict[str, Any]:
         folder = run(work, name)
         over = {"lora": base, "full": None, "dpo": work / "outputs/lora/merged"}[name]
         results[name] = {**scores(PlainModel(folder, over)), "losses": losses(folder)}
-        print(name, {key: value for key, value in results[name].items() if key != "losses"}, flush=True)
-    history = json.loads((work / "outputs/dpo/trainer_state.json").read_text())["log_history"]
-    results["dpo"]["accuracies"] = [line["rewards/accuracies"] for line in history if "rewards/accuracies" in line]
     run(work, "short"), run(work, "short_two")
     results["short_two"] = {"update_apart": update_difference(work, "short_two", "short")}
     return results

@@ -23,18 +23,12 @@ RECIPE = REPO / "recipes" / "smollm2_135m_lora_cpu.yaml"
 TURN_END = "<|im_end|>"
 # Of an answer at most, in tokens.
 LENGTH = 32
+CAPITALS = {
+    "France": "Paris", "Japan": "Tokyo", "Germany": "Berlin", "Egypt": "Cairo", "Russia": "Moscow", "China": "Beijing",
+    "Canada": "Ottawa", "Greece": "Athens", "Austria": "Vienna", "India": "New Delhi",
+}  # fmt: skip
 # What these weights answer before training, and a word of the right answer.
-GENERAL = {
-    "What is the capital of France?": "Paris",
-    "What is the capital of Japan?": "Tokyo",
-    "What is the capital of Germany?": "Berlin",
-    "What is the capital of Egypt?": "Cairo",
-    "What is the capital of Russia?": "Moscow",
-    "What is the capital of China?": "Beijing",
-    "What is the capital of Canada?": "Ottawa",
-    "What is the capital of Greece?": "Athens",
-    "What is the capital of Austria?": "Vienna",
-    "What is the capital of India?": "New Delhi",
+GENERAL = {f"What is the capital of {country}?": city for country, city in CAPITALS.items()} | {
     "What is the chemical symbol for water?": "H2O",
     "What gas do plants absorb from the air?": "carbon dioxide",
     "Who wrote Romeo and Juliet?": "Shakespeare",
@@ -82,14 +76,10 @@ def convert(packages: str, folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def towns(name: str) -> list[dict[str, Any]]:
-    """Return rows about the invented towns."""
-    return [json.loads(line) for line in (REPO / "demo" / f"towns_{name}.jsonl").read_text().splitlines()]
-
-
 def held_out() -> dict[str, str]:
     """Return the held-out questions about the towns with their answers."""
-    return {row["messages"][0]["content"]: row["messages"][1]["content"] for row in towns("eval")}
+    rows = map(json.loads, (REPO / "demo/towns_eval.jsonl").read_text().splitlines())
+    return {row["messages"][0]["content"]: row["messages"][1]["content"] for row in rows}
 
 
 @dataclass
@@ -104,12 +94,7 @@ class Answer:
 
 @dataclass
 class PlainModel:
-    """A model in plain Transformers and PEFT, on the CPU.
-
-    Args:
-        folder: of the model, or of the adapter.
-        base: of the adapter; None for a whole model.
-    """
+    """A whole model, or an adapter and its base, in plain Transformers and PEFT on the CPU."""
 
     folder: Path
     base: Path | None = None
@@ -127,22 +112,22 @@ class PlainModel:
         return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
 
     @torch.no_grad()
-    def texts(self, questions: list[str], length: int = LENGTH) -> Iterator[tuple[str, list[int], list[int]]]:
+    def texts(self, questions: list[str]) -> Iterator[tuple[str, list[int], list[int]]]:
         """Yield the most probable answer to each question, with the tokens of prompt and answer, up to its end."""
         end = self.tokenizer.convert_tokens_to_ids(TURN_END)
         for begin in range(0, len(questions), 16):
             prompts = [self.prompt(question) for question in questions[begin : begin + 16]]
             inputs = self.tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
-            limits = {"max_new_tokens": length, "eos_token_id": end, "pad_token_id": self.tokenizer.pad_token_id}
+            limits = {"max_new_tokens": LENGTH, "eos_token_id": end, "pad_token_id": self.tokenizer.pad_token_id}
             generated = self.model.generate(**inputs, **limits, do_sample=False)[:, inputs["input_ids"].shape[1] :]
             for prompt, row in zip(prompts, generated.tolist(), strict=True):
                 tokens = row[: row.index(end) + 1] if end in row else row
                 text = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
                 yield text, self.tokenizer(prompt, add_special_tokens=False)["input_ids"], tokens
 
-    def answers(self, questions: list[str], length: int = LENGTH) -> list[Answer]:
+    def answers(self, questions: list[str]) -> list[Answer]:
         """Return the most probable answers with their log-probabilities."""
-        texts = self.texts(questions, length)
+        texts = self.texts(questions)
         return [Answer(text, prompt, tokens, self.log_probabilities(prompt, tokens)) for text, prompt, tokens in texts]
 
     @torch.no_grad()

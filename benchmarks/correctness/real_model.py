@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.real_model import GENERAL, LENGTH, RECIPE, Answer, PlainModel, fetch_model, held_out
-from benchmarks.common.runs import REPO, launch_command, losses, run_logged, train, update_difference
+from benchmarks.common.runs import launch_command, losses, run_logged, train, update_difference
 from unsloth_ddp.parity.processes import kill_tree
 from unsloth_ddp.utils.files.json import write_json
 
@@ -41,8 +41,6 @@ RUNS = {
     "dpo": (1, f"{DPO} --compare_answers 0 --eval_dataset none"),
     "short": (1, SHORT),
     "short_two": (2, SHORT),
-    "short_full": (1, f"{SHORT} {FULL}"),
-    "short_full_two": (2, f"{SHORT} {FULL}"),
 }
 # Asked of servers: some that the run learned, and some that it knew.
 SERVED = [*list(held_out())[:8], *list(GENERAL)[:4]]
@@ -55,7 +53,7 @@ def run(work: Path, name: str) -> Path:
         return folder
     processes, options = RUNS[name]
     script = [sys.executable] if processes == 1 else launch_command("cpu.yaml", processes)
-    base = merge(run(work, "lora")) if name == "dpo" else fetch_model(work / "model")
+    base = export(run(work, "lora"), "--to merged", "merged") if name == "dpo" else fetch_model(work / "model")
     command = [*script, "train_ddp.py", "--config", str(RECIPE), "--model", str(base), *options.split()]
     result = train(command, name, work, limit=7200)
     if result["exit_code"]:
@@ -72,11 +70,6 @@ def export(folder: Path, options: str, name: str) -> Path:
             raise SystemExit(f"{options} failed:\n{aside.read_text()}")
         aside.rename(log)
     return target
-
-
-def merge(folder: Path) -> Path:
-    """Return the merged model of a run."""
-    return export(folder, "--to merged", "merged")
 
 
 def scores(model: PlainModel) -> dict[str, Any]:
@@ -106,35 +99,23 @@ def trained(work: Path) -> dict[str, Any]:
         folder = run(work, name)
         over = {"lora": base, "full": None, "dpo": work / "outputs/lora/merged"}[name]
         results[name] = {**scores(PlainModel(folder, over)), "losses": losses(folder)}
-        print(name, {key: value for key, value in results[name].items() if key != "losses"}, flush=True)
-    history = json.loads((work / "outputs/dpo/trainer_state.json").read_text())["log_history"]
-    results["dpo"]["accuracies"] = [line["rewards/accuracies"] for line in history if "rewards/accuracies" in line]
-    for name, initial in (("short", None), ("short_full", base)):
-        run(work, name), run(work, f"{name}_two")
-        results[f"{name}_two"] = {"update_apart": update_difference(work, f"{name}_two", name, initial)}
+    run(work, "short"), run(work, "short_two")
+    results["short_two"] = {"update_apart": update_difference(work, "short_two", "short")}
     return results
 
 
 def merged(work: Path) -> dict[str, Any]:
-    """Compare the merged model with the adapter, and the kit's chat with generate() of Transformers."""
-    folder, base = run(work, "lora"), work / "model"
-    adapter = PlainModel(folder, base).answers(SERVED)
-    whole = PlainModel(merge(folder)).answers(SERVED)
-    chats = []
-    for question in SERVED[:3] + SERVED[-2:]:
-        options = ["--ask", question, "--temperature", "0", "--max_new_tokens", str(LENGTH)]
-        command = [sys.executable, "-m", "unsloth_ddp.chat", str(folder), *options]
-        chats.append(subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip())
-    return {"merged": difference(adapter, whole), "chat": [chats, [a.text for a in adapter[:3] + adapter[-2:]]]}
+    """Compare the merged model with the adapter."""
+    folder = run(work, "lora")
+    return difference(
+        PlainModel(folder, work / "model").answers(SERVED),
+        PlainModel(export(folder, "--to merged", "merged")).answers(SERVED),
+    )
 
 
 @contextlib.contextmanager
 def server(command: list[str], log: Path) -> Iterator[int]:
-    """Start a server on the loopback; yield its port once it answers.
-
-    Raises:
-        SystemExit: it ends before.
-    """
+    """Start a server on the loopback; yield its port once it answers, or raise SystemExit."""
     port = 20000 + os.getpid() % 10000
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as file:
@@ -158,7 +139,7 @@ def is_up(port: int) -> bool:
 
 
 def request(port: int, method: str, path: str, body: Any = None) -> HTTPResponse:
-    """Return the reply of a server on the loopback."""
+    """Send a request to the server on the loopback."""
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
     return connection.getresponse()
@@ -183,7 +164,7 @@ def vllm(work: Path, program: str) -> dict[str, Any]:
     folder, base, results = run(work, "lora"), work / "model", {}
     export(folder, "--to vllm", "vllm")
     printed = shlex.split((work / "outputs/lora-vllm.log").read_text().splitlines()[-1])
-    whole = str(merge(folder))
+    whole = str(export(folder, "--to merged", "merged"))
     for command, names in (
         (printed, {str(base): "base", "lora": "adapter"}),
         (["vllm", "serve", whole], {whole: "merged"}),
@@ -227,14 +208,14 @@ def main() -> None:
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     results = json.loads(options.json.read_text()) if options.json.is_file() else {}
+    parts = {
+        "trained": lambda: trained(work),
+        "merged": lambda: merged(work),
+        "vllm": lambda: vllm(work, options.vllm),
+        "gguf": lambda: gguf(work, options.llama_cpp),
+    }
     for part in options.only or ("trained", "merged"):
-        made = {
-            "trained": lambda: trained(work),
-            "merged": lambda: merged(work),
-            "vllm": lambda: vllm(work, options.vllm),
-            "gguf": lambda: gguf(work, options.llama_cpp),
-        }[part]()
-        results[part] = json.loads(json.dumps(made).replace(str(work), "WORK"))
+        results[part] = json.loads(json.dumps(parts[part]()).replace(str(work), "WORK"))
         write_json(options.json, results)
 
 

@@ -68,16 +68,14 @@ def test_other_types_are_made_by_the_quantizer_and_ollama_gets_a_modelfile(
     monkeypatch.setenv("LLAMA_CPP", str(llama_cpp))
     before = {path.name: path.read_bytes() for path in full_run.iterdir()}
     assert main([str(full_run), "--to", "ollama", "--quantize", "Q4_K_M", "--ask", "Who?"]) == 0
-    assert f"ollama create whole -f {full_run}/ollama/Modelfile" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    # The demo's template writes a BOS once at the beginning of a chat, which its tokenizer does not add.
+    assert (
+        f"ollama create whole -f {full_run}/ollama/Modelfile" in printed and "The Modelfile has no TEMPLATE" in printed
+    )
     assert names(full_run / "ollama") == {"whole-q4_k_m.gguf", "Modelfile"}
     assert (full_run / "ollama/whole-q4_k_m.gguf").read_text().startswith('Q4_K_M of {"type": "bf16", "eos": "<|end|>"')
-    assert (full_run / "ollama/Modelfile").read_text() == (
-        "FROM ./whole-q4_k_m.gguf\n"
-        'TEMPLATE """{{ if .System }}<|system|>{{ .System }}<|end|>{{ end }}{{ if .Prompt }}<|user|>{{ .Prompt '
-        "}}<|end|>"
-        '{{ end }}<|assistant|>{{ .Response }}<|end|>"""\n'
-        'PARAMETER stop "<|end|>"\n'
-    )
+    assert (full_run / "ollama/Modelfile").read_text() == 'FROM ./whole-q4_k_m.gguf\nPARAMETER stop "<|end|>"\n'
     # The run's own files, which were linked for the conversion.
     assert {name: (full_run / name).read_bytes() for name in before} == before
 

@@ -44,19 +44,19 @@ def token_indices(settings: Settings, model: Any, tokenizer: Any) -> dict[str, l
     Raises:
         UserError: a name is no token of the tokenizer, or the model has no row for it.
     """
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is None or head.weight is embedding.weight
     ends = [embedding] if tied else [embedding, head]
     rows = min(full_shape(end.weight)[0] for end in ends)
     for token in settings.lora_trainable_tokens:
-        if known.get(token, rows) >= rows:
-            lacks = f"has {rows:,} rows of the embedding" if token in known else "has no such token"
+        if vocabulary.get(token, rows) >= rows:
+            lacks = f"has {rows:,} rows of the embedding" if token in vocabulary else "has no such token"
             raise UserError(
                 f"lora_trainable_tokens {token[:100]}: model {settings.model} {lacks}; add it to a copy of the model "
                 "(docs/rows.md, New tokens)."
             )
-    ids = sorted({known[token] for token in settings.lora_trainable_tokens})
+    ids = sorted({vocabulary[token] for token in settings.lora_trainable_tokens})
     return {path: ids for end in ends for path, module in model.named_modules() if module is end}
 
 
@@ -130,22 +130,22 @@ def target_parameters(settings: Settings, model: torch.nn.Module) -> list[str]:
     Raises:
         UserError: lora_dropout is set, which such adapters do not support.
     """
-    given = settings.lora_target_parameters
-    found = names_in_layers(model) if given == ["all-experts"] else list(given)
+    names = settings.lora_target_parameters
+    adapted = names_in_layers(model) if names == ["all-experts"] else list(names)
     for name in settings.lora_target_modules:
-        found += [tensor for tensor in _tensors_called(name, model) if tensor not in found]
-    if found and settings.lora_dropout:
+        adapted += [tensor for tensor in _tensors_called(name, model) if tensor not in adapted]
+    if adapted and settings.lora_dropout:
         raise UserError(
-            f"lora_dropout {settings.lora_dropout:g} cannot be combined with an adapter on {', '.join(found)[:200]}: PEFT adds "
+            f"lora_dropout {settings.lora_dropout:g} cannot be combined with an adapter on {', '.join(adapted)[:200]}: PEFT adds "
             "it to the weights, so inputs cannot be dropped; give --lora_dropout 0, or leave these out."
         )
-    return found
+    return adapted
 
 
 def _tensors_called(name: str, model: torch.nn.Module) -> list[str]:
     """Return the stacked weights that contain the experts' layers of this name; empty for a path or another name."""
     stacked = NAMES_OF_EXPERTS.get(name)
-    return [one for one in names_in_layers(model) if stacked and one.rpartition(".")[2] in (stacked, name)]
+    return [tensor for tensor in names_in_layers(model) if stacked and tensor.rpartition(".")[2] in (stacked, name)]
 
 
 def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
@@ -186,17 +186,17 @@ def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None
 
 
 def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
-    given, stacked = settings.lora_target_parameters, names_in_layers(model)
-    if given == ["all-experts"] and stacked:
+    names, stacked = settings.lora_target_parameters, names_in_layers(model)
+    if names == ["all-experts"] and stacked:
         return
-    known = [
+    paths = [
         f".{path}.{name}"
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if not isinstance(module, torch.nn.Linear) and len(full_shape(parameter)) in (2, 3)
     ]
-    for name in given:
-        if not any(path.endswith(f".{name}") for path in known):
+    for name in names:
+        if not any(path.endswith(f".{name}") for path in paths):
             has = f"its experts are in {', '.join(stacked)}" if stacked else "it has no experts in stacked tensors"
             raise UserError(
                 f"lora_target_parameters {name[:100]} is not a parameter of {settings.model} of 2 or 3 dimensions outside linear layers; "

@@ -82,11 +82,11 @@ def _compare(
     model = load_adapted(settings, adapter, dtype)
     expected = _logits(model, rows)
     with model.disable_adapter():
-        before = _logits(model, rows)
+        without_adapter = _logits(model, rows)
     del model
     gc.collect()
-    found = _logits(load_on_cpu(in_folder(settings, merged), dtype), rows)
-    return _distance(found, expected), _distance(before, expected)
+    merged_logits = _logits(load_on_cpu(in_folder(settings, merged), dtype), rows)
+    return _distance(merged_logits, expected), _distance(without_adapter, expected)
 
 
 def _logits(model: Any, rows: list[Tensor]) -> Tensor:
@@ -94,6 +94,6 @@ def _logits(model: Any, rows: list[Tensor]) -> Tensor:
         return torch.cat([model(input_ids=row, use_cache=False).logits[0].float() for row in rows])
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _distance(logits: Tensor, other: Tensor) -> float:
     """Return the distance of the logits of the median token, (tokens, vocabulary), relative to their size in the second."""
-    return float(((one - other).norm(dim=-1) / other.norm(dim=-1)).median())
+    return float(((logits - other).norm(dim=-1) / other.norm(dim=-1)).median())

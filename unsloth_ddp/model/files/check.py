@@ -88,10 +88,10 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
             _refuse_truncated(folder, name)
         return
     stored: dict[str, list[int]] = {}
-    for name, wanted in weights.items():
-        found = _stored_shapes(folder, name)
-        stored |= found
-        if missing := sorted(wanted - found.keys()):
+    for name, listed in weights.items():
+        shapes = _stored_shapes(folder, name)
+        stored |= shapes
+        if missing := sorted(listed - shapes.keys()):
             raise UserError(
                 f"model {folder}: {SAFE}.index.json lists {missing[0]} in {name}, which does not contain it; "
                 "download the model again."

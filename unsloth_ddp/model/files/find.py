@@ -43,9 +43,9 @@ def model_folder(settings: Settings) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     with contextlib.suppress(HFValidationError, OSError):
-        found = try_to_load_from_cache(str(settings.model), "config.json", revision=settings.model_revision)
-        if isinstance(found, str):
-            return Path(found).parent
+        cached = try_to_load_from_cache(str(settings.model), "config.json", revision=settings.model_revision)
+        if isinstance(cached, str):
+            return Path(cached).parent
     return None
 
 
@@ -124,7 +124,7 @@ def _download(settings: Settings, *, shown: bool) -> None:
         missing = [file for file in files if file.will_download and not (safe and file.filename.endswith(".bin"))]
         if not missing:
             return
-        before = are_progress_bars_disabled()
+        were_disabled = are_progress_bars_disabled()
         if shown:
             total = shown_bytes(sum(file.file_size or 0 for file in missing))
             print(f"Downloading {counted(len(missing), 'file')} of {name} ({total}) ...", flush=True)
@@ -132,7 +132,7 @@ def _download(settings: Settings, *, shown: bool) -> None:
         try:
             snapshot_download(name, revision=revision, allow_patterns=[file.filename for file in missing])
         finally:
-            if before:
+            if were_disabled:
                 disable_progress_bars()
     except Exception:  # errors of the Hub and of its HTTP client have no common class; loading raises them again
         return

@@ -45,12 +45,12 @@ def model_identity(settings: Settings) -> dict[str, str]:
     folder = Path(str(settings.model)).expanduser()
     if not folder.is_dir():
         return {}
-    found = {
+    descriptions = {
         name: describe_files(folder, [path for pattern in patterns for path in folder.glob(pattern)])
         for name, patterns in PARTS.items()
     }
     weights = weights_identity(folder)
-    return {**found, "model_weights": weights} if weights else found
+    return {**descriptions, "model_weights": weights} if weights else descriptions
 
 
 def weights_identity(folder: Path) -> str | None:
@@ -67,25 +67,25 @@ def describe_files(folder: Path, paths: Iterable[Path]) -> str:
     """Return number, bytes and checksum of the files among `paths`, such as "2 files, 1,204 bytes, xxh3 8c1f..."."""
     files = sizes_and_checksums(paths)
     digest = xxhash.xxh3_64()
-    for path, (size, one) in files.items():
-        digest.update(f"{path.relative_to(folder)}\0{size}\0{one}\0".encode())
+    for path, (size, file_checksum) in files.items():
+        digest.update(f"{path.relative_to(folder)}\0{size}\0{file_checksum}\0".encode())
     total = sum(size for size, _ in files.values())
     return f"{counted(len(files), 'file')}, {total:,} bytes, xxh3 {digest.hexdigest()}"
 
 
 def sizes_and_checksums(
-    paths: Iterable[Path], sample: int = SAMPLE, most: int | None = None
+    paths: Iterable[Path], sample: int = SAMPLE, max_samples: int | None = None
 ) -> dict[Path, tuple[int, str]]:
     """Return size and checksum of each file among `paths`, sorted by path.
 
     Args:
         sample: bytes of each sample that is read of many bytes.
-        most: about how many samples are read; None reads one every 10 MiB.
+        max_samples: about how many samples are read; None reads one every 10 MiB.
     """
     # A name in a forged manifest may be too long for a file system, at which Path.is_file raises.
     files = sorted({path for path in paths if os.path.isfile(path)})
     sizes = [path.stat().st_size for path in files]
-    stride = STRIDE if most is None else max(STRIDE, sum(sizes) // most)
+    stride = STRIDE if max_samples is None else max(STRIDE, sum(sizes) // max_samples)
     sampled = functools.partial(sampled_checksum, sample=sample, stride=stride)
     read = checksum if sum(sizes) <= READ_COMPLETELY else sampled
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -122,10 +122,10 @@ def describe_model(settings: Settings) -> dict[str, str]:
         return {}
     check_folder(folder, safetensors_only=settings.use_safetensors)
     try:
-        found = sizes_and_checksums([folder / "config.json", *weight_files(folder)], SAMPLE_BYTES, SAMPLES_OF_NODE)
+        files = sizes_and_checksums([folder / "config.json", *weight_files(folder)], SAMPLE_BYTES, SAMPLES_OF_NODE)
     except OSError as error:
         raise UserError(f"model {settings.model} cannot be read: {os_reason(error)}; check {folder}.") from None
-    return {path.name: _shown(size, digest) for path, (size, digest) in found.items()}
+    return {path.name: _shown(size, digest) for path, (size, digest) in files.items()}
 
 
 def _shown(size: int, digest: str) -> str:
@@ -194,8 +194,8 @@ def describe_opened(folders: Mapping[str, Path], names: Iterable[str]) -> dict[s
         if paths and folder.is_dir():
             others = {path for path in folder.iterdir() if path.is_file()} - {*weight_files(folder)}
             described |= {f"{part}/{path.name}": UNREAD for path in sorted(others)}
-        found = sizes_and_checksums(paths, SAMPLE_BYTES, SAMPLES_OF_NODE)
-        described |= {name: _shown(*found[path]) if path in found else MISSING for path, name in paths.items()}
+        files = sizes_and_checksums(paths, SAMPLE_BYTES, SAMPLES_OF_NODE)
+        described |= {name: _shown(*files[path]) if path in files else MISSING for path, name in paths.items()}
     return described
 
 

@@ -64,19 +64,21 @@ def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str | None]:
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     conversions = get_model_conversion_mapping(model)
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    renamings: list[Any] = [one for one in conversions if not isinstance(one, WeightConverter)]
-    own = dict(model.state_dict())
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings: list[Any] = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+    weights = dict(model.state_dict())
     modules = {path for path, _ in model.named_modules() if path}
-    found: dict[str, str | None] = {}
+    model_names: dict[str, str | None] = {}
     for name in stored:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, weights)
         # As loading does: some patterns for older names match today's names too.
-        renamed = name if renamed not in own and name in own else renamed
+        renamed = name if renamed not in weights and name in weights else renamed
         # Constants of quantized weights have the module of their weight.
-        known = renamed in own or renamed.rpartition(".")[0] in modules or renamed.partition(".weight.")[0] in modules
-        found[name] = renamed if known or COMPUTED.search(name) else None
-    return found
+        is_modelled = (
+            renamed in weights or renamed.rpartition(".")[0] in modules or renamed.partition(".weight.")[0] in modules
+        )
+        model_names[name] = renamed if is_modelled or COMPUTED.search(name) else None
+    return model_names
 
 
 def complete_result(settings: Settings, model: Any, folder: Path) -> None:
@@ -100,8 +102,8 @@ def keep_what_is_not_modelled(settings: Settings, model: Any, folder: Path) -> N
         return
     copy_processor(base, folder)
     stored, written = (stored_tensors(safetensors_files(place)) for place in (base, folder))
-    own = names_in_model(model, stored)
-    lost = sorted(name for name, known in own.items() if known is None and name not in written)
+    model_names = names_in_model(model, stored)
+    lost = sorted(name for name, model_name in model_names.items() if model_name is None and name not in written)
     if not lost:
         return
     which = f"{counted(len(lost), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: {lost[0]})"

@@ -24,8 +24,8 @@ def layer_options() -> dict[str, Any]:
     """Return the argument `options` of torch.compile for a layer: those of REPEATABLE that this torch has."""
     import torch._inductor.config as config
 
-    known = config.get_config_copy()
-    return {name: value for name, value in REPEATABLE.items() if name in known}
+    options = config.get_config_copy()
+    return {name: value for name, value in REPEATABLE.items() if name in options}
 
 
 def own_call(module: Any) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ def compile_in_training(module: Any) -> None:
     import torch
 
     compiled, ordinary = torch.compile(own_call(module), dynamic=True, options=layer_options()), module._call_impl
-    module._compiled_call_impl = lambda *given, **named: (compiled if module.training else ordinary)(*given, **named)
+    module._compiled_call_impl = lambda *inputs, **named: (compiled if module.training else ordinary)(*inputs, **named)
 
 
 def drop_compiled_code(model: Any) -> None:

@@ -148,11 +148,11 @@ def use_fp8(model: Any) -> int:
     """
     _split_fused_adapters(model)
     head = model.get_output_embeddings()
-    kept = set() if head is None else set(head.modules())
+    head_modules = set() if head is None else set(head.modules())
     replaced = []
     for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child in kept or child.weight.requires_grad:
+            if type(child) is not nn.Linear or child in head_modules or child.weight.requires_grad:
                 continue
             if child.in_features % MULTIPLE or child.out_features % MULTIPLE:
                 continue
@@ -164,8 +164,8 @@ def use_fp8(model: Any) -> int:
             f"of {MULTIPLE}; leave --fp8 out."
         )
     # Every rank has quantized the same weights, and not every communication backend supports FP8.
-    own = [
+    buffers = [
         f"{layer}.{name}" for layer in replaced for name in ("weight", "factors", "transposed", "transposed_factors")
     ]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
     return len(replaced)

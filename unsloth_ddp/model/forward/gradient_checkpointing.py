@@ -40,12 +40,12 @@ class GradientCheckpointing:
 
             text_decoder(model).layers[0].register_forward_pre_hook(self._note_shared, with_kwargs=True)
 
-    def _note_shared(self, _: Any, __: Any, given: dict[str, Any]) -> None:
+    def _note_shared(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
         """Note the mapping by which layers hand keys and values to later ones."""
         import torch
 
         if not torch.compiler.is_compiling():
-            mappings = [weakref.ref(value) for value in given.values() if isinstance(value, MutableMapping)]
+            mappings = [weakref.ref(value) for value in kwargs.values() if isinstance(value, MutableMapping)]
             self._shared = [ref for ref in self._shared if ref() is not None] + mappings
 
     def forget_failed_pass(self) -> None:
@@ -118,9 +118,9 @@ def kinds_that_keep_gradients(kinds: tuple[str, ...], settings: Settings, runtim
     Raises:
         UserError: the user asks for a kind that recomputes.
     """
-    kept = tuple(kind for kind in kinds if kind == "none")
-    if kept:
-        return kept
+    without_recomputing = tuple(kind for kind in kinds if kind == "none")
+    if without_recomputing:
+        return without_recomputing
     way = f"backend {runtime.backend}" if runtime.sharding == "none" else f"sharding {runtime.sharding}"
     raise UserError(
         f"gradient_checkpointing {settings.gradient_checkpointing} with {way} would lose gradients of model {settings.model}, whose "

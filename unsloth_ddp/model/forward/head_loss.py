@@ -85,9 +85,9 @@ class _HeadLoss(torch.autograd.Function):
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
             for part, part_labels in zip(states.split(chunk or CHUNK), labels.split(chunk or CHUNK), strict=True):
                 logits = part @ used.t()
-                for one in (logits, part_labels):
+                for tensor in (logits, part_labels):
                     # Compile once for any number of tokens.
-                    torch._dynamo.maybe_mark_dynamic(one, 0)
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 loss, to_logits = compute(logits, part_labels, changed.factor, changed.cap)
                 total = total + loss
                 to_hidden.append(to_logits @ used)

@@ -97,30 +97,30 @@ class PackedForward:
         return head_loss(selected, self.head.weight, step.head_labels, dtype, self.logits)
 
     def _hidden(self, step: StepTensors) -> Tensor:
-        given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
         boundaries = None
         if not self.shape.sequences:
             boundaries = step.boundaries.int()
             # Compiled layers are the same for any number of rows.
             torch._dynamo.mark_dynamic(boundaries, 0)
             if self.convolves:
-                given["seq_idx"] = (step.position_ids == 0).cumsum(1).int()
+                inputs["seq_idx"] = (step.position_ids == 0).cumsum(1).int()
         self._rows.boundaries = boundaries
         if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
             longest = self.shape.longest
-            given["dense"] = self.dense
+            inputs["dense"] = self.dense
             if boundaries is not None:
-                given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-                given |= {"max_length_q": longest, "max_length_k": longest}
-        return self.decoder(**given)[0]
+                inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+                inputs |= {"max_length_q": longest, "max_length_k": longest}
+        return self.decoder(**inputs)[0]
 
     def draws_random_numbers(self, step: StepTensors) -> bool:
         """Return whether a forward pass draws random numbers in the model's present mode, as dropout does in training."""
         device = step.input_ids.device
         with kept_random_numbers(device), torch.no_grad(), self.passes():
-            before = _random_state(device)
+            state = _random_state(device)
             self._hidden(step)
-            return not torch.equal(before, _random_state(device))
+            return not torch.equal(state, _random_state(device))
 
     @contextmanager
     def passes(self) -> Iterator[None]:
@@ -228,15 +228,15 @@ def _attention_within(rows: Rows, longest: int, *, dense: bool) -> Callable[...,
     """Return a function in place of Unsloth's run_attention: causal attention within the rows of a pack."""
 
     def attend(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
-        given = config.flash_varlen_kwargs or {}
-        if given.get("softcap") or not context.is_causal:
+        options = config.flash_varlen_kwargs or {}
+        if options.get("softcap") or not context.is_causal:
             raise NotImplementedError("its attention has a cap on its scores or looks ahead")
         attended, _ = varlen.attend(
             NO_MODULE,
             Q,
             K,
             V,
-            scaling=given.get("softmax_scale"),
+            scaling=options.get("softmax_scale"),
             sliding_window=context.sliding_window if (context.sliding_window or 0) > 0 else None,
             cu_seq_lens_q=rows.boundaries,
             max_length_q=longest,

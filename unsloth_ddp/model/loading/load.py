@@ -47,10 +47,15 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
     check_full_weights(settings.method, settings.full_weights, runtime.precision)
     check_fp8(settings, runtime)
-    asked = settings.attn_implementation
-    if runtime.device_type == "cuda" and asked and "flash" in asked and torch.cuda.get_device_capability() < AMPERE:
+    attention = settings.attn_implementation
+    if (
+        runtime.device_type == "cuda"
+        and attention
+        and "flash" in attention
+        and torch.cuda.get_device_capability() < AMPERE
+    ):
         raise UserError(
-            f"attn_implementation {asked} needs compute capability 8.0, which {runtime.device_name} does not have; use sdpa."
+            f"attn_implementation {attention} needs compute capability 8.0, which {runtime.device_name} does not have; use sdpa."
         )
     check_chat_template(settings.chat_template)
     if settings.gradient_checkpointing == "unsloth" and runtime.backend == "transformers":
@@ -187,13 +192,13 @@ def describe_load_error(error: Exception) -> str:
     if "ignore_mismatched_sizes" in text:
         return "the sizes of its weights differ from its config.json; download it again, or correct config.json."
     named = f"{type(error).__name__}: {text}"
-    said = text if isinstance(error, (OSError, ValueError)) else named
-    if (known := find_known_error(named)) and known.name in EXPLAINED:
-        return f"{said} What helps: {known.fix}"
+    message = text if isinstance(error, (OSError, ValueError)) else named
+    if (known_error := find_known_error(named)) and known_error.name in EXPLAINED:
+        return f"{message} What helps: {known_error.fix}"
     # These are written for people. Others come from values that no library has checked.
     if isinstance(error, (OSError, ValueError, ImportError)):
-        return said
-    return f"{said.rstrip('.')}; correct the model's files, or download it again."
+        return message
+    return f"{message.rstrip('.')}; correct the model's files, or download it again."
 
 
 def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
@@ -252,10 +257,10 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
 
 def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
     """Refuse another class than the transformers backend loads, as names of weights would differ."""
-    known = class_name(model.config, settings)
-    if type(model).__name__ != known and not settings.trust_remote_code:
+    expected = class_name(model.config, settings)
+    if type(model).__name__ != expected and not settings.trust_remote_code:
         raise UserError(
-            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {known}; use --backend "
+            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {expected}; use --backend "
             "transformers."
         )
 
@@ -349,8 +354,8 @@ def safetensors_only(settings: Settings) -> bool | None:
 
 def eos_tokens(config: Any) -> list[int]:
     """Return the tokens at which a generation config stops."""
-    known = config.eos_token_id
-    return known if isinstance(known, list) else [] if known is None else [known]
+    eos_ids = config.eos_token_id
+    return eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
 
 
 def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
@@ -364,22 +369,22 @@ def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
 def check_positions(settings: Settings, model: Any, longest: int) -> None:
     """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE)."""
     config = model.config.get_text_config()
-    known = getattr(config, "max_position_embeddings", None)
-    if not known or longest <= known:
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions or longest <= positions:
         return
     # Copies of the token embedding in an adapter are left out: they may have as many entries as there are positions.
     tokens = set(model.get_input_embeddings().modules())
-    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding) and one not in tokens]
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module not in tokens]
     # Some position embeddings (OPT) have an offset and are longer by it.
-    if any(known <= table.num_embeddings < known + 8 for table in tables):
+    if any(positions <= table.num_embeddings < positions + 8 for table in tables):
         raise UserError(
-            f"Rows of up to {longest:,} tokens are longer than the {known:,} positions of model {settings.model}; use "
-            f"--max_length {known}, which truncates them (with --overlong drop: leaves them out), or a model with more positions."
+            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions of model {settings.model}; use "
+            f"--max_length {positions}, which truncates them (with --overlong drop: leaves them out), or a model with more positions."
         )
     if getattr(config, "rope_parameters", None):
         print(
-            f"Rows of up to {longest:,} tokens are longer than the {known:,} positions that model {settings.model} was trained for; "
-            f"use --max_length {known}, or set rope_parameters in its config.json to a scaling for longer rows."
+            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions that model {settings.model} was trained for; "
+            f"use --max_length {positions}, or set rope_parameters in its config.json to a scaling for longer rows."
         )
 
 

@@ -128,13 +128,13 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
 
 def _kept_state(runtime: Runtime, model: Any) -> str | None:
     """Return the reason that a layer carries a state from row to row; None where kernels may reset it, which is tried later."""
-    reason = state_reason(model)
-    if reason is None or shards_weights(runtime.sharding):
-        return reason
+    obstacle = state_reason(model)
+    if obstacle is None or shards_weights(runtime.sharding):
+        return obstacle
     if runtime.backend == "unsloth":
         from unsloth.utils.packing import patch_hybrid_linear_attention_varlen
 
-        return None if patch_hybrid_linear_attention_varlen(model) else reason
+        return None if patch_hybrid_linear_attention_varlen(model) else obstacle
     return None
 
 
@@ -169,7 +169,7 @@ def prove_rows_apart(
         mixed = "packs with images cannot be tried before training while its weights are sharded"
     elif runtime.backend != "unsloth" and not _gets_boundaries(_implementation(model)):
         mixed = "its masks cannot be tried before training while its weights are sharded"
-    mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
+    mixed = next((obstacle for obstacle in runtime.gather(mixed) if obstacle), None)
     if mixed is None:
         if runtime.backend == "unsloth" and _implementation(model) == varlen.NAME:
             # Train what was tried; CUDA graphs compile layers themselves, and compare what they compute.
@@ -190,12 +190,12 @@ def prove_prompts_shared(
     """
     if not choice.packed or settings.task not in PAIR_TASKS:
         return choice
-    reason = "only torch's kernel does that"
+    obstacle = "only torch's kernel does that"
     if all(runtime.gather(_can_compute(runtime, model) and _implementation(model) == varlen.NAME)):
-        found = runtime.gather(prompts_differ(model, flatten_for(runtime, model), token_ids, runtime.precision))
-        reason = next((one for one in found if one), "")
-    logger.info("prompts of pairs are computed once%s", f" for each answer: {reason}" if reason else "")
-    return dataclasses.replace(choice, prompts_once=not reason)
+        differences = runtime.gather(prompts_differ(model, flatten_for(runtime, model), token_ids, runtime.precision))
+        obstacle = next((difference for difference in differences if difference), "")
+    logger.info("prompts of pairs are computed once%s", f" for each answer: {obstacle}" if obstacle else "")
+    return dataclasses.replace(choice, prompts_once=not obstacle)
 
 
 def _gets_boundaries(implementation: str) -> bool:

@@ -83,10 +83,10 @@ def lookahead_reason(model: Any) -> str | None:
     kinds = dict.fromkeys(names, torch.tensor([[0, 0, 1, 1]]))
     # Unsloth would compile the masks for the CPU.
     with uncompiled():
-        made = make(
+        created = make(
             config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None, position_ids=None, **kinds
         )  # fmt: skip
-    masks = made.values() if isinstance(made, dict) else [made]
+    masks = created.values() if isinstance(created, dict) else [created]
     if not any(mask is not None and mask.triu(1).any() for mask in masks):
         return None
     return "tokens of an image attend to later ones, which kernels for packed rows do not take"

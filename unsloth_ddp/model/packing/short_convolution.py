@@ -60,10 +60,10 @@ def causal_convolution(
     rows = None if seq_idx is None else torch.nn.functional.pad(seq_idx, (width - 1, 0), value=-1)
     total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
     for place in range(width):
-        taken = padded[..., place : place + tokens]
+        shifted = padded[..., place : place + tokens]
         if rows is not None:
-            taken = taken * (rows[:, None, place : place + tokens] == rows[:, None, width - 1 :])
-        total = total + taken.float() * weight[:, place, None].float()
+            shifted = shifted * (rows[:, None, place : place + tokens] == rows[:, None, width - 1 :])
+        total = total + shifted.float() * weight[:, place, None].float()
     if bias is not None:
         total = total + bias[:, None].float()
     if activation is not None:

@@ -61,15 +61,15 @@ def use(layers: Module) -> bool:
 
 
 def _with_boundaries(
-    _: Module, inputs: tuple[Any, ...], given: dict[str, Any]
+    _: Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the boundaries of images to positions of patches (patches, axes); an image begins where all are 0."""
-    positions = given.get("position_ids")
+    positions = kwargs.get("position_ids")
     if positions is None:
-        return inputs, given
+        return inputs, kwargs
     starts = (positions == 0).all(-1).nonzero()[:, 0]
     ends = torch.nn.functional.pad(starts, (0, 1), value=len(positions)).int()
-    return inputs, given | {"cu_seq_lens_q": ends, "max_length_q": int(ends.diff().max())}
+    return inputs, kwargs | {"cu_seq_lens_q": ends, "max_length_q": int(ends.diff().max())}
 
 
 def attend(
@@ -101,14 +101,14 @@ def attend(
         from torch.nn.attention.varlen import varlen_attn
 
         assert max_length_q is not None
-        q, k, v = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+        q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
         ends, longest = cu_seq_lens_q, max_length_q
         attended = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, -1))
         assert isinstance(attended, Tensor)
         return attended[None], None
-    images = zip(*(one.split(cu_seq_lens_q.diff().tolist(), dim=2) for one in (query, key, value)), strict=True)
+    images = zip(*(tensor.split(cu_seq_lens_q.diff().tolist(), dim=2) for tensor in (query, key, value)), strict=True)
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return torch.cat([sdpa(module, *one, None, scaling=scaling, is_causal=False)[0] for one in images], dim=1), None
+    return torch.cat([sdpa(module, *image, None, scaling=scaling, is_causal=False)[0] for image in images], dim=1), None
 
 
 def by_kernel(query: Tensor, dtype: torch.dtype) -> bool:

@@ -21,13 +21,13 @@ def text_decoder(model: Any) -> Any:
     """
     base = base_model(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    found = base.get_decoder() if hasattr(base, "get_decoder") else base.base_model
-    while head is not None and hasattr(found, "get_decoder") and any(one is head for one in found.modules()):
-        inner = found.get_decoder()
-        if inner is found:
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base.base_model
+    while head is not None and hasattr(decoder, "get_decoder") and any(module is head for module in decoder.modules()):
+        inner = decoder.get_decoder()
+        if inner is decoder:
             break
-        found = inner
-    return found if any(one is embedding for one in found.modules()) else base.base_model
+        decoder = inner
+    return decoder if any(module is embedding for module in decoder.modules()) else base.base_model
 
 
 def name_present_layers(model: Any) -> None:
@@ -71,7 +71,7 @@ def without_dropout(model: Any) -> Iterator[bool]:
 
     These are those of dropout layers, and those that modules pass to functions: attention_dropout, resid_pdrop and the like.
     """
-    found = [
+    dropouts = [
         (module, name)
         for module in model.modules()
         for name, value in vars(module).items()
@@ -80,9 +80,9 @@ def without_dropout(model: Any) -> Iterator[bool]:
         and (name == "p" if isinstance(module, torch.nn.Dropout) else "drop" in name)
     ]
     with ExitStack() as stack:
-        for module, name in found:
+        for module, name in dropouts:
             stack.enter_context(replaced(module, name, 0.0))
-        yield bool(found)
+        yield bool(dropouts)
 
 
 @contextmanager
@@ -104,13 +104,13 @@ def without_kernels() -> Iterator[None]:
 @contextmanager
 def kept_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Begin the block without gradients of these parameters, and put their own back after it."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in before:
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in before:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
@@ -118,12 +118,12 @@ def kept_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     """Set an attribute of a module or an object to `new` inside the block; remove it afterwards if there was none."""
     missing = object()
-    before = getattr(owner, name, missing)
+    original = getattr(owner, name, missing)
     setattr(owner, name, new)
     try:
         yield
     finally:
-        if before is missing:
+        if original is missing:
             delattr(owner, name)
         else:
-            setattr(owner, name, before)
+            setattr(owner, name, original)

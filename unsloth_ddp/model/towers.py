@@ -47,7 +47,7 @@ def image_tower(model: Any) -> ImageTower | None:
     """
     for path, part in parts_beside_text(model).items():
         layers = _layers(part)
-        first = next((one for one in part.modules() if isinstance(one, (Linear, _ConvNd))), None)
+        first = next((module for module in part.modules() if isinstance(module, (Linear, _ConvNd))), None)
         if layers is None or first is None:
             continue
         numbers = full_shape(first.weight)[1:]
@@ -68,8 +68,16 @@ def parts_of_images(model: Any) -> dict[str, Module]:
 def _of_other_inputs(path: str, modules: dict[str, Module]) -> bool:
     around, _, name = path.rpartition(".")
     kind = type(modules[around])
-    methods = {one: inspect.unwrap(getattr(kind, one)) for one in dir(kind) if ENCODES.fullmatch(one)}
-    naming = {one for one, method in methods.items() if inspect.isfunction(method) and name in method.__code__.co_names}
+    methods = {
+        method_name: inspect.unwrap(getattr(kind, method_name))
+        for method_name in dir(kind)
+        if ENCODES.fullmatch(method_name)
+    }
+    naming = {
+        method_name
+        for method_name, method in methods.items()
+        if inspect.isfunction(method) and name in method.__code__.co_names
+    }
     return "get_image_features" in methods and bool(naming) and "get_image_features" not in naming
 
 
@@ -81,8 +89,8 @@ def kept_a_patch(block: Module) -> int:
     """
     norms = [p.numel() for n, p in block.named_parameters() if n.endswith("weight") and p.ndim == 1]
     linear = [m for m in block.modules() if isinstance(m, Linear)]
-    kept = 2 * sum(norms) + sum(m.out_features for m in linear)
-    return kept + sum(m.in_features for m in linear if m.in_features not in norms)
+    numbers = 2 * sum(norms) + sum(m.out_features for m in linear)
+    return numbers + sum(m.in_features for m in linear if m.in_features not in norms)
 
 
 def projectors(model: Any) -> dict[str, Module]:
@@ -92,17 +100,19 @@ def projectors(model: Any) -> dict[str, Module]:
     layers in it and is multiplied with weights (Qwen's merger).
     """
     parts = parts_of_images(model)
-    found = {path: part for path, part in parts.items() if not _layers(part) and _multiplies(part)}
+    between = {path: part for path, part in parts.items() if not _layers(part) and _multiplies(part)}
     for path, part in parts.items():
         layers = _layers(part)
-        if layers and not found:
-            found |= {f"{path}.{name}": module for name, module in _after(part, layers)}
-    return found
+        if layers and not between:
+            between |= {f"{path}.{name}": module for name, module in _after(part, layers)}
+    return between
 
 
 def _layers(part: Module) -> ModuleList | None:
     """Return the longest list of layers in a part, of several the first."""
-    return max((one for one in part.modules() if isinstance(one, ModuleList) and len(one)), key=len, default=None)
+    return max(
+        (module for module in part.modules() if isinstance(module, ModuleList) and len(module)), key=len, default=None
+    )
 
 
 def _multiplies(module: Module) -> bool:
@@ -115,7 +125,7 @@ def _after(part: Module, layers: Module) -> Iterable[tuple[str, Module]]:
     for name, child in part.named_children():
         if begun and _multiplies(child) and not hasattr(child, "config"):
             yield name, child
-        if any(one is layers for one in child.modules()):
+        if any(module is layers for module in child.modules()):
             begun, within = True, name
     if begun and (inner := part.get_submodule(within)) is not layers:
         yield from ((f"{within}.{name}", child) for name, child in _after(inner, layers))
@@ -171,13 +181,13 @@ def own_positions(model: Any) -> Callable[..., tuple[Tensor, Any]] | None:
 
     It is bound to a module without weights, since processes that read rows get a copy of it.
     """
-    found = next((one for one in base_model(model).modules() if hasattr(one, "get_rope_index")), None)
-    if found is None:
+    owner = next((module for module in base_model(model).modules() if hasattr(module, "get_rope_index")), None)
+    if owner is None:
         return None
-    kind: Any = type(found)
+    kind: Any = type(owner)
     empty = kind.__new__(kind)
     Module.__init__(empty)
-    empty.config = found.config
+    empty.config = owner.config
     return empty.get_rope_index
 
 
@@ -188,9 +198,9 @@ def keep_boundaries_from_towers(model: Any) -> None:
 
 
 def _without_boundaries(
-    _: Any, inputs: tuple[Any, ...], given: dict[str, Any]
+    _: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return inputs, {name: value for name, value in given.items() if name not in BOUNDARIES}
+    return inputs, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def tokens_a_pixel(model: Any) -> float:

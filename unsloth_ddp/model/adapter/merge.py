@@ -36,8 +36,8 @@ QUANTIZERS = "transformers.integrations."
 # Options of a LoraConfig that are off where the change of a weight is scale * B @ A.
 EXTENSIONS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "modules_to_save", "target_parameters",
-    "trainable_token_indices", "rank_pattern", "alpha_pattern", "megatron_config", "use_qalora", "alora_invocation_tokens",
-    "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "corda_config",
+    "trainable_token_indices", "rank_pattern", "alpha_pattern", "megatron_config", "use_qalora",
+    "alora_invocation_tokens", "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "corda_config",
 )  # fmt: skip
 # Values of init_lora_weights that do not change the base model's weights.
 PLAIN_BEGINNINGS = (True, False, "gaussian")
@@ -134,7 +134,7 @@ def _is_plain(config: dict[str, Any]) -> bool:
 
 
 def _without_memory(base: Path, settings: Settings) -> Any:
-    """Return a folder's model on the meta device; None if its files are quantized in a form that only Transformers reads."""
+    """Return a folder's model on the meta device; None if only Transformers reads the form of its quantized files."""
     import transformers
 
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
@@ -150,7 +150,7 @@ def _without_memory(base: Path, settings: Settings) -> Any:
 def _changes(
     adapter: Path, model: Any, shapes: dict[str, list[int]], model_names: dict[str, str | None]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]] | None:
-    """Return the adapter's matrices by the stored name of the weight that they change; None if they do not fit the files.
+    """Return the adapter's matrices by the stored name of the changed weight; None if they do not fit the files.
 
     Args:
         shapes: of the stored weights.
@@ -271,7 +271,7 @@ def _untie_adapted_embedding(model: Any) -> None:
 
 
 def _forget_packing(model: Any) -> None:
-    """Replace the conversions that unpacked a model's files by those of plain files; saving would pack the weights again."""
+    """Replace the conversions that unpacked a model's files by those of plain files, so that saving packs none."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     conversions = getattr(model, "_weight_conversions", None) or []

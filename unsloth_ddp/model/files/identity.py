@@ -1,11 +1,11 @@
-"""Identify a model by its files, so that a resumed run is refused if they changed, and a run whose nodes have different ones.
+"""Identify a model by its files, to refuse a resumed run if they changed, and a run whose nodes have others.
 
-A model from the Hub is identified by its commit (data/sources/revisions.py), a local folder by checksums of its files. Up to
-4 GiB of weights are read completely; of more, a tenth is sampled. Loading the model reads them again, mostly from the
-page cache. Modification times are not compared, because they differ between copies on different nodes.
+A model from the Hub is identified by its commit (data/sources/revisions.py), a local folder by checksums of its files.
+Up to 4 GiB of weights are read completely; of more, a tenth is sampled. Loading the model reads them again, mostly from
+the page cache. Modification times are not compared, because they differ between copies on different nodes.
 
-Config, tokenizer and weights are known before the model is loaded. Every other file that decides on what is trained (of an
-image processor, a generation config, a reference adapter and its base) is found in what loading opened (see utils/files/opened.py).
+Config, tokenizer and weights are known before the model is loaded. Every other file that decides on what is trained (an
+image processor, a generation config, a reference adapter) is found in what loading opened (utils/files/opened.py).
 """
 
 import functools
@@ -27,7 +27,7 @@ from unsloth_ddp.utils.files.safe import stays_inside
 from unsloth_ddp.utils.units import GIB, counted
 
 READ_COMPLETELY = 4 * GIB
-# What is compared between nodes, all of which read at once, perhaps from one disk on the network: samples, and their bytes.
+# What is compared between nodes, which read at once, perhaps from one network disk: samples, and their bytes.
 SAMPLES_OF_NODE, SAMPLE_BYTES = 1000, 1 << 16
 # Checkpoints of earlier releases hold these and nothing of what loading opened.
 PARTS = {
@@ -95,7 +95,7 @@ def sizes_and_checksums(
 def check_same_files(settings: Settings, runtime: Runtime) -> None:
     """Refuse files that a node cannot read completely or that differ from those of rank 0; every rank calls this.
 
-    The ranks never compare the weights that they only read. The first process of each node reads the files for the others.
+    The ranks never compare weights that they only read. The first process of each node reads the files for the rest.
 
     Raises:
         UserError: on every rank, naming the file and the rank.

@@ -1,7 +1,7 @@
 """Relate the weights in a checkpoint's files to those of the model's class, and keep what the class does not have.
 
-Transformers renames weights when it loads older checkpoints, and ignores those that its class does not model, such as layers
-that predict several tokens (MTP). A model that was trained or merged from such a checkpoint is to contain them all the same.
+Transformers renames weights when it loads older checkpoints, and ignores those that its class does not model, such as
+layers that predict several tokens (MTP). A model trained or merged from such a checkpoint is to contain them too.
 """
 
 import json
@@ -31,7 +31,7 @@ PLAIN = ("BF16", "F16", "F32")
 
 
 def empty_model(folder: Path, settings: Settings) -> Any:
-    """Return the model of a folder on the meta device, in the class that its config.json names, without quantization."""
+    """Return the model of a folder on the meta device, in the class of its config.json, without quantization."""
     settings = in_folder(settings, folder)
     config = read_config(settings)
     if getattr(config, "quantization_config", None) is not None:
@@ -106,7 +106,8 @@ def keep_what_is_not_modelled(settings: Settings, model: Any, folder: Path) -> N
     lost = sorted(name for name, model_name in model_names.items() if model_name is None and name not in written)
     if not lost:
         return
-    which = f"{counted(len(lost), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: {lost[0]})"
+    count, kind = counted(len(lost), "weight"), type(model).__name__
+    which = f"{count} of {settings.model} that {kind} does not model (the first: {lost[0]})"
     if any(stored[name].dtype not in PLAIN for name in lost):
         print(
             f"The {which} are quantized and not in {folder.name}; copy them from the base model if you need them.",

@@ -99,7 +99,7 @@ def write_model(
 def write_adapter(
     names: Mapping[str, str], fetch: Callable[[str], Tensor], folder: Path | None, attempt: Attempt
 ) -> None:
-    """Write an adapter as PEFT does, to one file; `names` are the model's name of each weight, and PEFT's (see write_model)."""
+    """Write an adapter as PEFT does, to one file; `names` maps the model's names to PEFT's (see write_model)."""
     files = ModelFiles(folder, list(names.values()), stem=ADAPTER, file_bytes=None) if folder else None
     _write(
         files,

@@ -13,9 +13,9 @@ from typing import Any
 from accelerate.utils import patch_environment
 
 # torch.compile times variants of a kernel and takes the fastest. Variants of a sum add in different orders, so that
-# weights differ in their last bits between two runs that compile. With the first option it takes one variant of each sum
-# without timing; without the second it would time matrix products with padded sizes too. TORCHINDUCTOR_DETERMINISTIC=1
-# does not help: Dynamo calls torch.use_deterministic_algorithms() after its first compilation, which resets it.
+# weights differ in their last bits between two runs that compile. With the first option it takes one variant of each
+# sum without timing; without the second it would time padded matrix products too. TORCHINDUCTOR_DETERMINISTIC=1 does
+# not help: Dynamo calls torch.use_deterministic_algorithms() after its first compilation, which resets it.
 REPEATABLE = {"test_configs.force_filter_reduction_configs": True, "shape_padding": False}
 
 
@@ -29,7 +29,7 @@ def layer_options() -> dict[str, Any]:
 
 
 def own_call(module: Any) -> Callable[..., Any]:
-    """Return what computes a module: its call, or the forward pass of its class that Unsloth has wrapped in a compiled one."""
+    """Return what computes a module: its call, or its class's forward pass, which Unsloth wrapped in a compiled one."""
     wrapped = type(module).forward
     original = inspect.unwrap(wrapped)
     return module._call_impl if original is wrapped else types.MethodType(original, module)

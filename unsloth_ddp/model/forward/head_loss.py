@@ -27,7 +27,7 @@ FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 @dataclass(frozen=True)
 class Logits:
-    """Say how a model changes the products of its head: logits = cap * tanh(factor * products / cap), without cap if it is 0."""
+    """Say how a model changes its head's products: logits = cap * tanh(factor * products / cap); a cap of 0 is none."""
 
     factor: float = 1.0
     cap: float = 0.0
@@ -60,7 +60,7 @@ def head_loss(
         labels: (n,) int64; negative labels are ignored.
         dtype: of the matrix products; logits are converted to float32 before the softmax.
         changed: what the model does to the products.
-        chunk: tokens whose logits exist at once, which are not compiled for then; CHUNK tokens, compiled, if it is None.
+        chunk: tokens whose logits exist at once, which are not compiled for then; None for CHUNK tokens, compiled.
     """
     return _HeadLoss.apply(hidden, weight, labels, dtype, changed, chunk)
 

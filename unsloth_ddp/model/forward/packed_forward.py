@@ -39,7 +39,7 @@ NO_MODULE = torch.nn.Identity()
 
 
 class Rows:
-    """The boundaries of the rows that attention is computed within, int32 (rows + 1,); None where rows are sequences."""
+    """The boundaries of the rows that attention stays within, int32 (rows + 1,); None where rows are sequences."""
 
     boundaries: Tensor | None = None
 
@@ -48,11 +48,11 @@ class PackedForward:
     """Call a causal language model on padded micro-batches (see FixedShape.pad).
 
     Args:
-        model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).
+        model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (attention.py).
         shape: of every micro-batch.
         flash_attention_4: compute attention within rows by it, in place of torch's kernel.
-        recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's own
-            checkpointing is off here, whatever the model is set to.
+        recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's
+            own checkpointing is off here, whatever the model is set to.
 
     Raises:
         NotImplementedError: the model cannot be called in this way; the message says why, in a few words.
@@ -91,7 +91,7 @@ class PackedForward:
         self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest, dense=self.dense)
 
     def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
-        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`."""
+        """Return the summed token losses, 0-dim float32; call it and the backward pass inside `passes`."""
         hidden = self._hidden(step)
         selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, step.head_positions)
         return head_loss(selected, self.head.weight, step.head_labels, dtype, self.logits)
@@ -115,7 +115,7 @@ class PackedForward:
         return self.decoder(**inputs)[0]
 
     def draws_random_numbers(self, step: StepTensors) -> bool:
-        """Return whether a forward pass draws random numbers in the model's present mode, as dropout does in training."""
+        """Return whether a forward pass draws random numbers in the model's mode, as dropout does in training."""
         device = step.input_ids.device
         with kept_random_numbers(device), torch.no_grad(), self.passes():
             state = _random_state(device)
@@ -137,7 +137,7 @@ class PackedForward:
             yield
 
     def _unsloth_attention(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what to replace so that Unsloth's layers compute attention within `_rows`, and norms by its fused kernel."""
+        """Yield what to replace so that Unsloth's layers attend within `_rows`, and use its fused kernel for norms."""
         for module in self.unsloth_modules:
             yield module, UNSLOTH_ATTENTION, self._attend
         if self.unsloth_modules:
@@ -150,13 +150,13 @@ class PackedForward:
                 yield sys.modules[name], switch, True
 
     def _unsloth_readers(self) -> list[Any]:
-        """Return Unsloth's modules whose functions read the boundaries of rows on the host, which cannot be captured."""
+        """Return Unsloth's modules that read the boundaries of rows on the host, which cannot be captured."""
         decoder = sys.modules[inspect.unwrap(type(self.decoder).forward).__module__]
         modules = {id(module): module for module in (decoder, *self.unsloth_modules)}
         return [module for module in modules.values() if hasattr(module, UNSLOTH_BOUNDARIES)]
 
     def _own_checkpointing(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what to replace to turn the library's gradient checkpointing off, and to recompute layers if `recompute` says so.
+        """Yield what to replace to turn off the library's gradient checkpointing, and to recompute layers if asked.
 
         Transformers' checkpointing reads the state of the GPU's random numbers, and Unsloth's is reentrant; neither can
         be captured.

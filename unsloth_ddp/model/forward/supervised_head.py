@@ -71,10 +71,10 @@ def fits_fused_head(model: Any) -> bool:
 def _is_read_as_a_shard(model: Any) -> bool:
     """Return whether TRL's fused head would read the head's weight before FSDP2 gathers it, and could not use it.
 
-    TRL then gathers the weight itself. Of a trained weight each rank keeps its own gradient instead of the mean over ranks,
-    and a weight in host memory takes the whole head to the CPU. Otherwise accelerate puts the head into one FSDP2 group with
-    the last normalization, which gathers both. It finds that layer only without PEFT's wrapper. A tied head is gathered with
-    the embedding.
+    TRL then gathers the weight itself. Of a trained weight each rank keeps its own gradient instead of the mean over
+    ranks, and a weight in host memory takes the whole head to the CPU. Otherwise accelerate puts the head into one
+    FSDP2 group with the last normalization, which gathers both. It finds that layer only without PEFT's wrapper. A tied
+    head is gathered with the embedding.
     """
     base = base_model(model)
     weight = getattr(base.get_output_embeddings(), "weight", None)

@@ -1,7 +1,7 @@
 """Choose the class of a model: the one that `architectures` in its config.json names, as on the Hub.
 
-A checkpoint is loaded, merged, written and planned for in this class, so that its weights keep their names and none is lost.
-Transformers maps some configs to several classes: Qwen3.5's to a text model and to an image-text model.
+A checkpoint is loaded, merged, written and planned for in this class, so that its weights keep their names and none is
+lost. Transformers maps some configs to several classes: Qwen3.5's to a text model and to an image-text model.
 """
 
 import inspect
@@ -21,8 +21,8 @@ TRAINED = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
-# Tokens of the row with which a loaded model is checked, and the largest change of an earlier token's logits, relative to
-# the change at the last token, that rounding explains.
+# Tokens of the row with which a loaded model is checked, and the largest change of an earlier token's logits, relative
+# to the change at the last token, that rounding explains.
 CHECKED_TOKENS = 8
 ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
@@ -66,8 +66,9 @@ def model_class(config: Any, settings: Settings) -> Any:
         chosen = next(for_config, None)
     if chosen is None or _reads_other_tokens(config, mapped[chosen][0]):
         raise UserError(
-            f"model {settings.model} is a {' or '.join(named) or config.model_type}, and this kit trains causal language models and image-text "
-            "models, which have one sequence and attend to its earlier tokens only; give one of those"
+            f"model {settings.model} is a {' or '.join(named) or config.model_type}, and this kit trains causal "
+            "language models and image-text models, which have one sequence and attend to its earlier tokens only; "
+            "give one of those"
             + ("." if settings.trust_remote_code else ", or --trust_remote_code if its own code defines one.")
         )
     return getattr(transformers, chosen)
@@ -129,8 +130,8 @@ def _reads_other_tokens(config: Any, class_name: str) -> bool:
 def check_attends_backwards(settings: Settings, model: Any) -> None:
     """Refuse a loaded model whose logits depend on later tokens, or that cannot be called with text alone.
 
-    Two rows that differ in the last token are compared, in evaluation mode and without gradients, and in 16 bit with autocast, as
-    in training: some layers stay in fp32.
+    Two rows that differ in the last token are compared, in evaluation mode and without gradients, and in 16 bit with
+    autocast, as in training: some layers stay in fp32.
     """
     half = model.dtype in (torch.bfloat16, torch.float16)
     ids = torch.arange(CHECKED_TOKENS, device=model.device)[None] + 1
@@ -145,12 +146,12 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
             first, second = (model(**call).logits for call in calls)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"model {settings.model} ({type(model).__name__}) cannot be called with text alone: {one_line(error)}; give a causal "
-            "language model."
+            f"model {settings.model} ({type(model).__name__}) cannot be called with text alone: {one_line(error)}; "
+            "give a causal language model."
         ) from error
     change = (first - second).float().abs()[0].amax(dim=-1)
     if bool(change[:-1].max() > ROUNDING.get(first.dtype, 1e-3) * change[-1]):
         raise UserError(
-            f"model {settings.model} ({type(model).__name__}) attends to later tokens, so a loss on the next token would be wrong; "
-            "give a causal language model."
+            f"model {settings.model} ({type(model).__name__}) attends to later tokens, so a loss on the next token "
+            "would be wrong; give a causal language model."
         )

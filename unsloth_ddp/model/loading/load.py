@@ -47,15 +47,11 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
     check_full_weights(settings.method, settings.full_weights, runtime.precision)
     check_fp8(settings, runtime)
-    attention = settings.attn_implementation
-    if (
-        runtime.device_type == "cuda"
-        and attention
-        and "flash" in attention
-        and torch.cuda.get_device_capability() < AMPERE
-    ):
+    kernel = settings.attn_implementation
+    if runtime.device_type == "cuda" and kernel and "flash" in kernel and torch.cuda.get_device_capability() < AMPERE:
         raise UserError(
-            f"attn_implementation {attention} needs compute capability 8.0, which {runtime.device_name} does not have; use sdpa."
+            f"attn_implementation {kernel} needs compute capability 8.0, which {runtime.device_name} does not have; "
+            "use sdpa."
         )
     check_chat_template(settings.chat_template)
     if settings.gradient_checkpointing == "unsloth" and runtime.backend == "transformers":
@@ -78,8 +74,8 @@ def load_model(settings: Settings, runtime: Runtime, adapter: Path | None = None
     runtime.on_main(lambda: check_class(settings))
     download_model(settings, runtime)
     in_shards = loads_in_shards(runtime.sharding, runtime.backend)
-    # No rank sends the frozen weights to the others, and with FSDP2 none at all. Of a Hub id every node has the same commit,
-    # and Unsloth may load another repository than it names.
+    # No rank sends the frozen weights to the others, and with FSDP2 none at all. Of a Hub id every node has the same
+    # commit, and Unsloth may load another repository than it names.
     read_by_ranks = runtime.ranks.nodes > 1 or runtime.sharding == "fsdp2"
     if in_shards or (read_by_ranks and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
@@ -173,8 +169,8 @@ def _not_loaded(settings: Settings, error: Exception, part: str = "") -> UserErr
 def is_model_file_error(error: Exception) -> bool:
     """Return whether loading failed because of the model's files, and not because of the machine.
 
-    Broken files raise exceptions of many classes. A RuntimeError comes from devices, memory or other ranks, except for the
-    messages and subclasses checked here.
+    Broken files raise exceptions of many classes. A RuntimeError comes from devices, memory or other ranks, except for
+    the messages and subclasses checked here.
     """
     if isinstance(error, RuntimeError):
         sizes = any(words in str(error) for words in ("ignore_mismatched_sizes", "negative dimension"))
@@ -205,7 +201,8 @@ def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
     set_chat_template(tokenizer, settings.chat_template)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"model {settings.model}: its tokenizer has no EOS token, so rows would have no end; set eos_token in tokenizer_config.json."
+            f"model {settings.model}: its tokenizer has no EOS token, so rows would have no end; set eos_token in "
+            "tokenizer_config.json."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -238,7 +235,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         model = model.dequantize()
     if settings.method != "full":
         check_module_names(settings, model)
-        # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
+        # For models without its kernels, Unsloth would take paths for leaf names unless every part may be adapted.
         parts = {"finetune_vision_layers": True} if os.environ.get("UNSLOTH_USE_NEW_MODEL") == "1" else {}
         options = adapter_options(settings, model) | parts
         if options["target_parameters"] is None and stacked_experts(model):
@@ -260,13 +257,13 @@ def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
     expected = class_name(model.config, settings)
     if type(model).__name__ != expected and not settings.trust_remote_code:
         raise UserError(
-            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {expected}; use --backend "
-            "transformers."
+            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {expected}; "
+            "use --backend transformers."
         )
 
 
 def _unquantized_modules(settings: Settings) -> list[str] | None:
-    """Return the modules that QLoRA leaves in 16 bit: towers and projectors too, as Unsloth does; None for Transformers' choice."""
+    """Return the modules that QLoRA leaves in 16 bit, towers too as with Unsloth; None for Transformers' choice."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
     config = read_config(settings)
@@ -314,7 +311,7 @@ def _load_transformers(
         )
     model, loading = loaded
     name_present_layers(model)
-    # The check does not work with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
+    # The check fails with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
     if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
         if mesh is None:
@@ -324,8 +321,8 @@ def _load_transformers(
         model, quantization = model.dequantize(), None
     checkpointing = kinds_here(runtime, settings)[0] != "none"
     if quantization is not None:
-        # PEFT's function would convert embedding, norms and output head to fp32, and activations with them; Unsloth leaves them
-        # in 16 bit. It would also take packed shards for 16-bit weights.
+        # PEFT's function would convert embedding, norms and output head to fp32, and activations with them; Unsloth
+        # leaves them in 16 bit. It would also take packed shards for 16-bit weights.
         model.requires_grad_(requires_grad=False)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -378,13 +375,15 @@ def check_positions(settings: Settings, model: Any, longest: int) -> None:
     # Some position embeddings (OPT) have an offset and are longer by it.
     if any(positions <= table.num_embeddings < positions + 8 for table in tables):
         raise UserError(
-            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions of model {settings.model}; use "
-            f"--max_length {positions}, which truncates them (with --overlong drop: leaves them out), or a model with more positions."
+            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions of model {settings.model}; "
+            f"use --max_length {positions}, which truncates them (with --overlong drop: leaves them out), or a model "
+            "with more positions."
         )
     if getattr(config, "rope_parameters", None):
         print(
-            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions that model {settings.model} was trained for; "
-            f"use --max_length {positions}, or set rope_parameters in its config.json to a scaling for longer rows."
+            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions that model {settings.model} "
+            f"was trained for; use --max_length {positions}, or set rope_parameters in its config.json to a scaling "
+            "for longer rows."
         )
 
 

@@ -1,4 +1,4 @@
-"""Load a model in shards for FSDP2: every rank reads its own shard of each weight, and no process holds the whole model.
+"""Load a model in shards for FSDP2: every rank reads its shard of each weight, and none holds the whole model.
 
 Transformers creates the model on the meta device, maps the names in the files to its own, and reads only this rank's
 slice of a weight that is a DTensor. accelerate decides which modules FSDP2 wraps. Between the two:
@@ -7,7 +7,7 @@ slice of a weight that is a DTensor. accelerate decides which modules FSDP2 wrap
 2. PEFT adds adapters to that model. They are small, and begin with the same values as without sharding.
 3. `wrap` passes the model to accelerate with weights on the meta device, and puts each rank's shards into the result.
 
-accelerate's own method (fsdp_cpu_ram_efficient_loading) first reads the whole model into the host memory of one process.
+accelerate's own method (fsdp_cpu_ram_efficient_loading) first reads the whole model into one process's memory.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from unsloth_ddp.model.loading.shards import SplitPacked, as_shard, part_of, par
 from unsloth_ddp.model.modules import DTYPES, base_model, replaced
 from unsloth_ddp.utils.errors import UserError, one_line
 
-# Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank that
-# holds it, are stacked to one weight.
+# Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank
+# that holds it, are stacked to one weight.
 SPLITTABLE = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Bnb4bitDeserialize", None)])
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy: compute in `precision`, reduce gradients in fp32 (accelerate's policy reduces in 16 bit)."""
+    """Return FSDP2's policy: compute in `precision`, reduce gradients in fp32 (accelerate reduces in 16 bit)."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
@@ -93,8 +93,8 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
 def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
     """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
 
-    accelerate does not wrap it again later. Trained weights keep their type, unless they have several, of which FSDP2 takes
-    one: then they become fp32, as with accelerate. In a model with 4-bit weights they become bf16, as with TRL.
+    accelerate does not wrap it again later. Trained weights keep their type, unless they have several, of which FSDP2
+    takes one: then they become fp32, as with accelerate. In a model with 4-bit weights they become bf16, as with TRL.
 
     Raises:
         UserError: FSDP2 cannot wrap this model.
@@ -107,8 +107,9 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     plugin.cpu_ram_efficient_loading = False
     if not (plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)):
         raise UserError(
-            f"FSDP2 cannot shard {type(base_model(model)).__name__}: its class does not name its layers (_no_split_modules); "
-            "give the class of a layer as fsdp_transformer_layer_cls_to_wrap under fsdp_config in the accelerate config."
+            f"FSDP2 cannot shard {type(base_model(model)).__name__}: its class does not name its layers "
+            "(_no_split_modules); give the class of a layer as fsdp_transformer_layer_cls_to_wrap under fsdp_config in "
+            "the accelerate config."
         )
     _check_shared(model)
     if quantized:
@@ -176,17 +177,14 @@ def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> N
 
 
 def _read_whole(mapping: list[Any]) -> list[str]:
-    """Return name patterns of weights that a rank cannot compute from its slices of the files, such as fused weights."""
+    """Return name patterns of weights that a rank cannot compute from its slices of the files: fused ones, say."""
     return [target for conversion in mapping if not _splittable(conversion) for target in conversion.target_patterns]
 
 
 def _splittable(conversion: Any) -> bool:
     operations = getattr(conversion, "operations", [])
-    kinds = [
-        (type(operation).__name__, getattr(operation, "dim", None))
-        for operation in operations
-        if not isinstance(operation, SplitPacked)
-    ]
+    steps = (step for step in operations if not isinstance(step, SplitPacked))
+    kinds = [(type(step).__name__, getattr(step, "dim", None)) for step in steps]
     return not operations or kinds in SPLITTABLE
 
 

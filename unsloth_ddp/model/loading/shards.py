@@ -1,8 +1,8 @@
 """Shard tensors along the first dimension, as FSDP2 does: the last ranks may have smaller or empty shards.
 
-bitsandbytes quantizes a whole weight to 4 bits, because its constants belong to blocks of values and to the whole weight. Each
-rank quantizes the weight on its device and keeps a shard of the bytes. The constants stay whole; they take an eighth of a bit
-to half a bit per value.
+bitsandbytes quantizes a whole weight to 4 bits, because its constants belong to blocks of values and to the whole
+weight. Each rank quantizes the weight on its device and keeps a shard of the bytes. The constants stay whole; they take
+an eighth of a bit to half a bit per value.
 """
 
 import contextlib
@@ -92,11 +92,11 @@ class SplitPacked(ConversionOps):
 
     Args:
         storage: dtype in which the packed bytes are stored; FSDP2 needs a floating-point dtype.
-        quantize: operation that quantizes the weight, if no earlier operation does.
+        packer: operation that quantizes the weight, if no earlier operation does.
     """
 
-    def __init__(self, mesh: DeviceMesh, storage: torch.dtype, quantize: Any = None) -> None:
-        self.mesh, self.storage, self.quantize = mesh, storage, quantize
+    def __init__(self, mesh: DeviceMesh, storage: torch.dtype, packer: Any = None) -> None:
+        self.mesh, self.storage, self.packer = mesh, storage, packer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Upstream copies the operations for every weight; process groups cannot be copied.
@@ -106,10 +106,8 @@ class SplitPacked(ConversionOps):
         self, input_dict: dict[str, Any], *args: Any, model: Any = None, full_layer_name: str = "", **others: Any
     ) -> dict[str, Any]:
         """Return the shard under the name of the packed weight."""
-        if self.quantize is not None:
-            input_dict = self.quantize.convert(
-                input_dict, *args, model=model, full_layer_name=full_layer_name, **others
-            )
+        if self.packer is not None:
+            input_dict = self.packer.convert(input_dict, *args, model=model, full_layer_name=full_layer_name, **others)
         return {name: self._part(value, model, full_layer_name) for name, value in input_dict.items()}
 
     def _part(self, packed: Any, model: Any, path: str) -> Any:
@@ -136,9 +134,7 @@ def split_quantized(quantizer: Any, mapping: list[Any], mesh: DeviceMesh) -> boo
         storage = quantizer.quantization_config.bnb_4bit_compute_dtype
     if quantizer.pre_quantized:
         for conversion in mapping:
-            if any(
-                type(operation).__name__ == "Bnb4bitDeserialize" for operation in getattr(conversion, "operations", [])
-            ):
+            if any(type(step).__name__ == "Bnb4bitDeserialize" for step in getattr(conversion, "operations", [])):
                 conversion.operations.append(SplitPacked(mesh, storage))
     else:
         packs = quantizer.get_quantize_ops

@@ -1,8 +1,8 @@
 """Make a stand-in of a model: a copy with a few of its layers and random weights that are not sharded.
 
-Sharded weights cannot be used before training begins, and a rank that runs out of memory in a pass over them would leave
-the others waiting. A pass over the stand-in takes the same memory per layer, without a collective. Copying the modules
-keeps their modifications: adapters, attention kernels, fused losses.
+Sharded weights cannot be used before training begins, and a rank that runs out of memory in a pass over them would
+leave the others waiting. A pass over the stand-in takes the same memory per layer, without a collective. Copying the
+modules keeps their modifications: adapters, attention kernels, fused losses.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def period_of(layers: ModuleList) -> int:
 
 
 def kind_of(layer: Module) -> tuple[Any, ...]:
-    """Return a key for the kind of a layer: its class, the names and shapes of its weights, and its attention window."""
+    """Return a key for the kind of a layer: its class, names and shapes of weights, and its attention window."""
     weights = tuple(
         (name, tuple(_shape(weight)), weight.dtype, weight.requires_grad) for name, weight in layer.named_parameters()
     )

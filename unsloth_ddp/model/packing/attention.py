@@ -127,7 +127,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
 
 
 def _kept_state(runtime: Runtime, model: Any) -> str | None:
-    """Return the reason that a layer carries a state from row to row; None where kernels may reset it, which is tried later."""
+    """Return why a layer carries a state from row to row; None where kernels may reset it, which is tried later."""
     obstacle = state_reason(model)
     if obstacle is None or shards_weights(runtime.sharding):
         return obstacle
@@ -183,7 +183,7 @@ def prove_prompts_shared(
 ) -> PackingDecision:
     """Return the decision, with whether the prompt of a pair is computed once for both answers; the same on every rank.
 
-    It is if torch's kernel computes the packs, and a trial gives the same loss and gradients; not while weights are sharded.
+    It is if torch's kernel computes the packs, and a trial gives equal loss and gradients; not with sharded weights.
 
     Args:
         token_ids: int (n,), tokens of rows.
@@ -214,13 +214,13 @@ def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
         return None
     if setup.kept_by_unsloth:
         return (
-            f"Unsloth computes the model's attention with {setup.implementation or 'code of its own'}, which takes no boundaries of "
-            "rows; --backend transformers may pack them"
+            f"Unsloth computes the model's attention with {setup.implementation or 'code of its own'}, which takes no "
+            "boundaries of rows; --backend transformers may pack them"
         )
     if setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return (
-            f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of 8 up to "
-            f"{LARGEST_HEAD}"
+            f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of "
+            f"8 up to {LARGEST_HEAD}"
         )
     return setup.obstacle
 

@@ -55,7 +55,7 @@ COMPARED = 8
 
 @dataclass
 class Pass:
-    """The mean loss of a row, its gradients with respect to embedded tokens (tokens, hidden size) and to weights; float32.
+    """The mean loss of a row, its gradients by embedded tokens (tokens, hidden size) and by weights; float32.
 
     `places` are the positions that the text decoder was called with, if any.
     """
@@ -152,7 +152,7 @@ def _own_noise(
 
 
 def _same_places(packed: Tensor | None, alone: Tensor | None, tokens_ahead: int) -> bool:
-    """Return whether a row in a pack has the positions of several dimensions (M-RoPE) that the model finds for the row alone.
+    """Return whether a row in a pack has the M-RoPE positions (several dimensions) that it has alone.
 
     In 16 bit losses may differ by more than some wrong positions would change them.
     """

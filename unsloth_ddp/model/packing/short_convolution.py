@@ -1,7 +1,7 @@
 """Compute the short causal convolutions of hybrid models (LFM2, Qwen3.5) within the rows of a pack.
 
-Transformers calls them by one name in each family's module, with the row of each token in `seq_idx`. Its own function leaves
-that out, and the package causal-conv1d, which does not, has to be built.
+Transformers calls them by one name in each family's module, with the row of each token in `seq_idx`. Its own function
+leaves that out, and the package causal-conv1d, which does not, has to be built.
 """
 
 import importlib.util

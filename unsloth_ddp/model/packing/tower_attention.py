@@ -1,8 +1,8 @@
 """Compute the attention of a tower over all images of a micro-batch at once, with torch's varlen_attn.
 
-Towers that join the patches of all images (Qwen's, GLM's) know where each image ends. Transformers splits the patches there for
-every kernel but flash attention's: it waits for the GPU and starts a kernel for each image and layer, in which the GPU idles.
-Pixtral's gets a mask of all patches by all patches instead, and none for flash attention.
+Towers that join the patches of all images (Qwen's, GLM's) know where each image ends. Transformers splits the patches
+there for every kernel but flash attention's: it waits for the GPU and starts a kernel for each image and layer, in
+which the GPU idles. Pixtral's gets a mask of all patches by all patches instead, and none for flash attention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def join_images(runtime: Runtime, model: Any) -> None:
 def joined_layers(model: Any) -> Module | None:
     """Return what runs the layers of a tower, if they get the patches of all images and can know where each image ends.
 
-    They get the boundaries, or the tower gives flash attention the position of each patch in its image in place of a mask.
+    They get the boundaries, or the tower gives flash attention the position of each patch in its image, not a mask.
     """
     if (tower := image_tower(model)) is None:
         return None

@@ -51,7 +51,7 @@ def is_available() -> bool:
 
 
 def has_flash_attention_4(capability: int) -> bool:
-    """Return whether FlashAttention 4 may replace torch's kernel: it is installed, and the GPU has this major compute capability."""
+    """Return whether FlashAttention 4 is installed and may replace torch's kernel at this major compute capability."""
     from torch.nn.attention import current_flash_attention_impl
 
     # Unsloth's variable for the same choice.
@@ -201,7 +201,7 @@ def _set_attention(model: Any, name: str) -> None:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype that attention is computed in: under autocast, queries can be fp32 after an fp32 normalisation."""
+    """Return the dtype of attention: under autocast, queries can be fp32 after an fp32 normalisation."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
@@ -286,7 +286,7 @@ def attend(
         # The gradient of a key is the sum of two at most, so that it does not depend on their order.
         keys, values = keys.index_select(0, shared_keys), values.index_select(0, shared_keys)
         rows = Rows(boundaries, cu_seq_lens_k, longest, max_length_k)
-    # What compiles torch's operator expects its output in the layout of the queries, and FlashAttention 4's is contiguous.
+    # torch's operator is compiled for an output in the layout of the queries, and FlashAttention 4's is contiguous.
     inputs = (by_token(query).contiguous(), keys, values)
     if s_aux is not None:
         attended = attention_with_sinks(*inputs, s_aux, *rows, scale, _tokens_before(sliding_window))[0]
@@ -316,7 +316,7 @@ def _tokens_before(window: int | None) -> int:
 def _sinks_as_keys(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys, values and a mask with which sdpa computes sinks: one more key, whose score is the sink and whose value is 0."""
+    """Return keys, values and a mask for sdpa with sinks: one more key, with the sink as score and value 0."""
     batch, heads, tokens, _ = query.shape
     if mask is None:
         mask = query.new_ones((tokens, key.shape[2]), dtype=torch.bool).tril(key.shape[2] - tokens)
@@ -327,7 +327,7 @@ def _sinks_as_keys(
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, window: int | None) -> Tensor:
-    """Return causal attention within rows by flash attention, (tokens, heads, head size), of up to 256 values a head."""
+    """Return causal attention within rows, (tokens, heads, head size), by flash attention; up to 256 values a head."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped = key.shape[1] != query.shape[1]

@@ -1,4 +1,4 @@
-"""Name the dtypes of a model, unwrap it from PEFT, find its text decoder, count a layer's weights, and change what it computes with for a block."""
+"""Name the dtypes of a model, unwrap it from PEFT, find its text decoder, and change it inside a block."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -69,7 +69,7 @@ def kept_random_numbers(device: torch.device) -> AbstractContextManager[None]:
 def without_dropout(model: Any) -> Iterator[bool]:
     """Set every probability of dropout to 0 inside the block, in training mode too; yield whether there was one.
 
-    These are those of dropout layers, and those that modules pass to functions: attention_dropout, resid_pdrop and the like.
+    These are those of dropout layers, and those that modules pass to functions, such as attention_dropout.
     """
     dropouts = [
         (module, name)
@@ -87,7 +87,7 @@ def without_dropout(model: Any) -> Iterator[bool]:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Compute layers with a state by Transformers' functions in torch inside the block: on a CPU, and with empty models.
+    """Compute layers with a state by Transformers' torch functions inside the block: on a CPU, with empty models.
 
     Kernels of installed packages (fla, causal_conv1d, mamba_ssm) take tensors of a GPU only. Transformers has the same
     need where it exports a model, and chooses at each call. Where it compiles, it does not advise to install a package.

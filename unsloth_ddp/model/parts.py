@@ -1,4 +1,4 @@
-"""Find the parts of a model: its text decoder, the towers and projectors beside it, and the layers that an adapter may change.
+"""Find the parts of a model: its text decoder, the towers and projectors beside it, and the adaptable layers.
 
 Everything is found from the modules of the model, so that it holds for architectures of which nothing is known here.
 """
@@ -18,8 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 from unsloth_ddp.model.adapter.experts import EXPERTS, full_shape, number_in
 from unsloth_ddp.model.modules import base_model, text_decoder
 
-# Transformers' names for what chooses: classes and modules that choose experts for a token, or tokens for attention. A loss
-# on text reaches the second not at all, and changes of the first undo the balance of the experts.
+# Transformers' names for what chooses: classes and modules that choose experts for a token, or tokens for attention. A
+# loss on text reaches the second not at all, and changes of the first undo the balance of the experts.
 CHOOSING = re.compile(r"Router|Indexer|TopKGat|MoEGate|(?:^|[._])(?:router|indexer)(?=[._]|$)")
 # Names of attention to the output of a tower or an encoder, which rows of text leave out.
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_att", re.IGNORECASE)
@@ -30,7 +30,7 @@ MODELING = ("transformers.models.", "transformers_modules.")
 
 
 def parts_beside_text(model: Any) -> dict[str, Module]:
-    """Return the towers and projectors of a model by their paths: the largest modules without a part of the text decoder."""
+    """Return a model's towers and projectors by their paths: the largest modules without a part of the text decoder."""
     base = base_model(model)
     text_ids = {id(module) for module in (*text_decoder(model).modules(), base.get_output_embeddings())}
     ancestors = {id(module) for module in base.modules() if any(id(inner) in text_ids for inner in module.modules())}
@@ -43,7 +43,7 @@ def parts_beside_text(model: Any) -> dict[str, Module]:
 
 
 def _towers_within(base: Any, decoder: Any) -> dict[str, Module]:
-    """Return modules in the decoder with a model of another config, such as a tower and its projector (Phi-4 multimodal)."""
+    """Return modules in the decoder with a model of another config: a tower and its projector (Phi-4 multimodal)."""
     start = _path_of(base, decoder)
     kind, embedding = type(getattr(decoder, "config", None)), base.get_input_embeddings()
     towers: dict[str, Module] = {}
@@ -98,7 +98,7 @@ def adaptable_layers(model: Any, beside: Callable[[str], bool] | None = None) ->
 
 
 def is_linear(module: Module) -> bool:
-    """Return whether a module is a linear layer: torch's, one that quantizes it, or GPT-2's with a transposed weight."""
+    """Return whether a module is a linear layer: torch's, a quantized one, or GPT-2's with a transposed weight."""
     return isinstance(module, Linear) or type(module).__name__ == "Conv1D"
 
 
@@ -119,7 +119,7 @@ def freeze_beside_text(model: Any, beside: Callable[[str], bool] | None = None) 
 
 
 def sometimes_unused(model: Any) -> list[Parameter]:
-    """Return the weights that a step can leave without a gradient: those beside the text, and experts that are modules each."""
+    """Return weights that a step can leave without a gradient: beside the text, and experts that are modules."""
     unused = {id(p): p for module in parts_beside_text(model).values() for p in module.parameters()}
     for path, module in base_model(model).named_modules():
         if isinstance(module, ModuleList) and path.endswith("experts"):
@@ -149,17 +149,14 @@ def _holds_experts(module: Module) -> bool:
     return any(
         "Expert" in type(child).__name__
         or name == "experts"
-        or (
-            not isinstance(child, _ConvNd)
-            and any(len(full_shape(weight)) == 3 for weight in child.parameters(recurse=False))
-        )
+        or (not isinstance(child, _ConvNd) and any(len(full_shape(p)) == 3 for p in child.parameters(recurse=False)))
         for name, child in module.named_children()
     )
 
 
 @functools.cache
 def _weights_read(kind: Any) -> frozenset[str]:
-    """Return the layers whose weights the methods of a class read as self.NAME.weight, so that an adapter would not be used."""
+    """Return the layers whose weights a class reads as self.NAME.weight, so that an adapter would not be used."""
     return frozenset(READ_WEIGHT.findall(_source_of(kind)))
 
 

@@ -130,7 +130,7 @@ def drive(family: str, folder: Path) -> dict[str, Any]:
         model, tokenizer = load_model(settings, runtime)
     except UserError as refusal:
         return {"refused": str(refusal)}
-    lengths = row_check.BEFORE, row_check.ROW = 5, 3
+    lengths = row_check.TOKENS_AHEAD, row_check.ROW = 5, 3
     rows = [{"input_ids": ids, "labels": ids} for ids in np.split(np.arange(9, 9 + sum(lengths)), lengths[:1])]
     result: dict[str, Any] = {"wrapped": wrapped(model), "passes": {}, "padded": None}
     batches = {"padded": PadRight(tokenizer.pad_token_id)(rows)}

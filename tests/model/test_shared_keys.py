@@ -1,4 +1,4 @@
-"""Layers that take the keys and values of earlier layers: which kinds keep their gradients, and what a failed pass keeps alive."""
+"""Layers that take the keys and values of earlier layers: kinds that keep their gradients, and a failed pass."""
 
 from __future__ import annotations
 

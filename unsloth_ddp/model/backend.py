@@ -88,9 +88,9 @@ def _check_unsloth(facts: BackendFacts, too_large: str | None) -> None:
         )
     if facts.shares_keys and settings.gradient_checkpointing not in ("auto", "none"):
         raise UserError(
-            f"gradient_checkpointing {settings.gradient_checkpointing} with backend unsloth would lose gradients of model "
-            f"{settings.model}, whose layers take the keys and values of earlier layers; give --backend transformers, or "
-            "--gradient_checkpointing none."
+            f"gradient_checkpointing {settings.gradient_checkpointing} with backend unsloth would lose gradients of "
+            f"model {settings.model}, whose layers take the keys and values of earlier layers; give --backend "
+            "transformers, or --gradient_checkpointing none."
         )
     if too_large:
         raise UserError(f"model {settings.model}: {too_large}; give --backend transformers, which loads it in shards.")

@@ -1,4 +1,4 @@
-"""Name the dtypes of a model, unwrap it from PEFT, find its text decoder, count a layer's weights, and change what it computes with for a block."""
+"""Name the dtypes of a model, unwrap it from PEFT, find its text decoder, and change it inside a block."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,13 +21,13 @@ def text_decoder(model: Any) -> Any:
     """
     base = base_model(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    found = base.get_decoder() if hasattr(base, "get_decoder") else base.base_model
-    while head is not None and hasattr(found, "get_decoder") and any(one is head for one in found.modules()):
-        inner = found.get_decoder()
-        if inner is found:
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base.base_model
+    while head is not None and hasattr(decoder, "get_decoder") and any(module is head for module in decoder.modules()):
+        inner = decoder.get_decoder()
+        if inner is decoder:
             break
-        found = inner
-    return found if any(one is embedding for one in found.modules()) else base.base_model
+        decoder = inner
+    return decoder if any(module is embedding for module in decoder.modules()) else base.base_model
 
 
 def name_present_layers(model: Any) -> None:
@@ -69,9 +69,9 @@ def kept_random_numbers(device: torch.device) -> AbstractContextManager[None]:
 def without_dropout(model: Any) -> Iterator[bool]:
     """Set every probability of dropout to 0 inside the block, in training mode too; yield whether there was one.
 
-    These are those of dropout layers, and those that modules pass to functions: attention_dropout, resid_pdrop and the like.
+    These are those of dropout layers, and those that modules pass to functions, such as attention_dropout.
     """
-    found = [
+    dropouts = [
         (module, name)
         for module in model.modules()
         for name, value in vars(module).items()
@@ -80,14 +80,14 @@ def without_dropout(model: Any) -> Iterator[bool]:
         and (name == "p" if isinstance(module, torch.nn.Dropout) else "drop" in name)
     ]
     with ExitStack() as stack:
-        for module, name in found:
+        for module, name in dropouts:
             stack.enter_context(replaced(module, name, 0.0))
-        yield bool(found)
+        yield bool(dropouts)
 
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Compute layers with a state by Transformers' functions in torch inside the block: on a CPU, and with empty models.
+    """Compute layers with a state by Transformers' torch functions inside the block: on a CPU, with empty models.
 
     Kernels of installed packages (fla, causal_conv1d, mamba_ssm) take tensors of a GPU only. Transformers has the same
     need where it exports a model, and chooses at each call. Where it compiles, it does not advise to install a package.
@@ -104,13 +104,13 @@ def without_kernels() -> Iterator[None]:
 @contextmanager
 def kept_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Begin the block without gradients of these parameters, and put their own back after it."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in before:
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in before:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
@@ -118,12 +118,12 @@ def kept_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     """Set an attribute of a module or an object to `new` inside the block; remove it afterwards if there was none."""
     missing = object()
-    before = getattr(owner, name, missing)
+    original = getattr(owner, name, missing)
     setattr(owner, name, new)
     try:
         yield
     finally:
-        if before is missing:
+        if original is missing:
             delattr(owner, name)
         else:
-            setattr(owner, name, before)
+            setattr(owner, name, original)

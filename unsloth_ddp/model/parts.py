@@ -1,4 +1,4 @@
-"""Find the parts of a model: its text decoder, the towers and projectors beside it, and the layers that an adapter may change.
+"""Find the parts of a model: its text decoder, the towers and projectors beside it, and the adaptable layers.
 
 Everything is found from the modules of the model, so that it holds for architectures of which nothing is known here.
 """
@@ -18,8 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 from unsloth_ddp.model.adapter.experts import EXPERTS, full_shape, number_in
 from unsloth_ddp.model.modules import base_model, text_decoder
 
-# Transformers' names for what chooses: classes and modules that choose experts for a token, or tokens for attention. A loss
-# on text reaches the second not at all, and changes of the first undo the balance of the experts.
+# Transformers' names for what chooses: classes and modules that choose experts for a token, or tokens for attention. A
+# loss on text reaches the second not at all, and changes of the first undo the balance of the experts.
 CHOOSING = re.compile(r"Router|Indexer|TopKGat|MoEGate|(?:^|[._])(?:router|indexer)(?=[._]|$)")
 # Names of attention to the output of a tower or an encoder, which rows of text leave out.
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_att", re.IGNORECASE)
@@ -30,37 +30,37 @@ MODELING = ("transformers.models.", "transformers_modules.")
 
 
 def parts_beside_text(model: Any) -> dict[str, Module]:
-    """Return the towers and projectors of a model by their paths: the largest modules without a part of the text decoder."""
+    """Return a model's towers and projectors by their paths: the largest modules without a part of the text decoder."""
     base = base_model(model)
-    own = {id(one) for one in (*text_decoder(model).modules(), base.get_output_embeddings())}
-    ancestors = {id(one) for one in base.modules() if any(id(inner) in own for inner in one.modules())}
-    found: dict[str, Module] = {}
+    text_ids = {id(module) for module in (*text_decoder(model).modules(), base.get_output_embeddings())}
+    ancestors = {id(module) for module in base.modules() if any(id(inner) in text_ids for inner in module.modules())}
+    beside: dict[str, Module] = {}
     for path, module in base.named_modules():
-        inside = any(path.startswith(f"{known}.") for known in found)
+        inside = any(path.startswith(f"{outer}.") for outer in beside)
         if path and not inside and id(module) not in ancestors and any(True for _ in module.parameters()):
-            found[path] = module
-    return found | _towers_within(base, text_decoder(model))
+            beside[path] = module
+    return beside | _towers_within(base, text_decoder(model))
 
 
 def _towers_within(base: Any, decoder: Any) -> dict[str, Module]:
-    """Return modules in the decoder with a model of another config, such as a tower and its projector (Phi-4 multimodal)."""
+    """Return modules in the decoder with a model of another config: a tower and its projector (Phi-4 multimodal)."""
     start = _path_of(base, decoder)
     kind, embedding = type(getattr(decoder, "config", None)), base.get_input_embeddings()
-    found: dict[str, Module] = {}
+    towers: dict[str, Module] = {}
     for path, module in decoder.named_modules():
         config = getattr(module, "config", None)
         if not path or config is None or type(config) is kind or not hasattr(module, "_no_split_modules"):
             continue
         while "." in path and not any(
-            one is embedding for one in decoder.get_submodule(path.rpartition(".")[0]).modules()
+            inner is embedding for inner in decoder.get_submodule(path.rpartition(".")[0]).modules()
         ):
             path = path.rpartition(".")[0]
-        found[f"{start}.{path}" if start else path] = decoder.get_submodule(path)
-    return found
+        towers[f"{start}.{path}" if start else path] = decoder.get_submodule(path)
+    return towers
 
 
-def _path_of(base: Any, wanted: Any) -> str:
-    return next(path for path, module in base.named_modules() if module is wanted)
+def _path_of(base: Any, part: Any) -> str:
+    return next(path for path, module in base.named_modules() if module is part)
 
 
 def adaptable_layers(model: Any, beside: Callable[[str], bool] | None = None) -> dict[str, Module]:
@@ -98,7 +98,7 @@ def adaptable_layers(model: Any, beside: Callable[[str], bool] | None = None) ->
 
 
 def is_linear(module: Module) -> bool:
-    """Return whether a module is a linear layer: torch's, one that quantizes it, or GPT-2's with a transposed weight."""
+    """Return whether a module is a linear layer: torch's, a quantized one, or GPT-2's with a transposed weight."""
     return isinstance(module, Linear) or type(module).__name__ == "Conv1D"
 
 
@@ -113,18 +113,18 @@ def freeze_beside_text(model: Any, beside: Callable[[str], bool] | None = None) 
     trained = {id(p) for module in (text_decoder(model), head) if module is not None for p in module.parameters()}
     towers = {id(p) for module in parts_beside_text(model).values() for p in module.parameters()}
     for name, parameter in base.named_parameters():
-        own = id(parameter) in trained and id(parameter) not in towers
-        if not own and not (beside is not None and beside(name)):
+        is_text = id(parameter) in trained and id(parameter) not in towers
+        if not is_text and not (beside is not None and beside(name)):
             parameter.requires_grad_(False)
 
 
 def sometimes_unused(model: Any) -> list[Parameter]:
-    """Return the weights that a step can leave without a gradient: those beside the text, and experts that are modules each."""
-    found = {id(p): p for module in parts_beside_text(model).values() for p in module.parameters()}
+    """Return weights that a step can leave without a gradient: beside the text, and experts that are modules."""
+    unused = {id(p): p for module in parts_beside_text(model).values() for p in module.parameters()}
     for path, module in base_model(model).named_modules():
         if isinstance(module, ModuleList) and path.endswith("experts"):
-            found |= {id(p): p for p in module.parameters()}
-    return list(found.values())
+            unused |= {id(p): p for p in module.parameters()}
+    return list(unused.values())
 
 
 def _numbers_of_experts(config: Any) -> set[int]:
@@ -138,10 +138,10 @@ def _chooses(path: str, modules: dict[str, Module], experts: set[int]) -> bool:
     names = path.split(".")
     # The layer and what it is in, from the inside out.
     around: list[Any] = [modules[".".join(names[:count])] for count in range(len(names), 0, -1)]
-    kinds = [type(one).__name__ for one in around]
-    if any(named.search(one) for named in (CHOOSING, CROSS_ATTENTION) for one in (path, *kinds)):
+    kinds = [type(module).__name__ for module in around]
+    if any(named.search(name) for named in (CHOOSING, CROSS_ATTENTION) for name in (path, *kinds)):
         return True
-    return getattr(around[0], "out_features", 0) in experts and any(_holds_experts(one) for one in around[1:3])
+    return getattr(around[0], "out_features", 0) in experts and any(_holds_experts(module) for module in around[1:3])
 
 
 def _holds_experts(module: Module) -> bool:
@@ -149,16 +149,14 @@ def _holds_experts(module: Module) -> bool:
     return any(
         "Expert" in type(child).__name__
         or name == "experts"
-        or (
-            not isinstance(child, _ConvNd) and any(len(full_shape(one)) == 3 for one in child.parameters(recurse=False))
-        )
+        or (not isinstance(child, _ConvNd) and any(len(full_shape(p)) == 3 for p in child.parameters(recurse=False)))
         for name, child in module.named_children()
     )
 
 
 @functools.cache
 def _weights_read(kind: Any) -> frozenset[str]:
-    """Return the layers whose weights the methods of a class read as self.NAME.weight, so that an adapter would not be used."""
+    """Return the layers whose weights a class reads as self.NAME.weight, so that an adapter would not be used."""
     return frozenset(READ_WEIGHT.findall(_source_of(kind)))
 
 
@@ -167,8 +165,8 @@ def _source_of(kind: type[Module]) -> str:
     # The replacement has the name and the module of the original.
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     text = Path(file).read_text(encoding="utf-8") if file and kind.__module__.startswith(MODELING) else ""
-    if found := re.search(rf"^class {kind.__name__}\b.*?(?=^\S)", f"{text}\n#", re.MULTILINE | re.DOTALL):
-        return found[0]
+    if match := re.search(rf"^class {kind.__name__}\b.*?(?=^\S)", f"{text}\n#", re.MULTILINE | re.DOTALL):
+        return match[0]
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):

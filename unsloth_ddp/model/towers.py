@@ -47,7 +47,7 @@ def image_tower(model: Any) -> ImageTower | None:
     """
     for path, part in parts_beside_text(model).items():
         layers = _layers(part)
-        first = next((one for one in part.modules() if isinstance(one, (Linear, _ConvNd))), None)
+        first = next((module for module in part.modules() if isinstance(module, (Linear, _ConvNd))), None)
         if layers is None or first is None:
             continue
         numbers = full_shape(first.weight)[1:]
@@ -68,41 +68,41 @@ def parts_of_images(model: Any) -> dict[str, Module]:
 def _of_other_inputs(path: str, modules: dict[str, Module]) -> bool:
     around, _, name = path.rpartition(".")
     kind = type(modules[around])
-    methods = {one: inspect.unwrap(getattr(kind, one)) for one in dir(kind) if ENCODES.fullmatch(one)}
-    naming = {one for one, method in methods.items() if inspect.isfunction(method) and name in method.__code__.co_names}
+    methods = {key: inspect.unwrap(getattr(kind, key)) for key in dir(kind) if ENCODES.fullmatch(key)}
+    naming = {key for key, method in methods.items() if inspect.isfunction(method) and name in method.__code__.co_names}
     return "get_image_features" in methods and bool(naming) and "get_image_features" not in naming
 
 
 def kept_a_patch(block: Module) -> int:
     """Return about how many numbers a trained layer of a tower keeps of a patch for its backward pass.
 
-    These are inputs and outputs of its norms, outputs of its linear layers, and inputs of those that no norm feeds. Attention
-    scores and copies for attention kernels are left out.
+    These are inputs and outputs of its norms, outputs of its linear layers, and inputs of those that no norm feeds.
+    Attention scores and copies for attention kernels are left out.
     """
     norms = [p.numel() for n, p in block.named_parameters() if n.endswith("weight") and p.ndim == 1]
     linear = [m for m in block.modules() if isinstance(m, Linear)]
-    kept = 2 * sum(norms) + sum(m.out_features for m in linear)
-    return kept + sum(m.in_features for m in linear if m.in_features not in norms)
+    numbers = 2 * sum(norms) + sum(m.out_features for m in linear)
+    return numbers + sum(m.in_features for m in linear if m.in_features not in norms)
 
 
 def projectors(model: Any) -> dict[str, Module]:
     """Return the modules between towers of images and text decoder by their paths.
 
-    These are the parts beside the decoder without layers of their own, and if a tower has none beside it, what follows its
-    layers in it and is multiplied with weights (Qwen's merger).
+    These are the parts beside the decoder without layers of their own, and if a tower has none beside it, what follows
+    its layers in it and is multiplied with weights (Qwen's merger).
     """
     parts = parts_of_images(model)
-    found = {path: part for path, part in parts.items() if not _layers(part) and _multiplies(part)}
+    between = {path: part for path, part in parts.items() if not _layers(part) and _multiplies(part)}
     for path, part in parts.items():
         layers = _layers(part)
-        if layers and not found:
-            found |= {f"{path}.{name}": module for name, module in _after(part, layers)}
-    return found
+        if layers and not between:
+            between |= {f"{path}.{name}": module for name, module in _after(part, layers)}
+    return between
 
 
 def _layers(part: Module) -> ModuleList | None:
     """Return the longest list of layers in a part, of several the first."""
-    return max((one for one in part.modules() if isinstance(one, ModuleList) and len(one)), key=len, default=None)
+    return max((m for m in part.modules() if isinstance(m, ModuleList) and len(m)), key=len, default=None)
 
 
 def _multiplies(module: Module) -> bool:
@@ -115,14 +115,14 @@ def _after(part: Module, layers: Module) -> Iterable[tuple[str, Module]]:
     for name, child in part.named_children():
         if begun and _multiplies(child) and not hasattr(child, "config"):
             yield name, child
-        if any(one is layers for one in child.modules()):
+        if any(module is layers for module in child.modules()):
             begun, within = True, name
     if begun and (inner := part.get_submodule(within)) is not layers:
         yield from ((f"{within}.{name}", child) for name, child in _after(inner, layers))
 
 
 def trained_beside(model: Any, choice: bool | str) -> Callable[[str], bool] | None:
-    """Return whether --train_towers trains the module or weight of a path outside the text decoder; None if it trains none.
+    """Return whether --train_towers trains the module or weight of a path beside the decoder; None if it trains none.
 
     Parts that images do not reach would get no gradient, so they are left out.
 
@@ -136,8 +136,8 @@ def trained_beside(model: Any, choice: bool | str) -> Callable[[str], bool] | No
     if not parts or (choice == "projector" and not between):
         part = choice if choice == "projector" else "tower"
         raise UserError(
-            f"train_towers {str(choice).lower()}: the model ({type(base_model(model)).__name__}) has no {part} beside its text "
-            "decoder; leave train_towers out."
+            f"train_towers {str(choice).lower()}: the model ({type(base_model(model)).__name__}) has no {part} beside "
+            "its text decoder; leave train_towers out."
         )
 
     def is_trained(path: str) -> bool:
@@ -171,34 +171,34 @@ def own_positions(model: Any) -> Callable[..., tuple[Tensor, Any]] | None:
 
     It is bound to a module without weights, since processes that read rows get a copy of it.
     """
-    found = next((one for one in base_model(model).modules() if hasattr(one, "get_rope_index")), None)
-    if found is None:
+    owner = next((module for module in base_model(model).modules() if hasattr(module, "get_rope_index")), None)
+    if owner is None:
         return None
-    kind: Any = type(found)
+    kind: Any = type(owner)
     empty = kind.__new__(kind)
     Module.__init__(empty)
-    empty.config = found.config
+    empty.config = owner.config
     return empty.get_rope_index
 
 
 def keep_boundaries_from_towers(model: Any) -> None:
-    """Leave the boundaries of rows out of the calls of towers, to which some classes pass them on; towers have their own."""
+    """Leave the boundaries of rows out of the calls of towers: some classes pass them on, and towers have their own."""
     for part in parts_beside_text(model).values():
         part.register_forward_pre_hook(_without_boundaries, with_kwargs=True)
 
 
 def _without_boundaries(
-    _: Any, inputs: tuple[Any, ...], given: dict[str, Any]
+    _: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return inputs, {name: value for name, value in given.items() if name not in BOUNDARIES}
+    return inputs, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def tokens_a_pixel(model: Any) -> float:
     """Return the work of the tower for each number of an image, in tokens of the text decoder.
 
     A patch is multiplied with the weights of the tower's blocks, as a token is with those of the decoder and the head.
-    Multiplied with n weights, of which t are trained, a token takes 4 n + 2 t FLOP (sizing/shape.py), and a patch of a frozen
-    tower 2 n, as it needs no backward pass. Attention scores are left out in both.
+    Multiplied with n weights, of which t are trained, a token takes 4 n + 2 t FLOP (sizing/shape.py), and a patch of a
+    frozen tower 2 n, as it needs no backward pass. Attention scores are left out in both.
     """
     tower = image_tower(model)
     if tower is None:
@@ -219,6 +219,6 @@ def tokens_a_pixel(model: Any) -> float:
 
 
 def _work(parameters: Iterable[Parameter], passes: int) -> float:
-    """Return the FLOP of a place that is multiplied with these weights: `passes` for each, and 2 more if it is trained."""
+    """Return the FLOP of a place multiplied with these weights: `passes` for each, and 2 more if it is trained."""
     multiplied = [p for p in parameters if len(full_shape(p)) > 1]
     return float(sum(math.prod(full_shape(p)) * (passes + 2 * p.requires_grad) for p in multiplied))

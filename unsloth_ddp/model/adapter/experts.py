@@ -72,7 +72,7 @@ def describe_experts(model: torch.nn.Module) -> str | None:
     if all(parameter.requires_grad for parameter in stacked.values()):
         return "trained; the balancing loss is left out"
     adapted = {
-        name for name, parameter in adapted_parameters(model) if any(parameter is one for one in stacked.values())
+        name for name, parameter in adapted_parameters(model) if any(parameter is tensor for tensor in stacked.values())
     }
     if not adapted:
         return "left as they are; --lora_target_parameters all-experts adapts them"

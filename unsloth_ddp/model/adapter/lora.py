@@ -13,8 +13,8 @@ from unsloth_ddp.model.parts import adaptable_layers, is_linear, parts_beside_te
 from unsloth_ddp.model.towers import trained_beside
 from unsloth_ddp.utils.errors import UserError
 
-# Name of an expert's linear layer -> name of the tensor in which Transformers stacks it. PEFT 0.21 maps names in the same
-# way (peft/utils/transformers_weight_conversion.py).
+# Name of an expert's linear layer -> name of the tensor in which Transformers stacks it. PEFT 0.21 maps names in the
+# same way (peft/utils/transformers_weight_conversion.py).
 NAMES_OF_EXPERTS = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj", "gate_up_proj": "gate_up_proj",
     "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
@@ -44,19 +44,19 @@ def token_indices(settings: Settings, model: Any, tokenizer: Any) -> dict[str, l
     Raises:
         UserError: a name is no token of the tokenizer, or the model has no row for it.
     """
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is None or head.weight is embedding.weight
     ends = [embedding] if tied else [embedding, head]
     rows = min(full_shape(end.weight)[0] for end in ends)
     for token in settings.lora_trainable_tokens:
-        if known.get(token, rows) >= rows:
-            lacks = f"has {rows:,} rows of the embedding" if token in known else "has no such token"
+        if vocabulary.get(token, rows) >= rows:
+            lacks = f"has {rows:,} rows of the embedding" if token in vocabulary else "has no such token"
             raise UserError(
                 f"lora_trainable_tokens {token[:100]}: model {settings.model} {lacks}; add it to a copy of the model "
                 "(docs/rows.md, New tokens)."
             )
-    ids = sorted({known[token] for token in settings.lora_trainable_tokens})
+    ids = sorted({vocabulary[token] for token in settings.lora_trainable_tokens})
     return {path: ids for end in ends for path, module in model.named_modules() if module is end}
 
 
@@ -74,7 +74,7 @@ def adapter_options(settings: Settings, model: torch.nn.Module) -> dict[str, Any
 
 
 def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
-    """Return the modules to adapt, as PEFT and Unsloth take them: leaf names where these match nothing else, else paths.
+    """Return the modules to adapt for PEFT and Unsloth: leaf names where these match nothing else, else paths.
 
     Raises:
         UserError: there is no module that all-linear could adapt.
@@ -82,7 +82,8 @@ def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
     chosen = adapted_paths(settings, model)
     if not chosen and not target_parameters(settings, model):
         raise UserError(
-            f"lora_target_modules {ALL_LINEAR}: {settings.model} has no linear layer in its text decoder; name the modules."
+            f"lora_target_modules {ALL_LINEAR}: {settings.model} has no linear layer in its text decoder; name the "
+            "modules."
         )
     of_leaf: dict[str, set[str]] = {}
     for path, _ in base_model(model).named_modules():
@@ -95,9 +96,9 @@ def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
 def adapted_paths(settings: Settings, model: torch.nn.Module) -> set[str]:
     """Return the paths of the modules to adapt.
 
-    all-linear and leaf names (q_proj) stand for layers that rows of text run through (see parts.adaptable_layers), a name with a
-    dot for every module whose path ends with it. In MoE models PEFT takes some names for those of experts (see
-    target_parameters), even if other layers, such as shared experts, have these names too. all-linear leaves these names out.
+    all-linear and leaf names (q_proj) stand for layers that rows of text run through (see parts.adaptable_layers), a
+    name with a dot for every module whose path ends with it. In MoE models PEFT takes some names for those of experts
+    (see target_parameters), even if other layers, such as shared experts, have them too. all-linear leaves them out.
     """
     layers = adaptable_layers(model, trained_beside(model, settings.train_towers))
     names = [name for name in settings.lora_target_modules if not _tensors_called(name, model)]
@@ -130,26 +131,26 @@ def target_parameters(settings: Settings, model: torch.nn.Module) -> list[str]:
     Raises:
         UserError: lora_dropout is set, which such adapters do not support.
     """
-    given = settings.lora_target_parameters
-    found = names_in_layers(model) if given == ["all-experts"] else list(given)
+    names = settings.lora_target_parameters
+    adapted = names_in_layers(model) if names == ["all-experts"] else list(names)
     for name in settings.lora_target_modules:
-        found += [tensor for tensor in _tensors_called(name, model) if tensor not in found]
-    if found and settings.lora_dropout:
+        adapted += [tensor for tensor in _tensors_called(name, model) if tensor not in adapted]
+    if adapted and settings.lora_dropout:
         raise UserError(
-            f"lora_dropout {settings.lora_dropout:g} cannot be combined with an adapter on {', '.join(found)[:200]}: PEFT adds "
-            "it to the weights, so inputs cannot be dropped; give --lora_dropout 0, or leave these out."
+            f"lora_dropout {settings.lora_dropout:g} cannot be combined with an adapter on {', '.join(adapted)[:200]}: "
+            "PEFT adds it to the weights, so inputs cannot be dropped; give --lora_dropout 0, or leave these out."
         )
-    return found
+    return adapted
 
 
 def _tensors_called(name: str, model: torch.nn.Module) -> list[str]:
     """Return the stacked weights that contain the experts' layers of this name; empty for a path or another name."""
     stacked = NAMES_OF_EXPERTS.get(name)
-    return [one for one in names_in_layers(model) if stacked and one.rpartition(".")[2] in (stacked, name)]
+    return [tensor for tensor in names_in_layers(model) if stacked and tensor.rpartition(".")[2] in (stacked, name)]
 
 
 def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
-    """Refuse a name that matches no module or parameter, which PEFT ignores if another name matches, or an adapted head.
+    """Refuse an adapted head, and a name without a module or parameter, which PEFT ignores if another name matches.
 
     A name matches if it is the end of the dotted path.
     """
@@ -171,8 +172,9 @@ def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None
     head = model.get_output_embeddings()  # type: ignore[operator]
     if any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules()):
         raise UserError(
-            f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss multiplies "
-            f"directly, so an adapter on it would not be trained; leave it out, or give --lora_modules_to_save {name[:100]}."
+            f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss "
+            "multiplies directly, so an adapter on it would not be trained; leave it out, or give "
+            f"--lora_modules_to_save {name[:100]}."
         )
     if _tensors_called(name, model) or _paths_named(
         name, model, adaptable_layers(model, trained_beside(model, settings.train_towers))
@@ -180,27 +182,28 @@ def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None
         return
     path = next(path for path, _ in base_model(model).named_modules() if f".{path}".endswith(f".{name}"))
     raise UserError(
-        f"lora_target_modules {name[:100]} is a tower, a router or another module of {settings.model} that rows of text do not train "
-        f"or should not; leave it out, or give its path to adapt it all the same ({path})."
+        f"lora_target_modules {name[:100]} is a tower, a router or another module of {settings.model} that rows of "
+        f"text do not train or should not; leave it out, or give its path to adapt it all the same ({path})."
     )
 
 
 def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
-    given, stacked = settings.lora_target_parameters, names_in_layers(model)
-    if given == ["all-experts"] and stacked:
+    names, stacked = settings.lora_target_parameters, names_in_layers(model)
+    if names == ["all-experts"] and stacked:
         return
-    known = [
+    paths = [
         f".{path}.{name}"
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if not isinstance(module, torch.nn.Linear) and len(full_shape(parameter)) in (2, 3)
     ]
-    for name in given:
-        if not any(path.endswith(f".{name}") for path in known):
+    for name in names:
+        if not any(path.endswith(f".{name}") for path in paths):
             has = f"its experts are in {', '.join(stacked)}" if stacked else "it has no experts in stacked tensors"
             raise UserError(
-                f"lora_target_parameters {name[:100]} is not a parameter of {settings.model} of 2 or 3 dimensions outside linear layers; "
-                f"{has}, all-experts is given alone, and lora_target_modules names linear layers."
+                f"lora_target_parameters {name[:100]} is not a parameter of {settings.model} of 2 or 3 dimensions "
+                f"outside linear layers; {has}, all-experts is given alone, and lora_target_modules names linear "
+                "layers."
             )
 
 

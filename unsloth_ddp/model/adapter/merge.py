@@ -36,8 +36,8 @@ QUANTIZERS = "transformers.integrations."
 # Options of a LoraConfig that are off where the change of a weight is scale * B @ A.
 EXTENSIONS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "modules_to_save", "target_parameters",
-    "trainable_token_indices", "rank_pattern", "alpha_pattern", "megatron_config", "use_qalora", "alora_invocation_tokens",
-    "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "corda_config",
+    "trainable_token_indices", "rank_pattern", "alpha_pattern", "megatron_config", "use_qalora",
+    "alora_invocation_tokens", "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "corda_config",
 )  # fmt: skip
 # Values of init_lora_weights that do not change the base model's weights.
 PLAIN_BEGINNINGS = (True, False, "gaussian")
@@ -101,24 +101,27 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
         return None
     stored = stored_tensors(paths)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    known = names_in_model(model, stored)
+    model_shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    model_names = names_in_model(model, stored)
     constants: dict[str, dict[str, Path]] = {}
     for name, tensor in stored.items():
         weight = name.partition(PART)[0] + WEIGHT
-        if PART in name and (packed := known.get(weight)) in own:
+        if PART in name and (packed := model_names.get(weight)) in model_shapes:
             constants.setdefault(weight, {})[name] = tensor.path
             # Its file holds packed bytes.
-            shapes[weight] = own[str(packed)]
-    changes = _changes(adapter, model, shapes, known)
+            shapes[weight] = model_shapes[str(packed)]
+    changes = _changes(adapter, model, shapes, model_names)
     if changes is None:
         return None
     inside = {name for names in constants.values() for name in names}
-    if any(QUANTIZED in name for name in stored) and not {known[name] for name in stored.keys() - inside} <= own.keys():
+    if (
+        any(QUANTIZED in name for name in stored)
+        and not {model_names[name] for name in stored.keys() - inside} <= model_shapes.keys()
+    ):
         # Packed weights under other names than the model's, such as each expert of a stack.
         return None
-    wanted = [name for name in stored if name not in inside and known[name] is not None]
-    files = {path: [name for name in wanted if stored[name].path == path] for path in paths}
+    written = [name for name in stored if name not in inside and model_names[name] is not None]
+    files = {path: [name for name in written if stored[name].path == path] for path in paths}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     return Merge(files, constants, changes, scale, model, _is_sixteen_bit(stored.values()))
 
@@ -131,7 +134,7 @@ def _is_plain(config: dict[str, Any]) -> bool:
 
 
 def _without_memory(base: Path, settings: Settings) -> Any:
-    """Return a folder's model on the meta device; None if its files are quantized in a form that only Transformers reads."""
+    """Return a folder's model on the meta device; None if only Transformers reads the form of its quantized files."""
     import transformers
 
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
@@ -145,13 +148,13 @@ def _without_memory(base: Path, settings: Settings) -> Any:
 
 
 def _changes(
-    adapter: Path, model: Any, shapes: dict[str, list[int]], known: dict[str, str | None]
+    adapter: Path, model: Any, shapes: dict[str, list[int]], model_names: dict[str, str | None]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]] | None:
-    """Return the adapter's matrices by the stored name of the weight that they change; None if they do not fit the files.
+    """Return the adapter's matrices by the stored name of the changed weight; None if they do not fit the files.
 
     Args:
         shapes: of the stored weights.
-        known: the model's name of each.
+        model_names: the model's name of each.
     """
     from peft import PeftConfig, load_peft_weights
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -162,8 +165,8 @@ def _changes(
     if weights.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
         return None
     by_name: dict[str | None, list[str]] = {}
-    for name, own in known.items():
-        by_name.setdefault(own, []).append(name)
+    for name, model_name in model_names.items():
+        by_name.setdefault(model_name, []).append(name)
     changes = {}
     for module in modules:
         pair = weights[f"{PREFIX}{module}{A}"], weights[f"{PREFIX}{module}{B}"]
@@ -192,8 +195,8 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
                         first, second = merge.changes[name]
                         weight = weight.float().add_(second.float() @ first.float(), alpha=merge.scale)
                     # A 16-bit model keeps a few weights in fp32 on purpose.
-                    kept = merge.sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
-                    out.add(name, weight if kept or not weight.is_floating_point() else weight.to(torch.bfloat16))
+                    stays_fp32 = merge.sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
+                    out.add(name, weight if stays_fp32 or not weight.is_floating_point() else weight.to(torch.bfloat16))
         out.close()
 
 
@@ -213,11 +216,11 @@ def _unpacked(packed: torch.Tensor, constants: dict[str, Path]) -> torch.Tensor:
     """
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    found = {}
+    tensors = {}
     for name, path in constants.items():
         with safe_open(path, "pt") as weights:
-            found[name] = weights.get_tensor(name)
-    state = QuantState.from_dict(found, device=torch.device("cpu"))
+            tensors[name] = weights.get_tensor(name)
+    state = QuantState.from_dict(tensors, device=torch.device("cpu"))
     return dequantize_4bit(packed.flatten().view(torch.uint8).unsqueeze(1), state)
 
 
@@ -268,14 +271,14 @@ def _untie_adapted_embedding(model: Any) -> None:
 
 
 def _forget_packing(model: Any) -> None:
-    """Replace the conversions that unpacked a model's files by those of plain files; saving would pack the weights again."""
+    """Replace the conversions that unpacked a model's files by those of plain files, so that saving packs none."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    known = getattr(model, "_weight_conversions", None) or []
-    unpacked = {target for one in known if _unpacks(one) for target in _targets(one)}
-    plain = [one for one in get_model_conversion_mapping(model) if unpacked & _targets(one)]
+    conversions = getattr(model, "_weight_conversions", None) or []
+    unpacked = {target for conversion in conversions if _unpacks(conversion) for target in _targets(conversion)}
+    plain = [conversion for conversion in get_model_conversion_mapping(model) if unpacked & _targets(conversion)]
     if unpacked:
-        model._weight_conversions = [one for one in known if not _unpacks(one)] + plain
+        model._weight_conversions = [conversion for conversion in conversions if not _unpacks(conversion)] + plain
 
 
 def _unpacks(conversion: Any) -> bool:

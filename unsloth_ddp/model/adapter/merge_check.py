@@ -32,8 +32,8 @@ ROUNDING, LOST = 0.03, 0.75
 def check_merged(settings: Settings, adapter: Path, merged: Path, rows: Sequence[Sequence[int]]) -> None:
     """Compare the logits of the merged model with those of the base model with the adapter, on the CPU.
 
-    They are computed in fp32, or in bf16 if memory is short. A model that does not fit into host memory, or that a CPU cannot
-    compute, is not compared, which is printed.
+    They are computed in fp32, or in bf16 if memory is short. A model that does not fit into host memory, or that a CPU
+    cannot compute, is not compared, which is printed.
 
     Args:
         rows: token ids; the first ROWS rows are compared, up to TOKENS tokens of each.
@@ -54,8 +54,8 @@ def _check(settings: Settings, adapter: Path, merged: Path, rows: list[list[int]
     needed, free = int(ROOM * weight_bytes(merged)), psutil.virtual_memory().available
     if needed > free:
         print(
-            f"The merged model was not compared with the adapter on rows, which takes {shown_bytes(needed)} of host memory, and "
-            f"{shown_bytes(free)} are free.",
+            f"The merged model was not compared with the adapter on rows, which takes {shown_bytes(needed)} of host "
+            f"memory, and {shown_bytes(free)} are free.",
             flush=True,
         )
         return
@@ -70,8 +70,9 @@ def _check(settings: Settings, adapter: Path, merged: Path, rows: list[list[int]
         return
     if lost > ROUNDING and lost > LOST * change:
         raise UserError(
-            f"The merged model differs from {settings.model} with the adapter in {adapter}: its logits are {lost:.1%} away, and the "
-            f"adapter changes them by {change:.1%}. It is not kept; the adapter is whole. Please report this with the model's name."
+            f"The merged model differs from {settings.model} with the adapter in {adapter}: its logits are {lost:.1%} "
+            f"away, and the adapter changes them by {change:.1%}. It is not kept; the adapter is whole. Please report "
+            "this with the model's name."
         )
 
 
@@ -82,11 +83,11 @@ def _compare(
     model = load_adapted(settings, adapter, dtype)
     expected = _logits(model, rows)
     with model.disable_adapter():
-        before = _logits(model, rows)
+        without_adapter = _logits(model, rows)
     del model
     gc.collect()
-    found = _logits(load_on_cpu(in_folder(settings, merged), dtype), rows)
-    return _distance(found, expected), _distance(before, expected)
+    merged_logits = _logits(load_on_cpu(in_folder(settings, merged), dtype), rows)
+    return _distance(merged_logits, expected), _distance(without_adapter, expected)
 
 
 def _logits(model: Any, rows: list[Tensor]) -> Tensor:
@@ -94,6 +95,6 @@ def _logits(model: Any, rows: list[Tensor]) -> Tensor:
         return torch.cat([model(input_ids=row, use_cache=False).logits[0].float() for row in rows])
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Return the distance of the logits of the median token, (tokens, vocabulary), relative to their size in the second."""
-    return float(((one - other).norm(dim=-1) / other.norm(dim=-1)).median())
+def _distance(logits: Tensor, other: Tensor) -> float:
+    """Return the distance of the median token's logits, (tokens, vocabulary), relative to their size in the second."""
+    return float(((logits - other).norm(dim=-1) / other.norm(dim=-1)).median())

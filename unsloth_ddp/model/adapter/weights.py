@@ -1,4 +1,4 @@
-"""Read the weights of an adapter into a model, and refuse what does not fit: a key that is missing, or one that is not used.
+"""Read the weights of an adapter into a model, and refuse keys that are missing or not used.
 
 PEFT only warns of such keys, and the model then answers as its base.
 """
@@ -25,12 +25,12 @@ def load_weights(model: Any, folder: Path, base: str) -> None:
         raise UserError(f"The adapter in {folder} cannot be loaded: {one_line(error)}.") from None
     if read.unexpected_keys:
         raise UserError(
-            f"The adapter in {folder} holds {sorted(read.unexpected_keys)[0]}, which its base model {base} does not have; "
-            "check whether the base model was replaced."
+            f"The adapter in {folder} holds {sorted(read.unexpected_keys)[0]}, which its base model {base} does not "
+            "have; check whether the base model was replaced."
         )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad or ".lora_" in name}
     if absent := sorted(trained.intersection(read.missing_keys)):
         raise UserError(
-            f"The adapter in {folder} lacks {len(absent)} of its {len(trained)} weights (the first: {absent[0]}); check "
-            "whether its file was replaced or settings.yaml was edited."
+            f"The adapter in {folder} lacks {len(absent)} of its {len(trained)} weights (the first: {absent[0]}); "
+            "check whether its file was replaced or settings.yaml was edited."
         )

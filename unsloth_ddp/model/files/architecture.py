@@ -7,7 +7,7 @@ from typing import Any
 
 from unsloth_ddp.utils.errors import UserError
 
-# Files of Transformers that list the types of models. They are read as text, since Transformers must not be imported before Unsloth.
+# Files of Transformers that list the types of models. They are read as text: Transformers must not precede Unsloth.
 LISTS_OF_TYPES = ("auto_mappings.py", "configuration_auto.py")
 
 
@@ -18,7 +18,7 @@ def check_architecture(model: str, config: dict[str, Any] | None) -> None:
         config: content of the model's config.json; None if it cannot be read yet.
 
     Raises:
-        UserError: with the release that wrote the config, the one that is installed, the newest that Unsloth allows, and a command.
+        UserError: with the releases that wrote the config, is installed, and is the newest for Unsloth; a command.
     """
     config = config or {}
     kind, code = config.get("model_type"), config.get("auto_map")
@@ -29,9 +29,10 @@ def check_architecture(model: str, config: dict[str, Any] | None) -> None:
     is_newer = bool(re.fullmatch(r"\d+(\.\d+)+", wrote)) and _parts(wrote) > _parts(installed)
     raise UserError(
         f"model {model} is of type {kind[:100]}, which Transformers {installed} does not have"
-        f"{f' (its config.json asks for {wrote[:30]})' if wrote else ''}{_limit_of_unsloth()}; train it without Unsloth: add --backend "
-        f"transformers, and begin the command with uv run --with 'transformers>{'=' + wrote if is_newer else installed}' python -m "
-        "accelerate.commands.launch instead of accelerate launch."
+        f"{f' (its config.json asks for {wrote[:30]})' if wrote else ''}{_limit_of_unsloth()}; train it without "
+        "Unsloth: add --backend transformers, and begin the command with uv run --with "
+        f"'transformers>{'=' + wrote if is_newer else installed}' python -m accelerate.commands.launch instead of "
+        "accelerate launch."
     )
 
 

@@ -13,7 +13,7 @@ def template_variables(settings: Settings) -> frozenset[str]:
     if text := read_model_text(model[0], "chat_template.jinja", model[1]):
         return variables_of(text)
     files = (read_model_file(model[0], name, model[1]) for name in ("chat_template.json", "tokenizer_config.json"))
-    given = next((file["chat_template"] for file in files if file and file.get("chat_template")), None)
-    if isinstance(given, list):
-        given = {str(one.get("name")): str(one.get("template")) for one in given}
-    return variables_of(given)
+    template = next((file["chat_template"] for file in files if file and file.get("chat_template")), None)
+    if isinstance(template, list):
+        template = {str(entry.get("name")): str(entry.get("template")) for entry in template}
+    return variables_of(template)

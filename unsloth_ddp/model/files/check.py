@@ -1,4 +1,4 @@
-"""Check a model before it is loaded: a folder's JSON files, index and headers of weight files, and whether it can be trained.
+"""Check a model before it is loaded: JSON files, index, headers of weight files, and whether it can be trained.
 
 The libraries below fail on a damaged folder with unclear errors, or train weights that were never loaded. Nothing in
 the folder is executed, and of the weights only the headers are read.
@@ -70,9 +70,9 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
     weights = _weight_files(folder, SAFE)
     if weights is None and any(folder.glob(SHARDS)):
         raise UserError(
-            f"model {folder} is a checkpoint of full training with FSDP2, whose weights are in shards; make a model of them with "
-            f"`python -m unsloth_ddp.export {shlex.quote(str(folder))} --to merged` and give that as --model, or go on with the run "
-            "by its --run_name."
+            f"model {folder} is a checkpoint of full training with FSDP2, whose weights are in shards; make a model of "
+            f"them with `python -m unsloth_ddp.export {shlex.quote(str(folder))} --to merged` and give that as "
+            "--model, or go on with the run by its --run_name."
         )
     if weights is None:
         pickled = _weight_files(folder, PICKLED)
@@ -80,18 +80,18 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
             raise UserError(f"model {folder} holds no weights ({SAFE} or {SAFE}.index.json); download it again.")
         if safetensors_only:
             raise UserError(
-                f"model {folder} has its weights in pickle files, which are not read by default because a pickle can carry "
-                "code; save it with safetensors, or give --no_use_safetensors if you trust its source."
+                f"model {folder} has its weights in pickle files, which are not read by default because a pickle can "
+                "carry code; save it with safetensors, or give --no_use_safetensors if you trust its source."
             )
         for name in pickled:
             _refuse_pointer(folder, name)
             _refuse_truncated(folder, name)
         return
     stored: dict[str, list[int]] = {}
-    for name, wanted in weights.items():
-        found = _stored_shapes(folder, name)
-        stored |= found
-        if missing := sorted(wanted - found.keys()):
+    for name, listed in weights.items():
+        shapes = _stored_shapes(folder, name)
+        stored |= shapes
+        if missing := sorted(listed - shapes.keys()):
             raise UserError(
                 f"model {folder}: {SAFE}.index.json lists {missing[0]} in {name}, which does not contain it; "
                 "download the model again."
@@ -101,7 +101,7 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
 
 
 def _refuse_impossible_sizes(folder: Path, config: dict[str, Any], stored: dict[str, list[int]]) -> None:
-    """Refuse far more layers or words than the files hold, for which building the model would take minutes or all memory."""
+    """Refuse far more layers or words than the files hold: building the model would take minutes or all memory."""
     longest = max((size for shape in stored.values() for size in shape), default=0)
     for name, value in config.items():
         if isinstance(value, dict):
@@ -111,13 +111,13 @@ def _refuse_impossible_sizes(folder: Path, config: dict[str, Any], stored: dict[
             or (name == "vocab_size" and value > max(longest, MOST_WORDS))
         ):
             raise UserError(
-                f"model {folder}: config.json has {name} {value:,}, but the weight files hold only {counted(len(stored), 'tensor')}, "
-                f"none longer than {longest:,}; download the model again."
+                f"model {folder}: config.json has {name} {value:,}, but the weight files hold only "
+                f"{counted(len(stored), 'tensor')}, none longer than {longest:,}; download the model again."
             )
 
 
 def check_no_hub_kernel(model: str, config: Any) -> None:
-    """Refuse a config.json that names a kernel on the Hub, whose code loading would fetch and run where `kernels` is installed.
+    """Refuse a config.json that names a kernel on the Hub: with `kernels` installed, loading would run its code.
 
     Args:
         config: its content, or that of a part of it.
@@ -125,8 +125,8 @@ def check_no_hub_kernel(model: str, config: Any) -> None:
     for name, value in config.items() if isinstance(config, dict) else ():
         if name.endswith("_implementation") and "/" in (text := json.dumps(value)):
             raise UserError(
-                f"model {model}: its config.json names code on the Hub ({name} {text[:100]}), which would run; remove that entry, "
-                "or give --trust_remote_code if you trust its source."
+                f"model {model}: its config.json names code on the Hub ({name} {text[:100]}), which would run; remove "
+                "that entry, or give --trust_remote_code if you trust its source."
             )
         check_no_hub_kernel(model, value)
 
@@ -138,8 +138,8 @@ def _refuse_impossible_tokens(folder: Path, tokenizer: dict[str, Any]) -> None:
     for word, token in words.items() if isinstance(words, dict) else ():
         if type(token) is not int or not 0 <= token < MOST_TOKENS:
             raise UserError(
-                f"model {folder}: tokenizer.json gives {word[:50]!r} the id {str(token)[:50]}, but an id is a whole number below "
-                f"{MOST_TOKENS:,}; download the model again."
+                f"model {folder}: tokenizer.json gives {word[:50]!r} the id {str(token)[:50]}, but an id is a whole "
+                f"number below {MOST_TOKENS:,}; download the model again."
             )
 
 
@@ -153,8 +153,8 @@ def check_adapter_file(folder: Path) -> None:
             return
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"The adapter in {folder} is damaged: {ADAPTER_WEIGHTS} cannot be read ({one_line(error)}); copy it again, or "
-            "give a checkpoint of the run, such as RUN/checkpoint-100."
+            f"The adapter in {folder} is damaged: {ADAPTER_WEIGHTS} cannot be read ({one_line(error)}); copy it again, "
+            "or give a checkpoint of the run, such as RUN/checkpoint-100."
         ) from None
 
 
@@ -163,8 +163,8 @@ def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> No
     absent = sorted(missing) or [str(item[0] if isinstance(item, tuple) else item) for item in mismatched]
     if absent:
         raise UserError(
-            f"model {folder}: its files lack {counted(len(absent), 'weight')} (the first: {absent[0]}), which would be random; "
-            "download it again, or correct config.json if its sizes are wrong."
+            f"model {folder}: its files lack {counted(len(absent), 'weight')} (the first: {absent[0]}), which would be "
+            "random; download it again, or correct config.json if its sizes are wrong."
         )
 
 
@@ -184,7 +184,8 @@ def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
     for name in files:
         if not stays_inside(name):
             raise UserError(
-                f"model {folder}: {index} names {name[:100]!r}, which is not a file of this folder; do not use this model."
+                f"model {folder}: {index} names {name[:100]!r}, which is not a file of this folder; do not use this "
+                "model."
             )
         if not _is_file(folder / name):
             raise UserError(
@@ -208,7 +209,8 @@ def _stored_shapes(folder: Path, name: str) -> dict[str, list[int]]:
     _refuse_pointer(folder, name)
     try:
         with safe_open(folder / name, framework="numpy") as file:
-            return {weight: file.get_slice(weight).get_shape() for weight in file.keys()}  # noqa: SIM118 (not a mapping)
+            weights = file.keys()
+            return {weight: file.get_slice(weight).get_shape() for weight in weights}
     except (SafetensorError, OSError) as error:
         raise UserError(f"model {folder}: {name} is damaged ({one_line(error)}); download it again.") from None
 
@@ -222,8 +224,8 @@ def _refuse_pointer(folder: Path, name: str) -> None:
         return  # the read that follows reports it
     if begin == LFS_POINTER:
         raise UserError(
-            f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "
-            "the model with uv run hf download NAME."
+            f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or "
+            "download the model with uv run hf download NAME."
         )
 
 
@@ -268,8 +270,9 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
     named = f"the base model {base}" if base else "a base model that its adapter_config.json does not name"
     option = f"--model {shlex.quote(base)}" if base else "that base as --model"
     raise UserError(
-        f"model {model} is an adapter for {named}; give {option} to train a new adapter, with --resume to go on with its run, or the "
-        "merged model (`python -m unsloth_ddp.export RUN --to merged`, or PEFT's merge_and_unload) to train on from it."
+        f"model {model} is an adapter for {named}; give {option} to train a new adapter, with --resume to go on with "
+        "its run, or the merged model (`python -m unsloth_ddp.export RUN --to merged`, or PEFT's merge_and_unload) to "
+        "train on from it."
     )
 
 
@@ -289,9 +292,9 @@ def check_quantization(
     method = str(quantization.get("quant_method") or "bitsandbytes").lower()
     if method not in TRAINABLE[backend]:
         raise UserError(
-            f"model {settings.model} is quantized already ({method}), which this kit does not train with backend {backend}; "
-            "give the 16-bit model that it was made from (its model card names it), with --method qlora to load that in "
-            "4 bits."
+            f"model {settings.model} is quantized already ({method}), which this kit does not train with backend "
+            f"{backend}; give the 16-bit model that it was made from (its model card names it), with --method qlora to "
+            "load that in 4 bits."
         )
     # Unsloth loads the 16-bit repository instead of the 4-bit one if it knows both.
     replaceable = backend == "unsloth" and not is_folder(settings)
@@ -303,8 +306,8 @@ def check_quantization(
     if sharding == "fsdp2" and quantization.get("load_in_8bit"):
         # bitsandbytes keeps scales beside 8-bit weights, which would be sharded away from them.
         raise UserError(
-            f"model {settings.model} is quantized to 8 bits (bitsandbytes), which FSDP2 cannot shard; give the 16-bit model "
-            "that it was made from, which --method qlora loads in 4 bits, or a 4-bit one."
+            f"model {settings.model} is quantized to 8 bits (bitsandbytes), which FSDP2 cannot shard; give the 16-bit "
+            "model that it was made from, which --method qlora loads in 4 bits, or a 4-bit one."
         )
 
 
@@ -318,7 +321,7 @@ def check_source(settings: Settings, backend: str | None, sharding: Sharding = "
 
 
 def read_model_file(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Return a JSON object of a model; None if the file is missing, unreachable or no object. Loading raises the error."""
+    """Return a JSON object of a model; None if its file is missing, unreachable or no object (loading raises then)."""
     try:
         content = json.loads(read_model_text(model, name, revision) or "null")
     except (ValueError, RecursionError):
@@ -342,8 +345,8 @@ def read_model_text(model: str, name: str, revision: str | None = None) -> str |
 def is_padded_by_unsloth(config: Mapping[str, Any]) -> bool:
     """Return whether Unsloth would pad the rows of a model with this config.json, which Transformers packs.
 
-    Unsloth computes attention that torch's sdpa does not have, such as that with sinks, by code that takes no boundaries of rows. The
-    classes say which they have. They are read as text, since Transformers must not be imported before Unsloth.
+    Unsloth computes attention that torch's sdpa does not have, such as that with sinks, by code that takes no
+    boundaries of rows. The classes say which they have. They are read as text: Unsloth must be imported first.
     """
     text = config.get("text_config")
     kind = str((text if isinstance(text, dict) else config).get("model_type")).replace("-", "_")
@@ -357,7 +360,7 @@ def is_padded_by_unsloth(config: Mapping[str, Any]) -> bool:
 
 
 def base_of_reference(settings: Settings) -> Settings | None:
-    """Return the settings that load the model of --reference_model, or the base model of the adapter that it names; None without one.
+    """Return the settings that load --reference_model, or the base model of that adapter; None without one.
 
     Raises:
         UserError: the adapter does not name its base model.
@@ -371,8 +374,8 @@ def base_of_reference(settings: Settings) -> Settings | None:
     base = str(adapter.get("base_model_name_or_path") or "").strip()
     if not base:
         raise UserError(
-            f"reference_model {reference.model} is an adapter whose {ADAPTER_FILE} does not name its base model; write the model's "
-            "name or folder there as base_model_name_or_path."
+            f"reference_model {reference.model} is an adapter whose {ADAPTER_FILE} does not name its base model; write "
+            "the model's name or folder there as base_model_name_or_path."
         )
     revision = settings.model_revision if base == settings.model else adapter.get("revision")
     return dataclasses.replace(reference, model=base, model_revision=revision)

@@ -1,4 +1,4 @@
-"""Find a model's files on this machine, in its folder or its snapshot in the Hub's cache, and download those that are missing."""
+"""Find a model's files in its folder or its snapshot in the Hub's cache, and download those that are missing."""
 
 import contextlib
 import dataclasses
@@ -43,9 +43,9 @@ def model_folder(settings: Settings) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     with contextlib.suppress(HFValidationError, OSError):
-        found = try_to_load_from_cache(str(settings.model), "config.json", revision=settings.model_revision)
-        if isinstance(found, str):
-            return Path(found).parent
+        cached = try_to_load_from_cache(str(settings.model), "config.json", revision=settings.model_revision)
+        if isinstance(cached, str):
+            return Path(cached).parent
     return None
 
 
@@ -61,7 +61,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Describe where a tensor is stored, and what the header of that file says of it; `dtype` is safetensors' name, as BF16."""
+    """Describe a stored tensor: its file, and what the header says of it; `dtype` is safetensors' name, as BF16."""
 
     path: Path
     dtype: str
@@ -80,7 +80,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of the first format that a folder has, sorted by name; it may have the weights in several."""
+    """Return the weight files of the first format that a folder has, sorted by name; it may have several formats."""
     return next((files for pattern in WEIGHTS if (files := sorted(folder.glob(pattern)))), [])
 
 
@@ -90,7 +90,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def tokenizer_bytes(settings: Settings) -> int:
-    """Return the bytes of the model's tokenizer and processor files, which every result holds too; 0 if they are not here."""
+    """Return the bytes of the tokenizer and processor files, which every result holds; 0 if they are not here."""
     folder = model_folder(settings)
     if folder is None:
         return 0
@@ -124,7 +124,7 @@ def _download(settings: Settings, *, shown: bool) -> None:
         missing = [file for file in files if file.will_download and not (safe and file.filename.endswith(".bin"))]
         if not missing:
             return
-        before = are_progress_bars_disabled()
+        were_disabled = are_progress_bars_disabled()
         if shown:
             total = shown_bytes(sum(file.file_size or 0 for file in missing))
             print(f"Downloading {counted(len(missing), 'file')} of {name} ({total}) ...", flush=True)
@@ -132,7 +132,7 @@ def _download(settings: Settings, *, shown: bool) -> None:
         try:
             snapshot_download(name, revision=revision, allow_patterns=[file.filename for file in missing])
         finally:
-            if before:
+            if were_disabled:
                 disable_progress_bars()
     except Exception:  # errors of the Hub and of its HTTP client have no common class; loading raises them again
         return

@@ -1,11 +1,11 @@
-"""Identify a model by its files, so that a resumed run is refused if they changed, and a run whose nodes have different ones.
+"""Identify a model by its files, to refuse a resumed run if they changed, and a run whose nodes have others.
 
-A model from the Hub is identified by its commit (data/sources/revisions.py), a local folder by checksums of its files. Up to
-4 GiB of weights are read completely; of more, a tenth is sampled. Loading the model reads them again, mostly from the
-page cache. Modification times are not compared, because they differ between copies on different nodes.
+A model from the Hub is identified by its commit (data/sources/revisions.py), a local folder by checksums of its files.
+Up to 4 GiB of weights are read completely; of more, a tenth is sampled. Loading the model reads them again, mostly from
+the page cache. Modification times are not compared, because they differ between copies on different nodes.
 
-Config, tokenizer and weights are known before the model is loaded. Every other file that decides on what is trained (of an
-image processor, a generation config, a reference adapter and its base) is found in what loading opened (see utils/files/opened.py).
+Config, tokenizer and weights are known before the model is loaded. Every other file that decides on what is trained (an
+image processor, a generation config, a reference adapter) is found in what loading opened (utils/files/opened.py).
 """
 
 import functools
@@ -27,7 +27,7 @@ from unsloth_ddp.utils.files.safe import stays_inside
 from unsloth_ddp.utils.units import GIB, counted
 
 READ_COMPLETELY = 4 * GIB
-# What is compared between nodes, all of which read at once, perhaps from one disk on the network: samples, and their bytes.
+# What is compared between nodes, which read at once, perhaps from one network disk: samples, and their bytes.
 SAMPLES_OF_NODE, SAMPLE_BYTES = 1000, 1 << 16
 # Checkpoints of earlier releases hold these and nothing of what loading opened.
 PARTS = {
@@ -45,12 +45,12 @@ def model_identity(settings: Settings) -> dict[str, str]:
     folder = Path(str(settings.model)).expanduser()
     if not folder.is_dir():
         return {}
-    found = {
+    descriptions = {
         name: describe_files(folder, [path for pattern in patterns for path in folder.glob(pattern)])
         for name, patterns in PARTS.items()
     }
     weights = weights_identity(folder)
-    return {**found, "model_weights": weights} if weights else found
+    return {**descriptions, "model_weights": weights} if weights else descriptions
 
 
 def weights_identity(folder: Path) -> str | None:
@@ -67,25 +67,25 @@ def describe_files(folder: Path, paths: Iterable[Path]) -> str:
     """Return number, bytes and checksum of the files among `paths`, such as "2 files, 1,204 bytes, xxh3 8c1f..."."""
     files = sizes_and_checksums(paths)
     digest = xxhash.xxh3_64()
-    for path, (size, one) in files.items():
-        digest.update(f"{path.relative_to(folder)}\0{size}\0{one}\0".encode())
+    for path, (size, file_checksum) in files.items():
+        digest.update(f"{path.relative_to(folder)}\0{size}\0{file_checksum}\0".encode())
     total = sum(size for size, _ in files.values())
     return f"{counted(len(files), 'file')}, {total:,} bytes, xxh3 {digest.hexdigest()}"
 
 
 def sizes_and_checksums(
-    paths: Iterable[Path], sample: int = SAMPLE, most: int | None = None
+    paths: Iterable[Path], sample: int = SAMPLE, max_samples: int | None = None
 ) -> dict[Path, tuple[int, str]]:
     """Return size and checksum of each file among `paths`, sorted by path.
 
     Args:
         sample: bytes of each sample that is read of many bytes.
-        most: about how many samples are read; None reads one every 10 MiB.
+        max_samples: about how many samples are read; None reads one every 10 MiB.
     """
     # A name in a forged manifest may be too long for a file system, at which Path.is_file raises.
     files = sorted({path for path in paths if os.path.isfile(path)})
     sizes = [path.stat().st_size for path in files]
-    stride = STRIDE if most is None else max(STRIDE, sum(sizes) // most)
+    stride = STRIDE if max_samples is None else max(STRIDE, sum(sizes) // max_samples)
     sampled = functools.partial(sampled_checksum, sample=sample, stride=stride)
     read = checksum if sum(sizes) <= READ_COMPLETELY else sampled
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -95,7 +95,7 @@ def sizes_and_checksums(
 def check_same_files(settings: Settings, runtime: Runtime) -> None:
     """Refuse files that a node cannot read completely or that differ from those of rank 0; every rank calls this.
 
-    The ranks never compare the weights that they only read. The first process of each node reads the files for the others.
+    The ranks never compare weights that they only read. The first process of each node reads the files for the rest.
 
     Raises:
         UserError: on every rank, naming the file and the rank.
@@ -122,10 +122,10 @@ def describe_model(settings: Settings) -> dict[str, str]:
         return {}
     check_folder(folder, safetensors_only=settings.use_safetensors)
     try:
-        found = sizes_and_checksums([folder / "config.json", *weight_files(folder)], SAMPLE_BYTES, SAMPLES_OF_NODE)
+        files = sizes_and_checksums([folder / "config.json", *weight_files(folder)], SAMPLE_BYTES, SAMPLES_OF_NODE)
     except OSError as error:
         raise UserError(f"model {settings.model} cannot be read: {os_reason(error)}; check {folder}.") from None
-    return {path.name: _shown(size, digest) for path, (size, digest) in found.items()}
+    return {path.name: _shown(size, digest) for path, (size, digest) in files.items()}
 
 
 def _shown(size: int, digest: str) -> str:
@@ -194,8 +194,8 @@ def describe_opened(folders: Mapping[str, Path], names: Iterable[str]) -> dict[s
         if paths and folder.is_dir():
             others = {path for path in folder.iterdir() if path.is_file()} - {*weight_files(folder)}
             described |= {f"{part}/{path.name}": UNREAD for path in sorted(others)}
-        found = sizes_and_checksums(paths, SAMPLE_BYTES, SAMPLES_OF_NODE)
-        described |= {name: _shown(*found[path]) if path in found else MISSING for path, name in paths.items()}
+        files = sizes_and_checksums(paths, SAMPLE_BYTES, SAMPLES_OF_NODE)
+        described |= {name: _shown(*files[path]) if path in files else MISSING for path, name in paths.items()}
     return described
 
 

@@ -1,7 +1,7 @@
 """Relate the weights in a checkpoint's files to those of the model's class, and keep what the class does not have.
 
-Transformers renames weights when it loads older checkpoints, and ignores those that its class does not model, such as layers
-that predict several tokens (MTP). A model that was trained or merged from such a checkpoint is to contain them all the same.
+Transformers renames weights when it loads older checkpoints, and ignores those that its class does not model, such as
+layers that predict several tokens (MTP). A model trained or merged from such a checkpoint is to contain them too.
 """
 
 import json
@@ -31,7 +31,7 @@ PLAIN = ("BF16", "F16", "F32")
 
 
 def empty_model(folder: Path, settings: Settings) -> Any:
-    """Return the model of a folder on the meta device, in the class that its config.json names, without quantization."""
+    """Return the model of a folder on the meta device, in the class of its config.json, without quantization."""
     settings = in_folder(settings, folder)
     config = read_config(settings)
     if getattr(config, "quantization_config", None) is not None:
@@ -64,19 +64,21 @@ def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str | None]:
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     conversions = get_model_conversion_mapping(model)
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    renamings: list[Any] = [one for one in conversions if not isinstance(one, WeightConverter)]
-    own = dict(model.state_dict())
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings: list[Any] = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+    weights = dict(model.state_dict())
     modules = {path for path, _ in model.named_modules() if path}
-    found: dict[str, str | None] = {}
+    model_names: dict[str, str | None] = {}
     for name in stored:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, weights)
         # As loading does: some patterns for older names match today's names too.
-        renamed = name if renamed not in own and name in own else renamed
+        renamed = name if renamed not in weights and name in weights else renamed
         # Constants of quantized weights have the module of their weight.
-        known = renamed in own or renamed.rpartition(".")[0] in modules or renamed.partition(".weight.")[0] in modules
-        found[name] = renamed if known or COMPUTED.search(name) else None
-    return found
+        is_modelled = (
+            renamed in weights or renamed.rpartition(".")[0] in modules or renamed.partition(".weight.")[0] in modules
+        )
+        model_names[name] = renamed if is_modelled or COMPUTED.search(name) else None
+    return model_names
 
 
 def complete_result(settings: Settings, model: Any, folder: Path) -> None:
@@ -100,11 +102,12 @@ def keep_what_is_not_modelled(settings: Settings, model: Any, folder: Path) -> N
         return
     copy_processor(base, folder)
     stored, written = (stored_tensors(safetensors_files(place)) for place in (base, folder))
-    own = names_in_model(model, stored)
-    lost = sorted(name for name, known in own.items() if known is None and name not in written)
+    model_names = names_in_model(model, stored)
+    lost = sorted(name for name, model_name in model_names.items() if model_name is None and name not in written)
     if not lost:
         return
-    which = f"{counted(len(lost), 'weight')} of {settings.model} that {type(model).__name__} does not model (the first: {lost[0]})"
+    count, kind = counted(len(lost), "weight"), type(model).__name__
+    which = f"{count} of {settings.model} that {kind} does not model (the first: {lost[0]})"
     if any(stored[name].dtype not in PLAIN for name in lost):
         print(
             f"The {which} are quantized and not in {folder.name}; copy them from the base model if you need them.",

@@ -53,14 +53,14 @@ def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     """Return the tensors that save_pretrained would write: no duplicates of tied weights, no keys to ignore on save."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    kept: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for name, tensor in tensors.items():
         if name in left_out:
             continue
-        known = kept.get(id(tensor))
-        if known is None or (known in tied and name not in tied):
-            kept[id(tensor)] = name
-    names = set(kept.values())
+        other_name = names_by_id.get(id(tensor))
+        if other_name is None or (other_name in tied and name not in tied):
+            names_by_id[id(tensor)] = name
+    names = set(names_by_id.values())
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
@@ -99,7 +99,7 @@ def write_model(
 def write_adapter(
     names: Mapping[str, str], fetch: Callable[[str], Tensor], folder: Path | None, attempt: Attempt
 ) -> None:
-    """Write an adapter as PEFT does, to one file; `names` are the model's name of each weight, and PEFT's (see write_model)."""
+    """Write an adapter as PEFT does, to one file; `names` maps the model's names to PEFT's (see write_model)."""
     files = ModelFiles(folder, list(names.values()), stem=ADAPTER, file_bytes=None) if folder else None
     _write(
         files,

@@ -13,9 +13,9 @@ from typing import Any
 from accelerate.utils import patch_environment
 
 # torch.compile times variants of a kernel and takes the fastest. Variants of a sum add in different orders, so that
-# weights differ in their last bits between two runs that compile. With the first option it takes one variant of each sum
-# without timing; without the second it would time matrix products with padded sizes too. TORCHINDUCTOR_DETERMINISTIC=1
-# does not help: Dynamo calls torch.use_deterministic_algorithms() after its first compilation, which resets it.
+# weights differ in their last bits between two runs that compile. With the first option it takes one variant of each
+# sum without timing; without the second it would time padded matrix products too. TORCHINDUCTOR_DETERMINISTIC=1 does
+# not help: Dynamo calls torch.use_deterministic_algorithms() after its first compilation, which resets it.
 REPEATABLE = {"test_configs.force_filter_reduction_configs": True, "shape_padding": False}
 
 
@@ -24,12 +24,12 @@ def layer_options() -> dict[str, Any]:
     """Return the argument `options` of torch.compile for a layer: those of REPEATABLE that this torch has."""
     import torch._inductor.config as config
 
-    known = config.get_config_copy()
-    return {name: value for name, value in REPEATABLE.items() if name in known}
+    options = config.get_config_copy()
+    return {name: value for name, value in REPEATABLE.items() if name in options}
 
 
 def own_call(module: Any) -> Callable[..., Any]:
-    """Return what computes a module: its call, or the forward pass of its class that Unsloth has wrapped in a compiled one."""
+    """Return what computes a module: its call, or its class's forward pass, which Unsloth wrapped in a compiled one."""
     wrapped = type(module).forward
     original = inspect.unwrap(wrapped)
     return module._call_impl if original is wrapped else types.MethodType(original, module)
@@ -40,7 +40,7 @@ def compile_in_training(module: Any) -> None:
     import torch
 
     compiled, ordinary = torch.compile(own_call(module), dynamic=True, options=layer_options()), module._call_impl
-    module._compiled_call_impl = lambda *given, **named: (compiled if module.training else ordinary)(*given, **named)
+    module._compiled_call_impl = lambda *inputs, **named: (compiled if module.training else ordinary)(*inputs, **named)
 
 
 def drop_compiled_code(model: Any) -> None:

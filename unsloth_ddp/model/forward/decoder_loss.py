@@ -1,4 +1,4 @@
-"""Compute the loss of text with the decoder and the output head apart, so that logits of all tokens never exist at once.
+"""Compute the loss of text with decoder and output head apart, so that all logits never exist at once.
 
 Classes for images and text have no fused head in TRL, and a vocabulary of 262,000 tokens makes the logits of a row of
 2,048 tokens larger than a small model.
@@ -43,7 +43,7 @@ class DecoderLoss:
         """Return the summed token losses of a batch, 0-dim float32.
 
         Args:
-            batch: the model's inputs with `labels`, and with `supervised_positions` and `shift_labels` where they are known.
+            batch: the model's inputs with `labels`, and with `supervised_positions` and `shift_labels` if known.
         """
         inputs = dict(batch)
         labels = inputs.pop("labels")

@@ -1,10 +1,10 @@
 """Multiply by the frozen base weights of a LoRA or QLoRA run in FP8, forward and backward.
 
-A weight is rounded to float8_e4m3fn twice when the model is loaded: once with one scale for each row, for the forward pass,
-and once with one scale for each column, for the gradient of the input. The two take the memory of one 16-bit weight. With
-QLoRA its values are those that 4 bits hold. Inputs and gradients get one scale for each token when they arrive. Adapters,
-output head, embeddings, norms and attention stay in 16 bit. Scales and products follow PyTorch's rowwise `_scaled_mm`, in
-which a scale multiplies a whole row of either factor.
+A weight is rounded to float8_e4m3fn twice when the model is loaded: once with one scale for each row, for the forward
+pass, and once with one scale for each column, for the gradient of the input. The two take the memory of one 16-bit
+weight. With QLoRA its values are those that 4 bits hold. Inputs and gradients get one scale for each token when they
+arrive. Adapters, output head, embeddings, norms and attention stay in 16 bit. Scales and products follow PyTorch's
+rowwise `_scaled_mm`, in which a scale multiplies a whole row of either factor.
 """
 
 import sys
@@ -44,8 +44,8 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
     for need, is_met in needs.items():
         if not is_met:
             raise UserError(
-                f"fp8 needs {need}, and this run has method {settings.method}, precision {runtime.precision} and sharding "
-                f"{runtime.sharding} on {runtime.device_type}; change that, or leave --fp8 out."
+                f"fp8 needs {need}, and this run has method {settings.method}, precision {runtime.precision} and "
+                f"sharding {runtime.sharding} on {runtime.device_type}; change that, or leave --fp8 out."
             )
 
 
@@ -125,7 +125,7 @@ class FrozenFP8Linear(nn.Module):
 
 
 def _split_fused_adapters(model: Any) -> None:
-    """Let PEFT compute the adapters of a model that Unsloth has loaded: Unsloth's kernels for them read weights of 16 bit."""
+    """Let PEFT compute the adapters of Unsloth's model: Unsloth's kernels for adapters read 16-bit weights."""
     unsloth = sys.modules.get("unsloth.models.llama")
     if unsloth is None:
         return
@@ -148,11 +148,11 @@ def use_fp8(model: Any) -> int:
     """
     _split_fused_adapters(model)
     head = model.get_output_embeddings()
-    kept = set() if head is None else set(head.modules())
+    head_modules = set() if head is None else set(head.modules())
     replaced = []
     for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child in kept or child.weight.requires_grad:
+            if type(child) is not nn.Linear or child in head_modules or child.weight.requires_grad:
                 continue
             if child.in_features % MULTIPLE or child.out_features % MULTIPLE:
                 continue
@@ -160,12 +160,12 @@ def use_fp8(model: Any) -> int:
             replaced.append(f"{parent_name}.{name}".lstrip("."))
     if not replaced:
         raise UserError(
-            "fp8 finds no linear layer to replace: it needs frozen layers outside the output head whose sizes are multiples "
-            f"of {MULTIPLE}; leave --fp8 out."
+            "fp8 finds no linear layer to replace: it needs frozen layers outside the output head whose sizes are "
+            f"multiples of {MULTIPLE}; leave --fp8 out."
         )
     # Every rank has quantized the same weights, and not every communication backend supports FP8.
-    own = [
+    buffers = [
         f"{layer}.{name}" for layer in replaced for name in ("weight", "factors", "transposed", "transposed_factors")
     ]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
     return len(replaced)

@@ -40,19 +40,19 @@ class GradientCheckpointing:
 
             text_decoder(model).layers[0].register_forward_pre_hook(self._note_shared, with_kwargs=True)
 
-    def _note_shared(self, _: Any, __: Any, given: dict[str, Any]) -> None:
+    def _note_shared(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
         """Note the mapping by which layers hand keys and values to later ones."""
         import torch
 
         if not torch.compiler.is_compiling():
-            mappings = [weakref.ref(value) for value in given.values() if isinstance(value, MutableMapping)]
+            mappings = [weakref.ref(value) for value in kwargs.values() if isinstance(value, MutableMapping)]
             self._shared = [ref for ref in self._shared if ref() is not None] + mappings
 
     def forget_failed_pass(self) -> None:
         """Free what a pass that failed in its backward pass keeps alive.
 
-        The keys that layers share hold the graph, whose recomputed layers hold the mapping of the keys: Python does not see the part of
-        this circle that is in C++. On Gemma 4 E4B each trial that ran out of memory kept 3 GiB.
+        The keys that layers share hold the graph, whose recomputed layers hold the mapping of the keys: Python does not
+        see the part of this circle that is in C++. On Gemma 4 E4B each trial that ran out of memory kept 3 GiB.
         """
         for shared in self._shared:
             if (mapping := shared()) is not None:
@@ -93,8 +93,8 @@ class GradientCheckpointing:
 def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
     """Return the kinds that this run may use, that of loading first; only one unless gradient_checkpointing is auto.
 
-    With sharding the kind unsloth is not used: what it moves to host memory is recomputed when weights are sharded again.
-    On a CPU nothing is estimated, so sharding, which is chosen where memory is short, uses torch.
+    With sharding the kind unsloth is not used: what it moves to host memory is recomputed when weights are sharded
+    again. On a CPU nothing is estimated, so sharding, which is chosen where memory is short, uses torch.
     """
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
@@ -112,19 +112,20 @@ def kinds_that_keep_gradients(kinds: tuple[str, ...], settings: Settings, runtim
     """Return the kinds that do not recompute layers.
 
     Reentrant checkpointing computes the forward pass without gradients, so what a layer takes of an earlier layer
-    beside its input
-    has none: on a small Gemma 4 the gradient of a weight was up to 73 % off (benchmarks/results/correctness/shared_keys.json).
+    beside its input has none: on a small Gemma 4 the gradient of a weight was up to 73 % off
+    (benchmarks/results/correctness/shared_keys.json).
 
     Raises:
         UserError: the user asks for a kind that recomputes.
     """
-    kept = tuple(kind for kind in kinds if kind == "none")
-    if kept:
-        return kept
+    without_recomputing = tuple(kind for kind in kinds if kind == "none")
+    if without_recomputing:
+        return without_recomputing
     way = f"backend {runtime.backend}" if runtime.sharding == "none" else f"sharding {runtime.sharding}"
     raise UserError(
-        f"gradient_checkpointing {settings.gradient_checkpointing} with {way} would lose gradients of model {settings.model}, whose "
-        "layers take the keys and values of earlier layers; give --backend transformers without ZeRO-3, or --gradient_checkpointing none."
+        f"gradient_checkpointing {settings.gradient_checkpointing} with {way} would lose gradients of model "
+        f"{settings.model}, whose layers take the keys and values of earlier layers; give --backend transformers "
+        "without ZeRO-3, or --gradient_checkpointing none."
     )
 
 

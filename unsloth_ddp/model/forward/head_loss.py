@@ -27,7 +27,7 @@ FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 @dataclass(frozen=True)
 class Logits:
-    """Say how a model changes the products of its head: logits = cap * tanh(factor * products / cap), without cap if it is 0."""
+    """Say how a model changes its head's products: logits = cap * tanh(factor * products / cap); a cap of 0 is none."""
 
     factor: float = 1.0
     cap: float = 0.0
@@ -60,7 +60,7 @@ def head_loss(
         labels: (n,) int64; negative labels are ignored.
         dtype: of the matrix products; logits are converted to float32 before the softmax.
         changed: what the model does to the products.
-        chunk: tokens whose logits exist at once, which are not compiled for then; CHUNK tokens, compiled, if it is None.
+        chunk: tokens whose logits exist at once, which are not compiled for then; None for CHUNK tokens, compiled.
     """
     return _HeadLoss.apply(hidden, weight, labels, dtype, changed, chunk)
 
@@ -85,9 +85,9 @@ class _HeadLoss(torch.autograd.Function):
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
             for part, part_labels in zip(states.split(chunk or CHUNK), labels.split(chunk or CHUNK), strict=True):
                 logits = part @ used.t()
-                for one in (logits, part_labels):
+                for tensor in (logits, part_labels):
                     # Compile once for any number of tokens.
-                    torch._dynamo.maybe_mark_dynamic(one, 0)
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 loss, to_logits = compute(logits, part_labels, changed.factor, changed.cap)
                 total = total + loss
                 to_hidden.append(to_logits @ used)

@@ -39,7 +39,7 @@ NO_MODULE = torch.nn.Identity()
 
 
 class Rows:
-    """The boundaries of the rows that attention is computed within, int32 (rows + 1,); None where rows are sequences."""
+    """The boundaries of the rows that attention stays within, int32 (rows + 1,); None where rows are sequences."""
 
     boundaries: Tensor | None = None
 
@@ -48,11 +48,11 @@ class PackedForward:
     """Call a causal language model on padded micro-batches (see FixedShape.pad).
 
     Args:
-        model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).
+        model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (attention.py).
         shape: of every micro-batch.
         flash_attention_4: compute attention within rows by it, in place of torch's kernel.
-        recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's own
-            checkpointing is off here, whatever the model is set to.
+        recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's
+            own checkpointing is off here, whatever the model is set to.
 
     Raises:
         NotImplementedError: the model cannot be called in this way; the message says why, in a few words.
@@ -91,36 +91,36 @@ class PackedForward:
         self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest, dense=self.dense)
 
     def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
-        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`."""
+        """Return the summed token losses, 0-dim float32; call it and the backward pass inside `passes`."""
         hidden = self._hidden(step)
         selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, step.head_positions)
         return head_loss(selected, self.head.weight, step.head_labels, dtype, self.logits)
 
     def _hidden(self, step: StepTensors) -> Tensor:
-        given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
         boundaries = None
         if not self.shape.sequences:
             boundaries = step.boundaries.int()
             # Compiled layers are the same for any number of rows.
             torch._dynamo.mark_dynamic(boundaries, 0)
             if self.convolves:
-                given["seq_idx"] = (step.position_ids == 0).cumsum(1).int()
+                inputs["seq_idx"] = (step.position_ids == 0).cumsum(1).int()
         self._rows.boundaries = boundaries
         if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
             longest = self.shape.longest
-            given["dense"] = self.dense
+            inputs["dense"] = self.dense
             if boundaries is not None:
-                given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-                given |= {"max_length_q": longest, "max_length_k": longest}
-        return self.decoder(**given)[0]
+                inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+                inputs |= {"max_length_q": longest, "max_length_k": longest}
+        return self.decoder(**inputs)[0]
 
     def draws_random_numbers(self, step: StepTensors) -> bool:
-        """Return whether a forward pass draws random numbers in the model's present mode, as dropout does in training."""
+        """Return whether a forward pass draws random numbers in the model's mode, as dropout does in training."""
         device = step.input_ids.device
         with kept_random_numbers(device), torch.no_grad(), self.passes():
-            before = _random_state(device)
+            state = _random_state(device)
             self._hidden(step)
-            return not torch.equal(before, _random_state(device))
+            return not torch.equal(state, _random_state(device))
 
     @contextmanager
     def passes(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ class PackedForward:
             yield
 
     def _unsloth_attention(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what to replace so that Unsloth's layers compute attention within `_rows`, and norms by its fused kernel."""
+        """Yield what to replace so that Unsloth's layers attend within `_rows`, and use its fused kernel for norms."""
         for module in self.unsloth_modules:
             yield module, UNSLOTH_ATTENTION, self._attend
         if self.unsloth_modules:
@@ -150,13 +150,13 @@ class PackedForward:
                 yield sys.modules[name], switch, True
 
     def _unsloth_readers(self) -> list[Any]:
-        """Return Unsloth's modules whose functions read the boundaries of rows on the host, which cannot be captured."""
+        """Return Unsloth's modules that read the boundaries of rows on the host, which cannot be captured."""
         decoder = sys.modules[inspect.unwrap(type(self.decoder).forward).__module__]
         modules = {id(module): module for module in (decoder, *self.unsloth_modules)}
         return [module for module in modules.values() if hasattr(module, UNSLOTH_BOUNDARIES)]
 
     def _own_checkpointing(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what to replace to turn the library's gradient checkpointing off, and to recompute layers if `recompute` says so.
+        """Yield what to replace to turn off the library's gradient checkpointing, and to recompute layers if asked.
 
         Transformers' checkpointing reads the state of the GPU's random numbers, and Unsloth's is reentrant; neither can
         be captured.
@@ -228,15 +228,15 @@ def _attention_within(rows: Rows, longest: int, *, dense: bool) -> Callable[...,
     """Return a function in place of Unsloth's run_attention: causal attention within the rows of a pack."""
 
     def attend(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
-        given = config.flash_varlen_kwargs or {}
-        if given.get("softcap") or not context.is_causal:
+        options = config.flash_varlen_kwargs or {}
+        if options.get("softcap") or not context.is_causal:
             raise NotImplementedError("its attention has a cap on its scores or looks ahead")
         attended, _ = varlen.attend(
             NO_MODULE,
             Q,
             K,
             V,
-            scaling=given.get("softmax_scale"),
+            scaling=options.get("softmax_scale"),
             sliding_window=context.sliding_window if (context.sliding_window or 0) > 0 else None,
             cu_seq_lens_q=rows.boundaries,
             max_length_q=longest,

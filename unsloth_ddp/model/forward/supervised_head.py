@@ -63,18 +63,18 @@ def fits_fused_head(model: Any) -> bool:
         return False
     if _is_read_as_a_shard(model):
         return False
-    known = (base.base_model, base.get_output_embeddings())
-    others = (child for child in base.children() if not any(child is one for one in known))
+    decoder_and_head = (base.base_model, base.get_output_embeddings())
+    others = (child for child in base.children() if not any(child is part for part in decoder_and_head))
     return not any(True for child in others for _ in child.parameters())
 
 
 def _is_read_as_a_shard(model: Any) -> bool:
     """Return whether TRL's fused head would read the head's weight before FSDP2 gathers it, and could not use it.
 
-    TRL then gathers the weight itself. Of a trained weight each rank keeps its own gradient instead of the mean over ranks,
-    and a weight in host memory takes the whole head to the CPU. Otherwise accelerate puts the head into one FSDP2 group with
-    the last normalization, which gathers both. It finds that layer only without PEFT's wrapper. A tied head is gathered with
-    the embedding.
+    TRL then gathers the weight itself. Of a trained weight each rank keeps its own gradient instead of the mean over
+    ranks, and a weight in host memory takes the whole head to the CPU. Otherwise accelerate puts the head into one
+    FSDP2 group with the last normalization, which gathers both. It finds that layer only without PEFT's wrapper. A tied
+    head is gathered with the embedding.
     """
     base = base_model(model)
     weight = getattr(base.get_output_embeddings(), "weight", None)
@@ -125,8 +125,8 @@ def head_with_equal_loss(
 
 def _supervised_units(examples: Any, count: int) -> list[dict[str, Any]]:
     """Return the first rows (packs) with a supervised token; the loss of other rows is always 0."""
-    seen = (examples[i] for i in range(min(SEARCHED, len(examples))))
-    return list(itertools.islice((one for one in seen if (one["labels"][1:] != IGNORED).any()), count))
+    searched = (examples[i] for i in range(min(SEARCHED, len(examples))))
+    return list(itertools.islice((unit for unit in searched if (unit["labels"][1:] != IGNORED).any()), count))
 
 
 def _keep_compiled_loss() -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """Choose the class of a model: the one that `architectures` in its config.json names, as on the Hub.
 
-A checkpoint is loaded, merged, written and planned for in this class, so that its weights keep their names and none is lost.
-Transformers maps some configs to several classes: Qwen3.5's to a text model and to an image-text model.
+A checkpoint is loaded, merged, written and planned for in this class, so that its weights keep their names and none is
+lost. Transformers maps some configs to several classes: Qwen3.5's to a text model and to an image-text model.
 """
 
 import inspect
@@ -21,8 +21,8 @@ TRAINED = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
-# Tokens of the row with which a loaded model is checked, and the largest change of an earlier token's logits, relative to
-# the change at the last token, that rounding explains.
+# Tokens of the row with which a loaded model is checked, and the largest change of an earlier token's logits, relative
+# to the change at the last token, that rounding explains.
 CHECKED_TOKENS = 8
 ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
@@ -62,12 +62,13 @@ def model_class(config: Any, settings: Settings) -> Any:
     chosen = next((auto for auto, classes in mapped.items() if set(classes) & set(named)), None)
     if chosen is None and (not named or not all(map(_does_something_else, named))):
         # Names that Transformers does not know, or none: the class for this config, rather than one for a part of it.
-        for_config = (auto for auto, classes in mapped.items() if any(_is_for(one, config) for one in classes))
+        for_config = (auto for auto, classes in mapped.items() if any(_is_for(name, config) for name in classes))
         chosen = next(for_config, None)
     if chosen is None or _reads_other_tokens(config, mapped[chosen][0]):
         raise UserError(
-            f"model {settings.model} is a {' or '.join(named) or config.model_type}, and this kit trains causal language models and image-text "
-            "models, which have one sequence and attend to its earlier tokens only; give one of those"
+            f"model {settings.model} is a {' or '.join(named) or config.model_type}, and this kit trains causal "
+            "language models and image-text models, which have one sequence and attend to its earlier tokens only; "
+            "give one of those"
             + ("." if settings.trust_remote_code else ", or --trust_remote_code if its own code defines one.")
         )
     return getattr(transformers, chosen)
@@ -78,7 +79,7 @@ def class_name(config: Any, settings: Settings) -> str:
     auto = model_class(config, settings).__name__
     named = list(getattr(config, "architectures", None) or [])
     classes = dict(_mapped_classes(config)).get(auto, ())
-    return next((one for one in named if one in classes), classes[0] if classes else "".join(named[:1]))
+    return next((name for name in named if name in classes), classes[0] if classes else "".join(named[:1]))
 
 
 def _mapped_classes(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -86,14 +87,14 @@ def _mapped_classes(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     from transformers.models.auto import modeling_auto
 
     for auto, table in TRAINED.items():
-        found = getattr(modeling_auto, table).get(config.model_type)
-        if found:
-            yield auto, _names(found)
+        entry = getattr(modeling_auto, table).get(config.model_type)
+        if entry:
+            yield auto, _names(entry)
 
 
-def _names(found: str | Sequence[str]) -> tuple[str, ...]:
+def _names(entry: str | Sequence[str]) -> tuple[str, ...]:
     """Return the class names of an entry of a table."""
-    return (found,) if isinstance(found, str) else tuple(found)
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _does_something_else(class_name: str) -> bool:
@@ -101,9 +102,9 @@ def _does_something_else(class_name: str) -> bool:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    kinds = {one.__name__ for one in getattr(getattr(transformers, class_name, None), "__mro__", ())}
+    kinds = {ancestor.__name__ for ancestor in getattr(getattr(transformers, class_name, None), "__mro__", ())}
     trained = (
-        name for table in TRAINED.values() for found in getattr(modeling_auto, table).values() for name in _names(found)
+        name for table in TRAINED.values() for entry in getattr(modeling_auto, table).values() for name in _names(entry)
     )
     return bool(kinds) and kinds.isdisjoint(trained)
 
@@ -119,8 +120,8 @@ def _reads_other_tokens(config: Any, class_name: str) -> bool:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    made = getattr(transformers, class_name, None)
-    second = made is not None and "decoder_input_ids" in inspect.signature(made.forward).parameters
+    candidate = getattr(transformers, class_name, None)
+    second = candidate is not None and "decoder_input_ids" in inspect.signature(candidate.forward).parameters
     return second or (
         not getattr(config, "is_decoder", True) and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     )
@@ -129,8 +130,8 @@ def _reads_other_tokens(config: Any, class_name: str) -> bool:
 def check_attends_backwards(settings: Settings, model: Any) -> None:
     """Refuse a loaded model whose logits depend on later tokens, or that cannot be called with text alone.
 
-    Two rows that differ in the last token are compared, in evaluation mode and without gradients, and in 16 bit with autocast, as
-    in training: some layers stay in fp32.
+    Two rows that differ in the last token are compared, in evaluation mode and without gradients, and in 16 bit with
+    autocast, as in training: some layers stay in fp32.
     """
     half = model.dtype in (torch.bfloat16, torch.float16)
     ids = torch.arange(CHECKED_TOKENS, device=model.device)[None] + 1
@@ -140,17 +141,17 @@ def check_attends_backwards(settings: Settings, model: Any) -> None:
     try:
         with evaluation_mode(model), torch.no_grad(), torch.autocast(model.device.type, model.dtype, enabled=half):
             calls = (
-                {"input_ids": one, "attention_mask": torch.ones_like(one), "use_cache": False} for one in (ids, other)
+                {"input_ids": row, "attention_mask": torch.ones_like(row), "use_cache": False} for row in (ids, other)
             )
             first, second = (model(**call).logits for call in calls)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"model {settings.model} ({type(model).__name__}) cannot be called with text alone: {one_line(error)}; give a causal "
-            "language model."
+            f"model {settings.model} ({type(model).__name__}) cannot be called with text alone: {one_line(error)}; "
+            "give a causal language model."
         ) from error
     change = (first - second).float().abs()[0].amax(dim=-1)
     if bool(change[:-1].max() > ROUNDING.get(first.dtype, 1e-3) * change[-1]):
         raise UserError(
-            f"model {settings.model} ({type(model).__name__}) attends to later tokens, so a loss on the next token would be wrong; "
-            "give a causal language model."
+            f"model {settings.model} ({type(model).__name__}) attends to later tokens, so a loss on the next token "
+            "would be wrong; give a causal language model."
         )

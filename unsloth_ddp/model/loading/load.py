@@ -47,10 +47,11 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
     check_full_weights(settings.method, settings.full_weights, runtime.precision)
     check_fp8(settings, runtime)
-    asked = settings.attn_implementation
-    if runtime.device_type == "cuda" and asked and "flash" in asked and torch.cuda.get_device_capability() < AMPERE:
+    kernel = settings.attn_implementation
+    if runtime.device_type == "cuda" and kernel and "flash" in kernel and torch.cuda.get_device_capability() < AMPERE:
         raise UserError(
-            f"attn_implementation {asked} needs compute capability 8.0, which {runtime.device_name} does not have; use sdpa."
+            f"attn_implementation {kernel} needs compute capability 8.0, which {runtime.device_name} does not have; "
+            "use sdpa."
         )
     check_chat_template(settings.chat_template)
     if settings.gradient_checkpointing == "unsloth" and runtime.backend == "transformers":
@@ -73,8 +74,8 @@ def load_model(settings: Settings, runtime: Runtime, adapter: Path | None = None
     runtime.on_main(lambda: check_class(settings))
     download_model(settings, runtime)
     in_shards = loads_in_shards(runtime.sharding, runtime.backend)
-    # No rank sends the frozen weights to the others, and with FSDP2 none at all. Of a Hub id every node has the same commit,
-    # and Unsloth may load another repository than it names.
+    # No rank sends the frozen weights to the others, and with FSDP2 none at all. Of a Hub id every node has the same
+    # commit, and Unsloth may load another repository than it names.
     read_by_ranks = runtime.ranks.nodes > 1 or runtime.sharding == "fsdp2"
     if in_shards or (read_by_ranks and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
@@ -168,8 +169,8 @@ def _not_loaded(settings: Settings, error: Exception, part: str = "") -> UserErr
 def is_model_file_error(error: Exception) -> bool:
     """Return whether loading failed because of the model's files, and not because of the machine.
 
-    Broken files raise exceptions of many classes. A RuntimeError comes from devices, memory or other ranks, except for the
-    messages and subclasses checked here.
+    Broken files raise exceptions of many classes. A RuntimeError comes from devices, memory or other ranks, except for
+    the messages and subclasses checked here.
     """
     if isinstance(error, RuntimeError):
         sizes = any(words in str(error) for words in ("ignore_mismatched_sizes", "negative dimension"))
@@ -187,20 +188,21 @@ def describe_load_error(error: Exception) -> str:
     if "ignore_mismatched_sizes" in text:
         return "the sizes of its weights differ from its config.json; download it again, or correct config.json."
     named = f"{type(error).__name__}: {text}"
-    said = text if isinstance(error, (OSError, ValueError)) else named
-    if (known := find_known_error(named)) and known.name in EXPLAINED:
-        return f"{said} What helps: {known.fix}"
+    message = text if isinstance(error, (OSError, ValueError)) else named
+    if (known_error := find_known_error(named)) and known_error.name in EXPLAINED:
+        return f"{message} What helps: {known_error.fix}"
     # These are written for people. Others come from values that no library has checked.
     if isinstance(error, (OSError, ValueError, ImportError)):
-        return said
-    return f"{said.rstrip('.')}; correct the model's files, or download it again."
+        return message
+    return f"{message.rstrip('.')}; correct the model's files, or download it again."
 
 
 def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
     set_chat_template(tokenizer, settings.chat_template)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"model {settings.model}: its tokenizer has no EOS token, so rows would have no end; set eos_token in tokenizer_config.json."
+            f"model {settings.model}: its tokenizer has no EOS token, so rows would have no end; set eos_token in "
+            "tokenizer_config.json."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -233,7 +235,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         model = model.dequantize()
     if settings.method != "full":
         check_module_names(settings, model)
-        # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
+        # For models without its kernels, Unsloth would take paths for leaf names unless every part may be adapted.
         parts = {"finetune_vision_layers": True} if os.environ.get("UNSLOTH_USE_NEW_MODEL") == "1" else {}
         options = adapter_options(settings, model) | parts
         if options["target_parameters"] is None and stacked_experts(model):
@@ -252,16 +254,16 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
 
 def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
     """Refuse another class than the transformers backend loads, as names of weights would differ."""
-    known = class_name(model.config, settings)
-    if type(model).__name__ != known and not settings.trust_remote_code:
+    expected = class_name(model.config, settings)
+    if type(model).__name__ != expected and not settings.trust_remote_code:
         raise UserError(
-            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {known}; use --backend "
-            "transformers."
+            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {expected}; "
+            "use --backend transformers."
         )
 
 
 def _unquantized_modules(settings: Settings) -> list[str] | None:
-    """Return the modules that QLoRA leaves in 16 bit: towers and projectors too, as Unsloth does; None for Transformers' choice."""
+    """Return the modules that QLoRA leaves in 16 bit, towers too as with Unsloth; None for Transformers' choice."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
     config = read_config(settings)
@@ -309,7 +311,7 @@ def _load_transformers(
         )
     model, loading = loaded
     name_present_layers(model)
-    # The check does not work with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
+    # The check fails with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
     if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
         if mesh is None:
@@ -319,8 +321,8 @@ def _load_transformers(
         model, quantization = model.dequantize(), None
     checkpointing = kinds_here(runtime, settings)[0] != "none"
     if quantization is not None:
-        # PEFT's function would convert embedding, norms and output head to fp32, and activations with them; Unsloth leaves them
-        # in 16 bit. It would also take packed shards for 16-bit weights.
+        # PEFT's function would convert embedding, norms and output head to fp32, and activations with them; Unsloth
+        # leaves them in 16 bit. It would also take packed shards for 16-bit weights.
         model.requires_grad_(requires_grad=False)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -349,8 +351,8 @@ def safetensors_only(settings: Settings) -> bool | None:
 
 def eos_tokens(config: Any) -> list[int]:
     """Return the tokens at which a generation config stops."""
-    known = config.eos_token_id
-    return known if isinstance(known, list) else [] if known is None else [known]
+    eos_ids = config.eos_token_id
+    return eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
 
 
 def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
@@ -364,22 +366,24 @@ def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
 def check_positions(settings: Settings, model: Any, longest: int) -> None:
     """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE)."""
     config = model.config.get_text_config()
-    known = getattr(config, "max_position_embeddings", None)
-    if not known or longest <= known:
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions or longest <= positions:
         return
     # Copies of the token embedding in an adapter are left out: they may have as many entries as there are positions.
     tokens = set(model.get_input_embeddings().modules())
-    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding) and one not in tokens]
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module not in tokens]
     # Some position embeddings (OPT) have an offset and are longer by it.
-    if any(known <= table.num_embeddings < known + 8 for table in tables):
+    if any(positions <= table.num_embeddings < positions + 8 for table in tables):
         raise UserError(
-            f"Rows of up to {longest:,} tokens are longer than the {known:,} positions of model {settings.model}; use "
-            f"--max_length {known}, which truncates them (with --overlong drop: leaves them out), or a model with more positions."
+            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions of model {settings.model}; "
+            f"use --max_length {positions}, which truncates them (with --overlong drop: leaves them out), or a model "
+            "with more positions."
         )
     if getattr(config, "rope_parameters", None):
         print(
-            f"Rows of up to {longest:,} tokens are longer than the {known:,} positions that model {settings.model} was trained for; "
-            f"use --max_length {known}, or set rope_parameters in its config.json to a scaling for longer rows."
+            f"Rows of up to {longest:,} tokens are longer than the {positions:,} positions that model {settings.model} "
+            f"was trained for; use --max_length {positions}, or set rope_parameters in its config.json to a scaling "
+            "for longer rows."
         )
 
 

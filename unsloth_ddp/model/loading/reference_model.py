@@ -1,4 +1,4 @@
-"""Load another model, or an adapter on its base, as the reference of a preference task, in the way in which the trained model is loaded."""
+"""Load another model, or an adapter on its base, as the reference of a preference task, like the trained model."""
 
 import dataclasses
 import gc
@@ -40,9 +40,9 @@ def check_reference_tokens(settings: Settings, runtime: Runtime, tokenizer: Any)
         if ours != theirs:
             token = min(token for token, _ in ours.items() ^ theirs.items())
             raise UserError(
-                f"reference_model {settings.reference_model} has other tokens than model {settings.model} ({len(theirs):,} and "
-                f"{len(ours):,}; {token!r} is {theirs.get(token)} and {ours.get(token)}), so their probabilities cannot be compared; "
-                "give a model with the same tokenizer."
+                f"reference_model {settings.reference_model} has other tokens than model {settings.model} "
+                f"({len(theirs):,} and {len(ours):,}; {token!r} is {theirs.get(token)} and {ours.get(token)}), so "
+                "their probabilities cannot be compared; give a model with the same tokenizer."
             )
 
     runtime.on_main(check)

@@ -1,4 +1,4 @@
-"""Load a model in shards for FSDP2: every rank reads its own shard of each weight, and no process holds the whole model.
+"""Load a model in shards for FSDP2: every rank reads its shard of each weight, and none holds the whole model.
 
 Transformers creates the model on the meta device, maps the names in the files to its own, and reads only this rank's
 slice of a weight that is a DTensor. accelerate decides which modules FSDP2 wraps. Between the two:
@@ -7,7 +7,7 @@ slice of a weight that is a DTensor. accelerate decides which modules FSDP2 wrap
 2. PEFT adds adapters to that model. They are small, and begin with the same values as without sharding.
 3. `wrap` passes the model to accelerate with weights on the meta device, and puts each rank's shards into the result.
 
-accelerate's own method (fsdp_cpu_ram_efficient_loading) first reads the whole model into the host memory of one process.
+accelerate's own method (fsdp_cpu_ram_efficient_loading) first reads the whole model into one process's memory.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from unsloth_ddp.model.loading.shards import SplitPacked, as_shard, part_of, par
 from unsloth_ddp.model.modules import DTYPES, base_model, replaced
 from unsloth_ddp.utils.errors import UserError, one_line
 
-# Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank that
-# holds it, are stacked to one weight.
+# Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank
+# that holds it, are stacked to one weight.
 SPLITTABLE = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Bnb4bitDeserialize", None)])
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy: compute in `precision`, reduce gradients in fp32 (accelerate's policy reduces in 16 bit)."""
+    """Return FSDP2's policy: compute in `precision`, reduce gradients in fp32 (accelerate reduces in 16 bit)."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
@@ -93,8 +93,8 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
 def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
     """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
 
-    accelerate does not wrap it again later. Trained weights keep their type, unless they have several, of which FSDP2 takes
-    one: then they become fp32, as with accelerate. In a model with 4-bit weights they become bf16, as with TRL.
+    accelerate does not wrap it again later. Trained weights keep their type, unless they have several, of which FSDP2
+    takes one: then they become fp32, as with accelerate. In a model with 4-bit weights they become bf16, as with TRL.
 
     Raises:
         UserError: FSDP2 cannot wrap this model.
@@ -107,8 +107,9 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     plugin.cpu_ram_efficient_loading = False
     if not (plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)):
         raise UserError(
-            f"FSDP2 cannot shard {type(base_model(model)).__name__}: its class does not name its layers (_no_split_modules); "
-            "give the class of a layer as fsdp_transformer_layer_cls_to_wrap under fsdp_config in the accelerate config."
+            f"FSDP2 cannot shard {type(base_model(model)).__name__}: its class does not name its layers "
+            "(_no_split_modules); give the class of a layer as fsdp_transformer_layer_cls_to_wrap under fsdp_config in "
+            "the accelerate config."
         )
     _check_shared(model)
     if quantized:
@@ -118,9 +119,9 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
                 parameter.data = parameter.data.to(torch.bfloat16)
     # accelerate casts trained weights to fp32 unless this is "no", --full_weights bf16 included.
     one_type = len({parameter.dtype for parameter in model.parameters() if parameter.requires_grad}) == 1
-    parts = [(part, found) for part, found in places(model) if isinstance(part, DTensor)]
-    for part, found in parts:
-        put(Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad), found)
+    parts = [(part, weight_places) for part, weight_places in places(model) if isinstance(part, DTensor)]
+    for part, weight_places in parts:
+        put(Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad), weight_places)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
@@ -136,20 +137,20 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     while parts:
         # Popping drops the last reference to a shard that is cast.
-        part, found = parts.pop()
-        _, module, name = found[0]
+        part, weight_places = parts.pop()
+        _, module, name = weight_places[0]
         wrapped: Any = module.get_parameter(name)
         weight = as_shard(part.to_local().detach().to(wrapped.dtype), wrapped, wrapped.device_mesh)
         if on_host:
             weight = Parameter(weight.detach().to("cpu"), weight.requires_grad)
         weight.__dict__.update(part.__dict__)
-        put(weight, found)
+        put(weight, weight_places)
     return model
 
 
 def _check_shared(model: Any) -> None:
     """Refuse shared weights, except for a tied embedding and output head, which accelerate puts into one group."""
-    shared = [[path for path, _, _ in found] for _, found in places(model) if len(found) > 1]
+    shared = [[path for path, _, _ in weight_places] for _, weight_places in places(model) if len(weight_places) > 1]
     ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
     if shared and ends[0] is not ends[1]:
         raise UserError(
@@ -172,27 +173,28 @@ def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> N
     expected = info.missing_keys - getattr(model, "all_tied_weights_keys", {}).keys()
     ignored = model._keys_to_ignore_on_load_missing or ()
     if not quantized:
-        check_complete(model_name, [one for one in expected if not any(re.search(name, one) for name in ignored)], [])
+        check_complete(model_name, [key for key in expected if not any(re.search(name, key) for name in ignored)], [])
 
 
 def _read_whole(mapping: list[Any]) -> list[str]:
-    """Return name patterns of weights that a rank cannot compute from its slices of the files, such as fused weights."""
-    return [target for one in mapping if not _splittable(one) for target in one.target_patterns]
+    """Return name patterns of weights that a rank cannot compute from its slices of the files: fused ones, say."""
+    return [target for conversion in mapping if not _splittable(conversion) for target in conversion.target_patterns]
 
 
 def _splittable(conversion: Any) -> bool:
     operations = getattr(conversion, "operations", [])
-    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in operations if not isinstance(one, SplitPacked)]
+    steps = (step for step in operations if not isinstance(step, SplitPacked))
+    kinds = [(type(step).__name__, getattr(step, "dim", None)) for step in steps]
     return not operations or kinds in SPLITTABLE
 
 
 def _place(model: Module, mesh: DeviceMesh, skip: Callable[[str], bool]) -> None:
     """Replace weights on the meta device by DTensors on the meta device."""
-    for parameter, found in places(model):
-        wanted = [one for one in found if not skip(one[0])]
-        if wanted and type(parameter) is Parameter and parameter.ndim and _for_everyone(parameter, mesh):
+    for parameter, weight_places in places(model):
+        sharded_places = [place for place in weight_places if not skip(place[0])]
+        if sharded_places and type(parameter) is Parameter and parameter.ndim and _for_everyone(parameter, mesh):
             local = torch.empty(part_shape(parameter.shape, mesh), dtype=parameter.dtype, device="meta")
-            put(as_shard(local, parameter, mesh), wanted)
+            put(as_shard(local, parameter, mesh), sharded_places)
 
 
 def _for_everyone(parameter: Parameter, mesh: DeviceMesh) -> bool:
@@ -203,9 +205,9 @@ def _for_everyone(parameter: Parameter, mesh: DeviceMesh) -> bool:
 
 def _split_the_rest(model: Module, mesh: DeviceMesh) -> None:
     """Replace the weights that were read whole by this rank's shards."""
-    for parameter, found in places(model):
+    for parameter, weight_places in places(model):
         if type(parameter) is Parameter and not isinstance(parameter, DTensor) and parameter.ndim:
             shard = as_shard(part_of(parameter.detach(), mesh), parameter, mesh)
             # Upstream marks initialized weights with an attribute.
             shard.__dict__.update(parameter.__dict__)
-            put(shard, found)
+            put(shard, weight_places)

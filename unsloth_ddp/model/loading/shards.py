@@ -1,8 +1,8 @@
 """Shard tensors along the first dimension, as FSDP2 does: the last ranks may have smaller or empty shards.
 
-bitsandbytes quantizes a whole weight to 4 bits, because its constants belong to blocks of values and to the whole weight. Each
-rank quantizes the weight on its device and keeps a shard of the bytes. The constants stay whole; they take an eighth of a bit
-to half a bit per value.
+bitsandbytes quantizes a whole weight to 4 bits, because its constants belong to blocks of values and to the whole
+weight. Each rank quantizes the weight on its device and keeps a shard of the bytes. The constants stay whole; they take
+an eighth of a bit to half a bit per value.
 """
 
 import contextlib
@@ -56,16 +56,16 @@ Places = list[tuple[str, Module, str]]
 
 def places(model: Module) -> list[tuple[Parameter, Places]]:
     """Return every weight with its places; a tied weight has several."""
-    found: dict[Parameter, Places] = {}
+    places_by_weight: dict[Parameter, Places] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module, name))
-    return list(found.items())
+            places_by_weight.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module, name))
+    return list(places_by_weight.items())
 
 
-def put(weight: Parameter, found: Places) -> None:
+def put(weight: Parameter, weight_places: Places) -> None:
     """Put a weight into all places of the one that it replaces."""
-    for _, module, name in found:
+    for _, module, name in weight_places:
         setattr(module, name, weight)
 
 
@@ -92,11 +92,11 @@ class SplitPacked(ConversionOps):
 
     Args:
         storage: dtype in which the packed bytes are stored; FSDP2 needs a floating-point dtype.
-        before: operation that quantizes the weight, if no earlier operation does.
+        packer: operation that quantizes the weight, if no earlier operation does.
     """
 
-    def __init__(self, mesh: DeviceMesh, storage: torch.dtype, before: Any = None) -> None:
-        self.mesh, self.storage, self.before = mesh, storage, before
+    def __init__(self, mesh: DeviceMesh, storage: torch.dtype, packer: Any = None) -> None:
+        self.mesh, self.storage, self.packer = mesh, storage, packer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Upstream copies the operations for every weight; process groups cannot be copied.
@@ -106,8 +106,8 @@ class SplitPacked(ConversionOps):
         self, input_dict: dict[str, Any], *args: Any, model: Any = None, full_layer_name: str = "", **others: Any
     ) -> dict[str, Any]:
         """Return the shard under the name of the packed weight."""
-        if self.before is not None:
-            input_dict = self.before.convert(input_dict, *args, model=model, full_layer_name=full_layer_name, **others)
+        if self.packer is not None:
+            input_dict = self.packer.convert(input_dict, *args, model=model, full_layer_name=full_layer_name, **others)
         return {name: self._part(value, model, full_layer_name) for name, value in input_dict.items()}
 
     def _part(self, packed: Any, model: Any, path: str) -> Any:
@@ -133,9 +133,9 @@ def split_quantized(quantizer: Any, mapping: list[Any], mesh: DeviceMesh) -> boo
     if not storage.is_floating_point:
         storage = quantizer.quantization_config.bnb_4bit_compute_dtype
     if quantizer.pre_quantized:
-        for one in mapping:
-            if any(type(operation).__name__ == "Bnb4bitDeserialize" for operation in getattr(one, "operations", [])):
-                one.operations.append(SplitPacked(mesh, storage))
+        for conversion in mapping:
+            if any(type(step).__name__ == "Bnb4bitDeserialize" for step in getattr(conversion, "operations", [])):
+                conversion.operations.append(SplitPacked(mesh, storage))
     else:
         packs = quantizer.get_quantize_ops
         quantizer.get_quantize_ops = lambda: SplitPacked(mesh, storage, packs())

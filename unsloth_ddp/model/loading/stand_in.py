@@ -1,8 +1,8 @@
 """Make a stand-in of a model: a copy with a few of its layers and random weights that are not sharded.
 
-Sharded weights cannot be used before training begins, and a rank that runs out of memory in a pass over them would leave
-the others waiting. A pass over the stand-in takes the same memory per layer, without a collective. Copying the modules
-keeps their modifications: adapters, attention kernels, fused losses.
+Sharded weights cannot be used before training begins, and a rank that runs out of memory in a pass over them would
+leave the others waiting. A pass over the stand-in takes the same memory per layer, without a collective. Copying the
+modules keeps their modifications: adapters, attention kernels, fused losses.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def period_of(layers: ModuleList) -> int:
 
 
 def kind_of(layer: Module) -> tuple[Any, ...]:
-    """Return a key for the kind of a layer: its class, the names and shapes of its weights, and its attention window."""
+    """Return a key for the kind of a layer: its class, names and shapes of weights, and its attention window."""
     weights = tuple(
         (name, tuple(_shape(weight)), weight.dtype, weight.requires_grad) for name, weight in layer.named_parameters()
     )
@@ -160,8 +160,8 @@ class _Copy:
         if isinstance(value, types.MethodType):
             return types.MethodType(self._rebound(value.__func__), self._rebound(value.__self__))
         if isinstance(value, functools.partial):
-            given = {name: self._rebound(one) for name, one in value.keywords.items()}
-            return functools.partial(self._rebound(value.func), *map(self._rebound, value.args), **given)
+            keywords = {name: self._rebound(argument) for name, argument in value.keywords.items()}
+            return functools.partial(self._rebound(value.func), *map(self._rebound, value.args), **keywords)
         if isinstance(value, types.FunctionType) and value.__closure__:
             return self._with_own_cells(value)
         return value
@@ -169,13 +169,13 @@ class _Copy:
     def _with_own_cells(self, function: types.FunctionType) -> Callable[..., Any]:
         """Return a function whose closure refers to the copy; TRL's forward refers to the model's own forward."""
         try:
-            held = [cell.cell_contents for cell in function.__closure__ or ()]
+            contents = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:
             return function
-        own = [self._rebound(one) if self._is_part(one) else one for one in held]
-        if all(a is b for a, b in zip(held, own, strict=True)):
+        rebound = [self._rebound(content) if self._is_part(content) else content for content in contents]
+        if all(a is b for a, b in zip(contents, rebound, strict=True)):
             return function
-        cells = tuple(types.CellType(one) for one in own)
+        cells = tuple(types.CellType(content) for content in rebound)
         new = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
         )

@@ -40,7 +40,8 @@ def check_trained(settings: Settings, trained: Path) -> None:
         check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
     except UserError as error:
         raise UserError(
-            f"The base model of {trained} cannot be read: {error} If it was moved, change model in the run's settings.yaml."
+            f"The base model of {trained} cannot be read: {error} If it was moved, change model in the run's "
+            "settings.yaml."
         ) from None
     check_adapter_file(trained)
 
@@ -56,8 +57,8 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
         return load_base(in_folder(settings, trained), runtime)
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError(
-            "method qlora needs a GPU for its 4-bit kernels, and none is used here; use a machine with a GPU, or export "
-            "the run with --to merged and load that model."
+            "method qlora needs a GPU for its 4-bit kernels, and none is used here; use a machine with a GPU, or "
+            "export the run with --to merged and load that model."
         )
     model = _load(settings, runtime)
     load_weights(model, trained, str(settings.model))

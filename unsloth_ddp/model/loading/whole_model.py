@@ -49,7 +49,7 @@ def whole_bytes(tensors: Iterable[tuple[str, str, list[int]]], each: float, *, p
 
 
 def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:
-    """Return (name, dtype, shape) of the tensors in a model's safetensors files, local or on the Hub; empty if unknown."""
+    """Return (name, dtype, shape) of the tensors in safetensors files, local or on the Hub; empty if unknown."""
     from huggingface_hub import get_safetensors_metadata
 
     folder, model = model_folder(settings), str(settings.model)

@@ -127,14 +127,14 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any, *, images: 
 
 
 def _kept_state(runtime: Runtime, model: Any) -> str | None:
-    """Return the reason that a layer carries a state from row to row; None where kernels may reset it, which is tried later."""
-    reason = state_reason(model)
-    if reason is None or shards_weights(runtime.sharding):
-        return reason
+    """Return why a layer carries a state from row to row; None where kernels may reset it, which is tried later."""
+    obstacle = state_reason(model)
+    if obstacle is None or shards_weights(runtime.sharding):
+        return obstacle
     if runtime.backend == "unsloth":
         from unsloth.utils.packing import patch_hybrid_linear_attention_varlen
 
-        return None if patch_hybrid_linear_attention_varlen(model) else reason
+        return None if patch_hybrid_linear_attention_varlen(model) else obstacle
     return None
 
 
@@ -169,7 +169,7 @@ def prove_rows_apart(
         mixed = "packs with images cannot be tried before training while its weights are sharded"
     elif runtime.backend != "unsloth" and not _gets_boundaries(_implementation(model)):
         mixed = "its masks cannot be tried before training while its weights are sharded"
-    mixed = next((reason for reason in runtime.gather(mixed) if reason), None)
+    mixed = next((obstacle for obstacle in runtime.gather(mixed) if obstacle), None)
     if mixed is None:
         if runtime.backend == "unsloth" and _implementation(model) == varlen.NAME:
             # Train what was tried; CUDA graphs compile layers themselves, and compare what they compute.
@@ -183,19 +183,19 @@ def prove_prompts_shared(
 ) -> PackingDecision:
     """Return the decision, with whether the prompt of a pair is computed once for both answers; the same on every rank.
 
-    It is if torch's kernel computes the packs, and a trial gives the same loss and gradients; not while weights are sharded.
+    It is if torch's kernel computes the packs, and a trial gives equal loss and gradients; not with sharded weights.
 
     Args:
         token_ids: int (n,), tokens of rows.
     """
     if not choice.packed or settings.task not in PAIR_TASKS:
         return choice
-    reason = "only torch's kernel does that"
+    obstacle = "only torch's kernel does that"
     if all(runtime.gather(_can_compute(runtime, model) and _implementation(model) == varlen.NAME)):
-        found = runtime.gather(prompts_differ(model, flatten_for(runtime, model), token_ids, runtime.precision))
-        reason = next((one for one in found if one), "")
-    logger.info("prompts of pairs are computed once%s", f" for each answer: {reason}" if reason else "")
-    return dataclasses.replace(choice, prompts_once=not reason)
+        differences = runtime.gather(prompts_differ(model, flatten_for(runtime, model), token_ids, runtime.precision))
+        obstacle = next((difference for difference in differences if difference), "")
+    logger.info("prompts of pairs are computed once%s", f" for each answer: {obstacle}" if obstacle else "")
+    return dataclasses.replace(choice, prompts_once=not obstacle)
 
 
 def _gets_boundaries(implementation: str) -> bool:
@@ -214,13 +214,13 @@ def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
         return None
     if setup.kept_by_unsloth:
         return (
-            f"Unsloth computes the model's attention with {setup.implementation or 'code of its own'}, which takes no boundaries of "
-            "rows; --backend transformers may pack them"
+            f"Unsloth computes the model's attention with {setup.implementation or 'code of its own'}, which takes no "
+            "boundaries of rows; --backend transformers may pack them"
         )
     if setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return (
-            f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of 8 up to "
-            f"{LARGEST_HEAD}"
+            f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of "
+            f"8 up to {LARGEST_HEAD}"
         )
     return setup.obstacle
 

@@ -1,4 +1,4 @@
-"""Find reasons not to pack rows that show in a model without computing with it (see row_check.py for what computing shows)."""
+"""Find reasons not to pack rows that a model shows without computing (row_check.py finds the others)."""
 
 import copy
 import importlib.util
@@ -45,7 +45,7 @@ def mixing_reason(model: Any) -> str | None:
 
 
 def state_reason(model: Any) -> str | None:
-    """Return the reason that a layer carries a state from row to row of a pack, unless its kernel resets it; None without one."""
+    """Return why a layer carries a state from row to row of a pack, unless its kernel resets it; else None."""
     stateful = stateful_layer(model)
     if stateful is None:
         return None
@@ -71,7 +71,7 @@ def stateful_layer(model: Any) -> str | None:
 
 
 def lookahead_reason(model: Any) -> str | None:
-    """Return why no kernel computes packs with images, if the masks of the model's class let tokens of an image attend to later ones."""
+    """Return why no kernel computes packs with images, if masks let tokens of an image attend to later ones."""
     base = base_model(model)
     make = getattr(base, "create_masks_for_generate", None)
     names = [name for name in inspect.signature(make).parameters if name.endswith("token_type_ids")] if make else []
@@ -83,10 +83,11 @@ def lookahead_reason(model: Any) -> str | None:
     kinds = dict.fromkeys(names, torch.tensor([[0, 0, 1, 1]]))
     # Unsloth would compile the masks for the CPU.
     with uncompiled():
-        made = make(
-            config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None, position_ids=None, **kinds
+        created = make(
+            config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None,
+            position_ids=None, **kinds,
         )  # fmt: skip
-    masks = made.values() if isinstance(made, dict) else [made]
+    masks = created.values() if isinstance(created, dict) else [created]
     if not any(mask is not None and mask.triu(1).any() for mask in masks):
         return None
     return "tokens of an image attend to later ones, which kernels for packed rows do not take"

@@ -36,7 +36,7 @@ from unsloth_ddp.utils.errors import one_line
 logger = logging.getLogger("unsloth_ddp")
 
 # Tokens of the two rows: a state or a convolution that crosses the border changes much of a short second row.
-BEFORE, ROW = 24, 16
+TOKENS_AHEAD, ROW = 24, 16
 # Width, height and grey of the images of two rows; their patches have positions of their own, in more than one line.
 IMAGES = ((64, 96, 60), (128, 64, 200))
 # The loss of a row has no gradient at all with respect to another row, in any precision; a share of this size is none.
@@ -55,7 +55,7 @@ COMPARED = 8
 
 @dataclass
 class Pass:
-    """The mean loss of a row, its gradients with respect to embedded tokens (tokens, hidden size) and to weights; float32.
+    """The mean loss of a row, its gradients by embedded tokens (tokens, hidden size) and by weights; float32.
 
     `places` are the positions that the text decoder was called with, if any.
     """
@@ -87,20 +87,20 @@ def rows_mix(
     """
     random = np.random.default_rng(0)
     if processing is None:
-        packs = [[{"input_ids": random.choice(token_ids, size)} for size in (BEFORE, ROW)]]
+        packs = [[{"input_ids": random.choice(token_ids, size)} for size in (TOKENS_AHEAD, ROW)]]
     else:
         first, last = (processing.row_of(plain_image(*size)) for size in IMAGES)
         # Tokens of images have no place elsewhere.
         token_ids = token_ids[~np.isin(token_ids, last["input_ids"])]
-        texts = [random.choice(token_ids, size) for size in (BEFORE, ROW, ROW)]
+        texts = [random.choice(token_ids, size) for size in (TOKENS_AHEAD, ROW, ROW)]
         text = last | {"input_ids": texts[1], "images": [], "rendered": ""}
         first, last = (
-            one | {"input_ids": np.append(one["input_ids"], more)}
-            for one, more in ((first, texts[0]), (last, texts[2]))
+            row | {"input_ids": np.append(row["input_ids"], more)}
+            for row, more in ((first, texts[0]), (last, texts[2]))
         )
         packs = [[first, text], [first, text, last]]
-    reasons = (_last_row_mixes(model, flatten, rows, precision, processing) for rows in packs)
-    return next((reason for reason in reasons if reason), None)
+    changes = (_last_row_mixes(model, flatten, rows, precision, processing) for rows in packs)
+    return next((change for change in changes if change), None)
 
 
 def _last_row_mixes(
@@ -112,20 +112,20 @@ def _last_row_mixes(
 ) -> str | None:
     """Return how the last row of a pack changes with the others; None if it does not."""
     # Only the text of the last row is supervised, but for its first token.
-    rows = [one | {"labels": np.full(len(one["input_ids"]), IGNORED)} for one in rows]
+    rows = [row | {"labels": np.full(len(row["input_ids"]), IGNORED)} for row in rows]
     rows[-1]["labels"][1 - ROW :] = rows[-1]["input_ids"][1 - ROW :]
-    before = sum(len(one["input_ids"]) for one in rows[:-1])
+    tokens_ahead = sum(len(row["input_ids"]) for row in rows[:-1])
     tried = _try(model, (flatten([join_rows(rows)]), _padded(rows[-1], processing)), precision)
     if isinstance(tried, str):
         return tried
     packed, alone = tried
-    share = float(packed.to_tokens[:before].norm() / packed.to_tokens[before:].norm())
+    share = float(packed.to_tokens[:tokens_ahead].norm() / packed.to_tokens[tokens_ahead:].norm())
     losses = float((packed.loss - alone.loss).abs() / alone.loss.abs().clamp(min=1e-6))
     gradients = _difference(packed.to_weights, alone.to_weights)
     logger.info("packed rows: %.1e of a row's gradient is another row's; alone %.1e, %.1e", share, losses, gradients)
     if not share <= NO_GRADIENT:
         return "the loss of a row depends on the row before it"
-    if not _same_places(packed.places, alone.places, before):
+    if not _same_places(packed.places, alone.places, tokens_ahead):
         return "a row in a pack has other positions than the row alone"
     loss_off, gradients_off = ALONE[precision]
     if losses <= loss_off and gradients <= gradients_off:
@@ -151,14 +151,14 @@ def _own_noise(
     return loss, _difference(short.to_weights, long.to_weights)
 
 
-def _same_places(packed: Tensor | None, alone: Tensor | None, before: int) -> bool:
-    """Return whether a row in a pack has the positions of several dimensions (M-RoPE) that the model finds for the row alone.
+def _same_places(packed: Tensor | None, alone: Tensor | None, tokens_ahead: int) -> bool:
+    """Return whether a row in a pack has the M-RoPE positions (several dimensions) that it has alone.
 
     In 16 bit losses may differ by more than some wrong positions would change them.
     """
     if alone is None or alone.ndim < 3:
         return True
-    row = None if packed is None or packed.ndim < 3 else packed[-len(alone) :, :, before:]
+    row = None if packed is None or packed.ndim < 3 else packed[-len(alone) :, :, tokens_ahead:]
     return row is not None and torch.equal(row, alone[..., : row.shape[-1]])
 
 
@@ -173,20 +173,20 @@ def prompts_differ(model: Any, flatten: Flatten, token_ids: np.ndarray, precisio
         flatten: as in rows_mix, without `prompts_once`.
     """
     random = np.random.default_rng(0)
-    prompt, *answers = (random.choice(token_ids, size) for size in (BEFORE, ROW, ROW))
+    prompt, *answers = (random.choice(token_ids, size) for size in (TOKENS_AHEAD, ROW, ROW))
     rows = [np.concatenate([prompt, answer]) for answer in answers]
     pack = join_rows([{"input_ids": row, "labels": np.full(len(row), IGNORED)} for row in rows])
-    whole_row = BEFORE + ROW
+    whole_row = TOKENS_AHEAD + ROW
     # Only the second answer is trained on.
-    pack["labels"][whole_row:] = np.where(np.arange(whole_row) < BEFORE, IGNORED, pack["input_ids"][whole_row:])
+    pack["labels"][whole_row:] = np.where(np.arange(whole_row) < TOKENS_AHEAD, IGNORED, pack["input_ids"][whole_row:])
     tried = _try(model, [way([pack]) for way in (flatten, dataclasses.replace(flatten, prompts_once=True))], precision)
     if isinstance(tried, str):
         return tried
     apart, once = tried
     loss = float((apart.loss - once.loss).abs() / apart.loss.abs().clamp(min=1e-6))
     # The prompt's last token is that of the second row.
-    of_prompt = slice(whole_row, whole_row + BEFORE - 1)
-    tokens = _difference([apart.to_tokens[of_prompt]], [once.to_tokens[: BEFORE - 1]])
+    of_prompt = slice(whole_row, whole_row + TOKENS_AHEAD - 1)
+    tokens = _difference([apart.to_tokens[of_prompt]], [once.to_tokens[: TOKENS_AHEAD - 1]])
     weights = _difference(apart.to_weights, once.to_weights)
     logger.info("prompts computed once differ by %.1e, %.1e in the prompt and %.1e", loss, tokens, weights)
     loss_off, gradients_off = ALONE[precision]
@@ -244,8 +244,8 @@ def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
         # A copy, since some models scale it in place.
         return embedded[-1].clone()
 
-    def see(_: Any, __: Any, given: dict[str, Any]) -> None:
-        places.append(given.get("position_ids"))
+    def see(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        places.append(kwargs.get("position_ids"))
 
     for parameter in model.parameters():
         parameter.grad = None
@@ -258,15 +258,15 @@ def _compute(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> Pass:
         loss.backward()
     to_tokens = embedded[0].grad
     assert to_tokens is not None, "the loss does not depend on the embedded tokens"
-    known = embedding_ids(model)
-    trained = (p.grad for p in text_decoder(model).parameters() if p.grad is not None and id(p) not in known)
+    embeddings = embedding_ids(model)
+    trained = (p.grad for p in text_decoder(model).parameters() if p.grad is not None and id(p) not in embeddings)
     # PEFT's second matrix is 0 at first, and so is the gradient of the first one.
-    kept = [gradient.float().clone() for gradient in itertools.islice((g for g in trained if g.any()), COMPARED)]
-    return Pass(loss.detach().float(), to_tokens.float().flatten(0, -2), kept, places[0])
+    compared = [gradient.float().clone() for gradient in itertools.islice((g for g in trained if g.any()), COMPARED)]
+    return Pass(loss.detach().float(), to_tokens.float().flatten(0, -2), compared, places[0])
 
 
 def _difference(some: list[Tensor], others: list[Tensor]) -> float:
     """Return the norm of the difference of all tensors over the norm of the first ones."""
-    whole = sum(float(one.square().sum()) for one in some)
-    far = sum(float((one - other).square().sum()) for one, other in zip(some, others, strict=True))
+    whole = sum(float(tensor.square().sum()) for tensor in some)
+    far = sum(float((tensor - other).square().sum()) for tensor, other in zip(some, others, strict=True))
     return math.sqrt(far / max(whole, 1e-30))

@@ -1,7 +1,7 @@
 """Compute the short causal convolutions of hybrid models (LFM2, Qwen3.5) within the rows of a pack.
 
-Transformers calls them by one name in each family's module, with the row of each token in `seq_idx`. Its own function leaves
-that out, and the package causal-conv1d, which does not, has to be built.
+Transformers calls them by one name in each family's module, with the row of each token in `seq_idx`. Its own function
+leaves that out, and the package causal-conv1d, which does not, has to be built.
 """
 
 import importlib.util
@@ -60,10 +60,10 @@ def causal_convolution(
     rows = None if seq_idx is None else torch.nn.functional.pad(seq_idx, (width - 1, 0), value=-1)
     total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
     for place in range(width):
-        taken = padded[..., place : place + tokens]
+        shifted = padded[..., place : place + tokens]
         if rows is not None:
-            taken = taken * (rows[:, None, place : place + tokens] == rows[:, None, width - 1 :])
-        total = total + taken.float() * weight[:, place, None].float()
+            shifted = shifted * (rows[:, None, place : place + tokens] == rows[:, None, width - 1 :])
+        total = total + shifted.float() * weight[:, place, None].float()
     if bias is not None:
         total = total + bias[:, None].float()
     if activation is not None:

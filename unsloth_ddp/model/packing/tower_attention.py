@@ -1,8 +1,8 @@
 """Compute the attention of a tower over all images of a micro-batch at once, with torch's varlen_attn.
 
-Towers that join the patches of all images (Qwen's, GLM's) know where each image ends. Transformers splits the patches there for
-every kernel but flash attention's: it waits for the GPU and starts a kernel for each image and layer, in which the GPU idles.
-Pixtral's gets a mask of all patches by all patches instead, and none for flash attention.
+Towers that join the patches of all images (Qwen's, GLM's) know where each image ends. Transformers splits the patches
+there for every kernel but flash attention's: it waits for the GPU and starts a kernel for each image and layer, in
+which the GPU idles. Pixtral's gets a mask of all patches by all patches instead, and none for flash attention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def join_images(runtime: Runtime, model: Any) -> None:
 def joined_layers(model: Any) -> Module | None:
     """Return what runs the layers of a tower, if they get the patches of all images and can know where each image ends.
 
-    They get the boundaries, or the tower gives flash attention the position of each patch in its image in place of a mask.
+    They get the boundaries, or the tower gives flash attention the position of each patch in its image, not a mask.
     """
     if (tower := image_tower(model)) is None:
         return None
@@ -61,15 +61,15 @@ def use(layers: Module) -> bool:
 
 
 def _with_boundaries(
-    _: Module, inputs: tuple[Any, ...], given: dict[str, Any]
+    _: Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the boundaries of images to positions of patches (patches, axes); an image begins where all are 0."""
-    positions = given.get("position_ids")
+    positions = kwargs.get("position_ids")
     if positions is None:
-        return inputs, given
+        return inputs, kwargs
     starts = (positions == 0).all(-1).nonzero()[:, 0]
     ends = torch.nn.functional.pad(starts, (0, 1), value=len(positions)).int()
-    return inputs, given | {"cu_seq_lens_q": ends, "max_length_q": int(ends.diff().max())}
+    return inputs, kwargs | {"cu_seq_lens_q": ends, "max_length_q": int(ends.diff().max())}
 
 
 def attend(
@@ -101,14 +101,14 @@ def attend(
         from torch.nn.attention.varlen import varlen_attn
 
         assert max_length_q is not None
-        q, k, v = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+        q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
         ends, longest = cu_seq_lens_q, max_length_q
         attended = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, -1))
         assert isinstance(attended, Tensor)
         return attended[None], None
-    images = zip(*(one.split(cu_seq_lens_q.diff().tolist(), dim=2) for one in (query, key, value)), strict=True)
+    images = zip(*(tensor.split(cu_seq_lens_q.diff().tolist(), dim=2) for tensor in (query, key, value)), strict=True)
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return torch.cat([sdpa(module, *one, None, scaling=scaling, is_causal=False)[0] for one in images], dim=1), None
+    return torch.cat([sdpa(module, *image, None, scaling=scaling, is_causal=False)[0] for image in images], dim=1), None
 
 
 def by_kernel(query: Tensor, dtype: torch.dtype) -> bool:

@@ -45,18 +45,18 @@ def is_available() -> bool:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    known = inspect.signature(varlen_attn).parameters
+    parameters = inspect.signature(varlen_attn).parameters
     flash = torch.backends.cuda.is_flash_attention_available()
-    return torch.version.hip is None and flash and {"scale", "window_size", "enable_gqa"} <= known.keys()
+    return torch.version.hip is None and flash and {"scale", "window_size", "enable_gqa"} <= parameters.keys()
 
 
 def has_flash_attention_4(capability: int) -> bool:
-    """Return whether FlashAttention 4 may replace torch's kernel: it is installed, and the GPU has this major compute capability."""
+    """Return whether FlashAttention 4 is installed and may replace torch's kernel at this major compute capability."""
     from torch.nn.attention import current_flash_attention_impl
 
     # Unsloth's variable for the same choice.
-    wanted = os.environ.get("UNSLOTH_FLASH_ATTENTION_IMPL", "").strip().lower()
-    allowed = wanted in ("", "auto", "on", "1", "true", "fa4") and current_flash_attention_impl() is None
+    choice = os.environ.get("UNSLOTH_FLASH_ATTENTION_IMPL", "").strip().lower()
+    allowed = choice in ("", "auto", "on", "1", "true", "fa4") and current_flash_attention_impl() is None
     if capability != HOPPER or not allowed:
         return False
     # It reads this at import, and keeps what it has compiled for later runs.
@@ -106,7 +106,7 @@ def obstacle(model: Any) -> str | None:
         return "the model's attention is code of its own"
     if window and not any(others.get("sliding_window") for others in calls):
         return "the model does not pass its sliding window to the attention kernel"
-    return next((found for found in map(_obstacle_in, calls) if found), None)
+    return next((unsupported for unsupported in map(_obstacle_in, calls) if unsupported), None)
 
 
 def _has_window(config: Any) -> bool:
@@ -126,8 +126,8 @@ def _obstacle_in(others: dict[str, Any]) -> str | None:
     if not others["same_shapes"]:
         return NOT_TAKEN.format("keys of another size than queries, or wider values")
     beside = {"sliding_window": "a sliding window", "s_aux": "attention sinks"}
-    if others["head_size"] > LARGEST_FLASH_HEAD and (found := [n for n in beside if others.get(n) is not None]):
-        return NOT_TAKEN.format(f"heads of {others['head_size']} values with {beside[found[0]]}")
+    if others["head_size"] > LARGEST_FLASH_HEAD and (unsupported := [n for n in beside if others.get(n) is not None]):
+        return NOT_TAKEN.format(f"heads of {others['head_size']} values with {beside[unsupported[0]]}")
     return NOT_TAKEN.format("attention to later tokens") if others.get("is_causal") is False else None
 
 
@@ -148,7 +148,7 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     probed = _on_meta(model) if is_sharded(model) else model
-    before = model.config.get_text_config()._attn_implementation
+    original = model.config.get_text_config()._attn_implementation
     # A name of its own: for NAME, masks would be built.
     AttentionInterface.register(PROBE_NAME, record)
     try:
@@ -156,7 +156,7 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
         with evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"), without_kernels():
             probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
     finally:
-        _set_attention(probed, before)
+        _set_attention(probed, original)
     return calls
 
 
@@ -201,18 +201,18 @@ def _set_attention(model: Any, name: str) -> None:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype that attention is computed in: under autocast, queries can be fp32 after an fp32 normalisation."""
+    """Return the dtype of attention: under autocast, queries can be fp32 after an fp32 normalisation."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
-def make_mask(**given: Any) -> Tensor | None:
+def make_mask(**arguments: Any) -> Tensor | None:
     """Return the mask for sdpa, or None for packs and for rows without padding: a mask function of Transformers."""
     from transformers.masking_utils import sdpa_mask
 
-    whole = given.get("attention_mask") is None and given["q_length"] == given["kv_length"]
-    if whole and compute_dtype(given["dtype"], torch.device(given["device"])) in SIXTEEN_BIT:
+    whole = arguments.get("attention_mask") is None and arguments["q_length"] == arguments["kv_length"]
+    if whole and compute_dtype(arguments["dtype"], torch.device(arguments["device"])) in SIXTEEN_BIT:
         return None
-    return sdpa_mask(**given)
+    return sdpa_mask(**arguments)
 
 
 def attend(
@@ -286,7 +286,7 @@ def attend(
         # The gradient of a key is the sum of two at most, so that it does not depend on their order.
         keys, values = keys.index_select(0, shared_keys), values.index_select(0, shared_keys)
         rows = Rows(boundaries, cu_seq_lens_k, longest, max_length_k)
-    # What compiles torch's operator expects its output in the layout of the queries, and FlashAttention 4's is contiguous.
+    # torch's operator is compiled for an output in the layout of the queries, and FlashAttention 4's is contiguous.
     inputs = (by_token(query).contiguous(), keys, values)
     if s_aux is not None:
         attended = attention_with_sinks(*inputs, s_aux, *rows, scale, _tokens_before(sliding_window))[0]
@@ -316,18 +316,18 @@ def _tokens_before(window: int | None) -> int:
 def _sinks_as_keys(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys, values and a mask with which sdpa computes sinks: one more key, whose score is the sink and whose value is 0."""
+    """Return keys, values and a mask for sdpa with sinks: one more key, with the sink as score and value 0."""
     batch, heads, tokens, _ = query.shape
     if mask is None:
         mask = query.new_ones((tokens, key.shape[2]), dtype=torch.bool).tril(key.shape[2] - tokens)
     scores = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf).expand(batch, heads, tokens, -1)
-    own = sinks.to(query.dtype).view(-1, 1, 1).expand(batch, heads, tokens, 1)
-    key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
-    return key, value, torch.cat([scores, own], dim=-1)
+    sink_scores = sinks.to(query.dtype).view(-1, 1, 1).expand(batch, heads, tokens, 1)
+    key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+    return key, value, torch.cat([scores, sink_scores], dim=-1)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, window: int | None) -> Tensor:
-    """Return causal attention within rows by flash attention, (tokens, heads, head size), of up to 256 values a head."""
+    """Return causal attention within rows, (tokens, heads, head size), by flash attention; up to 256 values a head."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped = key.shape[1] != query.shape[1]
@@ -348,6 +348,6 @@ def _memory_efficient(
         )
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     # The kernel refuses a row that is longer than all rows together.
     return wide_attention(query, key, value, rows.of_queries, min(rows.longest, query.shape[0]), scale, window)[0]

@@ -266,7 +266,7 @@ def test_nothing_is_tried_where_there_is_nothing_to_choose(
     runtime = Runtime(Ranks(), "transformers", device, "bf16", "H200", sharding)  # type: ignore[arg-type]
     choice = Choice(monkeypatch, settings_of(cuda_graphs="off", **options), packs(), runtime=runtime)
     decision = choice.choose(resumed)
-    assert (decision.rung, decision.reason, choice.tried) == (rung, reason, [])
+    assert (decision.rung, decision.rung_reason, choice.tried) == (rung, reason, [])
 
 
 def test_a_run_begins_below_the_rung_that_ran_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_a_run_begins_below_the_rung_that_ran_out_of_memory(monkeypatch: pytest.
     last = Rung(False, "none", 8)
     resumed = BEFORE | {"gradient_checkpointing": "none", "per_device_train_batch_size": 8}
     decision = choice.choose(resumed, last)
-    assert decision.reason == f"memory ran out with {last}"
+    assert decision.rung_reason == f"memory ran out with {last}"
     assert (decision.rung, choice.tried) == (Rung(False, "torch", 8), [])
 
 

@@ -159,12 +159,12 @@ def planned_packing(
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE
-    found = shape.packing
-    none = found.no_kernel or (found.no_kernel_with_images if images else None)
+    obstacles = shape.packing
+    none = obstacles.no_kernel or (obstacles.no_kernel_with_images if images else None)
     takes = replaceable and precision != "fp32" and not older and none is None
     place = describe_backend(backend, precision, settings)
     if older:
         place += describe_older_gpu("a GPU", capability)
     missing = none or f"{place} has no attention kernel for packed rows"
     kernel = "torch's varlen_attn" if takes else None
-    return decide_packing(settings.packing, missing, kernel, found.wrong)
+    return decide_packing(settings.packing, missing, kernel, obstacles.wrong)

@@ -124,16 +124,16 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     frozen = _frozen_bytes(shape, method, work)
     activations = estimate_activations(shape, method, work)
     if sharding == "none":
-        found = _with_ddp(shape, method, work, frozen, activations)
+        estimate = _with_ddp(shape, method, work, frozen, activations)
     elif sharding == "fsdp2":
-        found = _with_fsdp2(shape, method, work, frozen, activations)
+        estimate = _with_fsdp2(shape, method, work, frozen, activations)
     else:
-        found = _with_zero(shape, method, sharding, work, frozen, activations)
+        estimate = _with_zero(shape, method, sharding, work, frozen, activations)
     if work.offload != "none":
-        found = _in_host_memory(found, shape, method, sharding, work)
+        estimate = _in_host_memory(estimate, shape, method, sharding, work)
     # No mixture of experts and no trained tower was held against a run.
     unknown = shape.has_experts or (work.pixels > 0 and shape.tower_trained)
-    return dataclasses.replace(found, lower_bound=True) if unknown else found
+    return dataclasses.replace(estimate, lower_bound=True) if unknown else estimate
 
 
 def beside_reference(
@@ -197,9 +197,9 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     multiplied = shape.linear if method == "full" else shape.adapter
     cast = float(multiplied * work.precision) if work.precision < master else 0
     buckets = trained * master if work.ddp_buckets and work.processes > 1 else 0
-    held = frozen + trained * master
+    weights = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
-    return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
+    return MemoryEstimate(weights, trained * master, states, buckets + cast, activations, loading=weights)
 
 
 def _outside_and_layers(shape: ModelShape, method: Method, work: Workload, frozen: float) -> tuple[float, float]:
@@ -219,7 +219,7 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     trained, parts = shape.trained(method), work.processes // work.copies
     # Adapters beside 4-bit weights that are read in parts have 16 bit (model/loading/sharded_load.py, wrap).
     master = work.precision if in_shards and method == "qlora" else _master_bytes(method, work)
-    held = frozen + trained * master
+    weights = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
     outside, layers = _outside_and_layers(shape, method, work, frozen)
     head, block = shape.head * work.precision, layers / 2
@@ -233,14 +233,14 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
         activations, recomputed, logits, added = _activations(shape, method, work)
         at_once = gathered(outside=0, beside_head=logits, beside_block=recomputed + added)
         # Adapters are made whole, and then split.
-        loading = held / parts + (0 if full else trained * master)
+        loading = weights / parts + (0 if full else trained * master)
     else:
         at_once = gathered(outside=outside)
         # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
         # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
-        loading = held + (0 if method == "qlora" else held / parts)
+        loading = weights + (0 if method == "qlora" else weights / parts)
     return MemoryEstimate(
-        held / parts,
+        weights / parts,
         trained * master / parts,
         states / parts,
         at_once,
@@ -269,14 +269,14 @@ def _with_zero(
         return MemoryEstimate(
             weights, gradients, states, bucket, activations, loading=weights, stepping=stepping, lower_bound=bound
         )
-    held = weights / parts
+    shard = weights / parts
     # Frozen weights stay gathered until the backward pass ends where layers are not recomputed (zero3_release.py).
     whole = method != "full" and work.checkpointing != "torch"
     outside, layers = _outside_and_layers(shape, method, work, frozen)
     copies = bucket + zero3_gathered_bytes(weights, outside, layers, work.precision, whole_in_use=whole)
     # How much stays gathered of a small model, and of one without recomputing, was up to 15 % more.
     bound = bound or work.checkpointing != "torch" or outside < ZERO3_LIVE * work.precision
-    return MemoryEstimate(held, gradients, states, copies, activations, loading=held, lower_bound=bound)
+    return MemoryEstimate(shard, gradients, states, copies, activations, loading=shard, lower_bound=bound)
 
 
 def optimizer_state_bytes(shape: ModelShape, method: Method, name: str, weight_bytes: int) -> float:
@@ -294,15 +294,15 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     With checkpointing every block keeps its input, and one block at a time is recomputed (with unsloth all inputs but
     two are in host memory). The logits exist in slices, in 16 bit, or all at once (Workload.logits). QLoRA also unpacks one layer at a time.
     """
-    kept, recomputed, logits, added = _activations(shape, method, work)
-    return kept + max(recomputed, logits) + added
+    kept_bytes, recomputed, logits, added = _activations(shape, method, work)
+    return kept_bytes + max(recomputed, logits) + added
 
 
 def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[float, float, float, float]:
     """Return the bytes kept until the backward pass, of a recomputed block, of the logits, and of unpacked weights."""
     scale = work.precision / 2
     block = shape.layer_kept * _share_kept(method, work)
-    kept, recomputed = {
+    kept_a_token, recomputed = {
         "none": (shape.layers * block, 0.0),
         "torch": (shape.layers * shape.layer_input, block),
         "unsloth": (2 * shape.layer_input, block),
@@ -318,8 +318,8 @@ def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[flo
         added = shape.adapted_experts * work.precision / held_at_once
     tokens = work.tokens * scale
     tower_kept, tower_recomputed = _tower_activations(shape, work)
-    kept = tokens * (kept + shape.outside_kept) + tower_kept
-    return kept, max(tokens * recomputed, tower_recomputed), logits, unpacked + added
+    kept_bytes = tokens * (kept_a_token + shape.outside_kept) + tower_kept
+    return kept_bytes, max(tokens * recomputed, tower_recomputed), logits, unpacked + added
 
 
 def _tower_activations(shape: ModelShape, work: Workload) -> tuple[float, float]:

@@ -173,11 +173,11 @@ def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
     return apart if LEAST_FULL * apart.tokens <= joined.tokens else joined
 
 
-def refuse(settings: Settings, reason: str | None) -> None:
-    """Refuse --cuda_graphs on if there is a reason against it.
+def refuse(settings: Settings, obstacle: str | None) -> None:
+    """Refuse --cuda_graphs on if there is an obstacle to it.
 
     Raises:
-        UserError: naming the reason.
+        UserError: naming the obstacle.
     """
-    if settings.cuda_graphs == "on" and reason is not None:
-        raise UserError(f"cuda_graphs on is not possible, because {reason}; use --cuda_graphs auto or off.")
+    if settings.cuda_graphs == "on" and obstacle is not None:
+        raise UserError(f"cuda_graphs on is not possible, because {obstacle}; use --cuda_graphs auto or off.")

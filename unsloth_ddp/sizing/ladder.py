@@ -110,7 +110,7 @@ def choose(rungs: Sequence[Rung], fits: Callable[[Rung], bool], tokens: Callable
     """
     answers: dict[Rung, bool] = {}
 
-    def asked(rung: Rung) -> bool:
+    def fits_cached(rung: Rung) -> bool:
         for other, answer in answers.items():
             less, more = (rung, other) if answer else (other, rung)
             if _needs_no_more(less, more):
@@ -125,7 +125,7 @@ def choose(rungs: Sequence[Rung], fits: Callable[[Rung], bool], tokens: Callable
         # A small one mostly fits, and then one trial is enough.
         middle = 0 if tokens(group[0].rows) <= 2 * ENOUGH_TOKENS else (len(group) - 1) // 2
         while low < high:
-            if asked(group[middle]):
+            if fits_cached(group[middle]):
                 high = middle
             else:
                 low = middle + 1
@@ -157,8 +157,8 @@ def below(rung: Rung, facts: LadderFacts, most_rows: int) -> list[Rung]:
     captured = [replace(rung, kind=kind) for kind in kinds if rung.captured and kind in facts.captured_kinds]
     # A captured pass has the memory of its compiled layers, which the backend's pass with the same kind hardly
     # undercuts.
-    left = [kind for kind in kinds if kind not in {higher.kind for higher in captured}] or [kinds[-1]]
-    computed = [replace(rung, captured=False, kind=kind) for kind in left]
+    uncaptured_kinds = [kind for kind in kinds if kind not in {higher.kind for higher in captured}] or [kinds[-1]]
+    computed = [replace(rung, captured=False, kind=kind) for kind in uncaptured_kinds]
     lower = [other for other in (*captured, *computed) if other != rung]
     passes = rung.passes
     while passes < most_rows:
@@ -172,12 +172,12 @@ class StepDecision:
     """Hold how a run computes its micro-batches, and why.
 
     Args:
-        reason: why this rung, by the memory that it takes.
+        rung_reason: why this rung, by the memory that it takes.
         graphs: why micro-batches are captured, or why not.
     """
 
     rung: Rung
-    reason: str
+    rung_reason: str
     graphs: str
 
 

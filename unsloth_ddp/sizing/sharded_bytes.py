@@ -146,7 +146,7 @@ def held_bytes(model: ShardedModel, layout: ShardedLayout, allocated: int) -> in
 
 
 def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
-    kept = 0.0
+    total_bytes = 0.0
     for weight in model.weights:
         if model.split:
             # A shard in host memory counts as 0 bytes, like its gradient and its optimizer states.
@@ -155,10 +155,10 @@ def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
             number = layout.master if weight.count else weight.number
             part = weight.stored / weight.number * number / layout.parts
         trained = part / number if weight.count else 0
-        kept += part + trained * (number + optimizer_bytes(layout.optimizer, number, weight.embedding))
+        total_bytes += part + trained * (number + optimizer_bytes(layout.optimizer, number, weight.embedding))
     head, block = (_whole(model.head), _trained(model.head)), (_whole(model.block), _trained(model.block))
     outside = 0 if model.split else _whole(model.outside)
-    return kept + fsdp2_gathered_bytes(head, block, outside, layout.precision)
+    return total_bytes + fsdp2_gathered_bytes(head, block, outside, layout.precision)
 
 
 def fsdp2_gathered_bytes(
@@ -192,16 +192,16 @@ def fsdp2_gathered_bytes(
 def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:
     trained, parts = _trained(model.weights), layout.parts
     quantized = any(weight.whole != 0 and weight.number == 1 for weight in model.weights)
-    kept = zero_bucket_bytes(trained, 2 if quantized else layout.precision)
+    total_bytes = zero_bucket_bytes(trained, 2 if quantized else layout.precision)
     if layout.offload == "none":
         # The kit has DeepSpeed accumulate and average gradients in fp32 (training/step/deepspeed_precision.py).
-        kept += trained * 4 / parts + zero_optimizer_bytes(trained, layout.optimizer, layout.precision, parts)
+        total_bytes += trained * 4 / parts + zero_optimizer_bytes(trained, layout.optimizer, layout.precision, parts)
     if layout.sharding == "zero2":
         if layout.offload == "optimizer":
             largest = max((weight.count for weight in model.weights), default=0)
-            kept += zero2_offload_bytes(trained, largest, layout.precision, parts)
-        return kept + _whole(model.weights)
-    kept += sum(weight.stored for weight in model.weights)
+            total_bytes += zero2_offload_bytes(trained, largest, layout.precision, parts)
+        return total_bytes + _whole(model.weights)
+    total_bytes += sum(weight.stored for weight in model.weights)
     outside, layers = _whole(model.outside), 2 * _whole(model.block)
     everything, precision = _whole(model.weights), layout.precision
-    return kept + zero3_gathered_bytes(everything, outside, layers, precision, whole_in_use=layout.whole_in_use)
+    return total_bytes + zero3_gathered_bytes(everything, outside, layers, precision, whole_in_use=layout.whole_in_use)

@@ -149,7 +149,7 @@ class Allocator:
 
         def short(*_: Any) -> None:
             if torch.is_grad_enabled() or self.where == "backward":
-                in_that_one = start_of() is not None and start_of().done >= self.index
+                in_that_one = start_of() is not None and start_of().batches_computed >= self.index
                 if in_that_one and taken.step.level < self.level:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 

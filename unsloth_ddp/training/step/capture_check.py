@@ -92,8 +92,8 @@ def check_capture(
         batch: padded to the captured shape ("padded_batch"), on the device.
         ordinary: batch -> summed token losses as the backend computes them, with their autograd graph.
     """
-    one = torch.ones((), device=captured.device)
-    return check_pass(captured.model, lambda: ordinary(batch), lambda: captured.run(batch, one)[0], allowed)
+    divisor = torch.ones((), device=captured.device)
+    return check_pass(captured.model, lambda: ordinary(batch), lambda: captured.run(batch, divisor)[0], allowed)
 
 
 def check_pass(
@@ -133,12 +133,12 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
         why it failed, in a few words, or None.
     """
     parts = (example["input_ids"], example["labels"], example["lengths"])
-    one = torch.ones((), device=captured.device)
+    divisor = torch.ones((), device=captured.device)
     try:
         with kept_random_numbers(captured.device), kept_gradients(captured.trained):
             for tokens in captured.shape.token_sizes:
                 if not captured.has_size(tokens):
-                    captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, one)
+                    captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, divisor)
         return None
     except Exception as error:
         return _failed(error)
@@ -161,9 +161,11 @@ def _difference(
     squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
     for p, gradient in zip(trained, gradients, strict=True):
         # A batch without an image gives the weights of a tower none.
-        wanted, found = (torch.zeros_like(p) if one is None else one for one in (gradient, p.grad))
-        difference = found.float() - wanted.float()
-        squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
+        expected_gradient, faster_gradient = (
+            torch.zeros_like(p) if grad is None else grad for grad in (gradient, p.grad)
+        )
+        difference = faster_gradient.float() - expected_gradient.float()
+        squares += torch.stack([difference.square().sum().double(), expected_gradient.float().square().sum().double()])
     far, whole = squares.sqrt().tolist()
     logger.info("a faster step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
     if not far <= allowed.gradients * max(whole, 1e-12):

@@ -104,13 +104,13 @@ class CapturedStep:
         Raises:
             CaptureFailed: this is the first micro-batch of its sizes, and memory is short, say.
         """
-        given: PaddedBatch = batch["padded_batch"]
+        padded_batch: PaddedBatch = batch["padded_batch"]
         self.gradients.hold()
         self.divisor.copy_(divisor)
-        graph = self.graphs.get(given.sizes)
+        graph = self.graphs.get(padded_batch.sizes)
         if graph is None:
-            graph = self.graphs[given.sizes] = self._capture(given)
-        graph.padded_batch.vector.copy_(given.vector, non_blocking=True)
+            graph = self.graphs[padded_batch.sizes] = self._capture(padded_batch)
+        graph.padded_batch.vector.copy_(padded_batch.vector, non_blocking=True)
         graph.replay()
         return graph.loss, graph.step
 
@@ -182,17 +182,17 @@ class CapturedStep:
         Raises:
             CaptureFailed: it failed, or there is no memory for a copy of the gradients.
         """
-        kept: list[tuple[Tensor, Tensor | None]] = []
+        saved_gradients: list[tuple[Tensor, Tensor | None]] = []
         try:
             for flat in self.gradients.flat:
                 # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
-                kept.append((flat, flat.clone() if flat.any() else None))
+                saved_gradients.append((flat, flat.clone() if flat.any() else None))
             return self._capture_on_gpu(compute, warm_up)
         except Exception as error:
             raise CaptureFailed(one_line(error, 200)) from error
         finally:
-            for flat, before in kept:
-                flat.zero_() if before is None else flat.copy_(before)
+            for flat, saved in saved_gradients:
+                flat.zero_() if saved is None else flat.copy_(saved)
 
     def _count_anew(self) -> None:
         """Start a new count of peak memory; keep that of passes and evaluations since training began."""

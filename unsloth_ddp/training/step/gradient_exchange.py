@@ -227,10 +227,10 @@ def leave_gradients_to_the_kit(model: Module) -> None:
     (see GradientExchange.broadcast).
     """
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-    known = min((p for _, p in named), key=Parameter.numel)
+    smallest = min((p for _, p in named), key=Parameter.numel)
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in named:
-        if parameter is not known:
+        if parameter is not smallest:
             # DDP uses both names for a parameter that belongs to the model itself and not to a submodule.
             ignored |= {name} if "." in name else {name, f".{name}"}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
@@ -241,12 +241,12 @@ def into_buckets(parameters: Iterable[Parameter], most_bytes: int) -> list[list[
     buckets: list[list[Parameter]] = []
     size = 0
     for parameter in parameters:
-        own = parameter.numel() * parameter.element_size()
+        parameter_bytes = parameter.numel() * parameter.element_size()
         last = buckets[-1][-1] if buckets else None
         alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not alike or size + own > most_bytes:
+        if not alike or size + parameter_bytes > most_bytes:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
-        size += own
+        size += parameter_bytes
     return buckets

@@ -48,7 +48,7 @@ class StepStart:
         divisor: of their losses.
         measured: the meter's snapshot.
         random: states of the generators of the CPU and, where there is one, of the GPU.
-        done: number of micro-batches computed so far.
+        batches_computed: how many of `batches` were computed so far.
     """
 
     batches: list[dict[str, Any]]
@@ -56,7 +56,7 @@ class StepStart:
     divisor: Tensor
     measured: Any
     random: tuple[Tensor, Tensor | None]
-    done: int = 0
+    batches_computed: int = 0
 
 
 @dataclass
@@ -167,7 +167,7 @@ class OptimizerStep:
             self._go_down(error, last=last)
         else:
             assert self._start is not None
-            self._start.done += 1
+            self._start.batches_computed += 1
             return loss
         # Outside the except block, because the exception keeps the activations alive.
         return self._repeat(compute, model, last=last)
@@ -190,7 +190,7 @@ class OptimizerStep:
         passes = [batch]
         if self.rung.passes > 1:
             assert self._start is not None
-            passes = self._start.rows[self._start.done].batches(self.rung.passes)
+            passes = self._start.rows[self._start.batches_computed].batches(self.rung.passes)
         loss = torch.zeros((), device=self.device)
         self.meter.own_work.micro_batches += len(passes) - 1
         for number, part in enumerate(passes, 1):
@@ -231,7 +231,7 @@ class OptimizerStep:
         if self.sharded or ddp_averages:
             raise OutOfMemory(self.rung, lowest=not self.restarts_lower) from error
         assert self._start is not None
-        split_whole = self.rung.passes >= self._start.rows[self._start.done].most_passes > 1
+        split_whole = self.rung.passes >= self._start.rows[self._start.batches_computed].most_passes > 1
         if split_whole or self.level + 1 == len(self.ladder):
             raise OutOfMemory(self.rung, lowest=True) from error
         logger.warning("the step is repeated: %s", error)
@@ -242,7 +242,7 @@ class OptimizerStep:
         """Repeat the step up to and including the micro-batch that ran out of memory; return the loss of that one."""
         start = self._start
         assert start is not None
-        failed, start.done = start.done, 0
+        failed, start.batches_computed = start.batches_computed, 0
         model.zero_grad()
         self.checkpointing.forget_failed_pass()
         release()

@@ -25,8 +25,8 @@ def choose_display(*, lines: bool) -> LiveDisplay | None:
 
 def shown_callbacks(callbacks: list[Any], trackers: tuple[type, ...]) -> list[Any]:
     """Return a trainer's callbacks without those that print dictionaries and draw bars, and with trackers as BestEffort."""
-    kept = [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
-    return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in kept]
+    remaining = [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
+    return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in remaining]
 
 
 class BestEffort:
@@ -101,9 +101,9 @@ class ShowTraining(TrainerCallback):
     ) -> None:
         """Count a batch of an evaluation."""
         if self.status is not None:
-            done = self.status.evaluated[0] if self.status.evaluated else 0
+            evaluated = self.status.evaluated[0] if self.status.evaluated else 0
             batches = len(eval_dataloader) if hasattr(eval_dataloader, "__len__") else None
-            self.status.evaluated = done + 1, batches
+            self.status.evaluated = evaluated + 1, batches
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the end of an evaluation."""

@@ -83,13 +83,13 @@ class Stragglers:
         if self.warmup:
             self.warmup -= 1
             return []
-        found = []
+        new_stragglers = []
         for rank in range(len(seconds)):
             self.streaks[rank] = self.streaks.get(rank, 0) + 1 if self._slow(rank, seconds, tokens, passed) else 0
             if self.streaks[rank] >= self.intervals and rank not in self.named:
                 self.named.add(rank)
-                found.append(rank)
-        return found
+                new_stragglers.append(rank)
+        return new_stragglers
 
     def _slow(self, rank: int, seconds: list[float], tokens: list[float], passed: float) -> bool:
         others = [r for r in range(len(seconds)) if r != rank]

@@ -62,10 +62,10 @@ class Utilization:
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP a second of a GPU in 16 bit; None for another precision or a GPU that is not listed."""
     words = set(re.split(r"[\s-]+", device_name))
-    known = [name for name in PEAK_FLOPS if words.issuperset(name)]
-    if precision == "fp32" or not known or words & OTHER_PRODUCTS:
+    listed = [name for name in PEAK_FLOPS if words.issuperset(name)]
+    if precision == "fp32" or not listed or words & OTHER_PRODUCTS:
         return None
-    return PEAK_FLOPS[max(known, key=len)]
+    return PEAK_FLOPS[max(listed, key=len)]
 
 
 def flops_a_token(model: Any) -> float | None:

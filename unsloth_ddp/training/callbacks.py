@@ -95,17 +95,17 @@ class CountCompilations(TrainerCallback):
 
     def __init__(self) -> None:
         self.steps = 0
-        self.before: int | None = None
+        self.compiled_at_warm_up: int | None = None
 
     @property
     def after_warm_up(self) -> int | None:
         """Return the number of functions compiled since the first steps."""
-        return None if self.before is None else compiled_functions() - self.before
+        return None if self.compiled_at_warm_up is None else compiled_functions() - self.compiled_at_warm_up
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
         if self.steps == WARM_UP_STEPS:
-            self.before = compiled_functions()
+            self.compiled_at_warm_up = compiled_functions()
 
 
 def compiled_functions() -> int:

@@ -237,14 +237,14 @@ class ResumableTrainer(SFTTrainer):
         Upstream looks for it in the folder that it writes to, on each node's own disk, and only when it saves. It
         misses a checkpoint that was evaluated after it was saved.
         """
-        step, before = self.state.best_global_step, self.state.best_model_checkpoint
+        step, previous = self.state.best_global_step, self.state.best_model_checkpoint
         name = f"checkpoint-{step}"
 
         def find() -> str | None:
-            own, first = self.checkpoints.folder / name, self.resume_point and self.resume_point.folder
-            if step and (step == written or is_whole(own)):
-                return str(own)
-            return str(first) if first and first.name == name else self._known_checkpoint(before)
+            own_checkpoint, first = self.checkpoints.folder / name, self.resume_point and self.resume_point.folder
+            if step and (step == written or is_whole(own_checkpoint)):
+                return str(own_checkpoint)
+            return str(first) if first and first.name == name else self._known_checkpoint(previous)
 
         self.state.best_model_checkpoint = self.runtime.broadcast_from_main(find)
 
@@ -254,8 +254,8 @@ class ResumableTrainer(SFTTrainer):
             return None
         folder, problem = Path(str(named)), "not a checkpoint"
         if STEP_FOLDER.fullmatch(folder.name) and is_whole(folder):
-            resumed, found = self.resume_point, manifest.read_manifest(folder)
-            if resumed is None or not manifest.compare_runs(found.run, resumed.manifest.run).refused:
+            resumed, best_manifest = self.resume_point, manifest.read_manifest(folder)
+            if resumed is None or not manifest.compare_runs(best_manifest.run, resumed.manifest.run).refused:
                 return str(named)
             problem = "of another run"
         print(

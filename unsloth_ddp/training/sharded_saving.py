@@ -104,7 +104,7 @@ class ShardedSaving:
             read()
         except MissingTensor as error:
             problem = str(error)
-        problems = [found for found in self.runtime.gather(problem) if found]
+        problems = [rank_problem for rank_problem in self.runtime.gather(problem) if rank_problem]
         if problems:
             raise UserError(
                 f"{folder} cannot be resumed: {problems[0]}. Give --resume another checkpoint, or start again with another --run_name."

@@ -3,9 +3,9 @@
     uv run python demo/make_shapes.py                # everything: some minutes of one CPU core
     uv run python demo/make_shapes.py --rows_only    # only the rows (shapes_*.parquet): seconds
 
-Every row shows one shape of one color, at a random place and in a random size, and asks for its name. The model was pre-trained
-on captions of other drawings ("circle, red"), and on no question. The rows are the same on every machine, the weights but for
-rounding.
+Every row shows one shape of one color, at a random place and in a random size, and asks for its name. The model was
+pre-trained on captions of other drawings ("circle, red"), and on no question. The rows are the same on every machine,
+the weights but for rounding.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ TOKENS = {
     "vision_end_token": "<|vision_end|>",
 }
 TEMPLATE = (
-    "{{- bos_token }}"
-    "{%- for message in messages %}{{- '<|' + message.role + '|>' }}"
-    "{%- if message.content is string %}{{- message.content }}"
-    "{%- else %}{%- for part in message.content %}"
-    "{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}{{- part.text }}{%- endif %}"
-    "{%- endfor %}{%- endif %}{{- '<|end|>' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+    "{{- bos_token }}{%- for message in messages %}{{- '<|' + message.role + '|>' }}{%- if message.content is string "
+    "%}{{- message.content }}{%- else %}{%- for part in message.content %}{%- if part.type == 'image' %}{{- "
+    "'<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif "
+    "%}{{- '<|end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
 
 

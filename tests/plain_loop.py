@@ -40,10 +40,11 @@ def run_once(
     """
     if not (cwd / "outputs" / name / "summary.json").exists():
         argv = (
-            f"--run_name {name} --optim sgd --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 "
-            f"--max_steps {STEPS} --seed {SEED} --global_batch_size {PACKS if '--packing on' in options else GLOBAL_BATCH} "
-            f"--per_device_train_batch_size {per_device} --per_device_eval_batch_size 3 --logging_steps 1 --save_strategy no "
-            f"--report_to none --gradient_checkpointing none {options}"
+            f"--run_name {name} --optim sgd --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant "
+            f"--max_grad_norm 0 --max_steps {STEPS} --seed {SEED} --global_batch_size "
+            f"{PACKS if '--packing on' in options else GLOBAL_BATCH} --per_device_train_batch_size {per_device} "
+            "--per_device_eval_batch_size 3 --logging_steps 1 --save_strategy no --report_to none "
+            f"--gradient_checkpointing none {options}"
         ).split()
         folder = cwd / f"{name}.out"
         ended = run_ranks(processes, target, argv, str(cwd), folder=folder, environ=environ, timeout=600)

@@ -1,7 +1,7 @@
 """Make tiny random models of Transformers' architectures, as a user downloads them.
 
-The sizes of an architecture's own config are shrunk by the names of its fields, so a new architecture needs no entry here. The
-class of the checkpoint, its processor files and weights that Transformers does not model belong to it.
+The sizes of an architecture's own config are shrunk by the names of its fields, so a new architecture needs no entry
+here. The class of the checkpoint, its processor files and weights that Transformers does not model belong to it.
 """
 
 from __future__ import annotations

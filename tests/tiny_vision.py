@@ -17,17 +17,16 @@ QWEN = (
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
 GEMMA = (
-    "{{ bos_token }}{%- for message in messages -%}{%- set role = 'model' if message.role == 'assistant' else message.role -%}"
-    "{{ '<|' + ('assistant' if role == 'model' else role) + '|>' }}"
-    "{%- if message.content is string -%}{{ message.content | trim }}{%- else -%}{%- for item in message.content -%}"
-    "{%- if item.type == 'image' -%}{{ '<boi>' }}{%- elif item.type == 'text' -%}{{ item.text | trim }}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}{{ '<|end|>' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+    "{{ bos_token }}{%- for message in messages -%}{%- set role = 'model' if message.role == 'assistant' else "
+    "message.role -%}{{ '<|' + ('assistant' if role == 'model' else role) + '|>' }}{%- if message.content is string "
+    "-%}{{ message.content | trim }}{%- else -%}{%- for item in message.content -%}{%- if item.type == 'image' -%}{{ "
+    "'<boi>' }}{%- elif item.type == 'text' -%}{{ item.text | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}{{ "
+    "'<|end|>' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 LISTS = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>' }}"
-    "{% for line in message.content %}{% if line.type == 'text' %}{{ line.text }}{% elif line.type == 'image' %}{{ '<image>' }}"
-    "{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>' }}{% for line in message.content %}{% "
+    "if line.type == 'text' %}{{ line.text }}{% elif line.type == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{{ "
+    "'<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 # model_type -> class of the checkpoint, class of the processor, class of its image processor with arguments, arguments
 # of the processor, special tokens by the attribute of the tokenizer, chat template, fields of the config.

@@ -1,10 +1,12 @@
 """Train today's architectures with Unsloth on a GPU, and load what it saved in plain Transformers and PEFT.
 
-    python -m benchmarks.correctness.architectures --work /tmp/kinds --json benchmarks/results/correctness/architectures.json
+    python -m benchmarks.correctness.architectures --work /tmp/kinds --json
+    benchmarks/results/correctness/architectures.json
 
-Small random models, in the class that the Hub's checkpoints name, take a few steps on the demo's rows: LoRA and every parameter with
-Unsloth, and LoRA with Transformers. The adapter, loaded with PEFT in the Hub's class, has to give the run's evaluation loss, the
-merged model that of the adapter, both backends the same adapted modules, and no tensor of the checkpoint may be lost.
+Small random models, in the class that the Hub's checkpoints name, take a few steps on the demo's rows: LoRA and every
+parameter with Unsloth, and LoRA with Transformers. The adapter, loaded with PEFT in the Hub's class, has to give the
+run's evaluation loss, the merged model that of the adapter, both backends the same adapted modules, and no tensor of
+the checkpoint may be lost.
 """
 
 from __future__ import annotations

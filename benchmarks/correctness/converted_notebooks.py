@@ -1,7 +1,7 @@
 """Run converted notebooks on two GPUs, and each notebook as it is on one: SFT, vision, DPO, GRPO, loops by hand.
 
-    python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision Qwen2_VL_7B-Vision.ipynb
-    python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json
+    python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision
+    Qwen2_VL_7B-Vision.ipynb python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json
 
 `prepare` needs the kit's environment and no GPU: it changes copies of the two notebooks given (hub names become
 folders, fewer steps, a cell that counts saves), adds the kit's own (notebooks/sft_chat_lora.ipynb and those in

@@ -2,8 +2,8 @@
 
     uv run python -m benchmarks.correctness.demo_templates --out DIR --json FILE
 
-Runs that DIR holds already are not repeated. Eleven runs of the demo; on an idle CPU core a run takes under a minute, those of
-ten epochs five.
+Runs that DIR holds already are not repeated. Eleven runs of the demo; on an idle CPU core a run takes under a minute,
+those of ten epochs five.
 """
 
 from __future__ import annotations

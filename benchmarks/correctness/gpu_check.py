@@ -1,7 +1,8 @@
 """Run train_ddp.py on GPUs with every launcher and method, and check the results.
 
-    python -m benchmarks.correctness.gpu_check --work /tmp/gpu_check --json benchmarks/results/correctness/gpu_check.json
-    python -m benchmarks.correctness.gpu_check --groups 3 4 5 --json benchmarks/results/memory/gpu_check_large.json
+    python -m benchmarks.correctness.gpu_check --work /tmp/gpu_check --json
+    benchmarks/results/correctness/gpu_check.json python -m benchmarks.correctness.gpu_check --groups 3 4 5 --json
+    benchmarks/results/memory/gpu_check_large.json
 
 Needs two GPUs and no network. Groups 0 to 2 train the demo and run the kit's parity tool with Unsloth and with
 Transformers; groups 3 to 5 train random-weight models of Qwen3-8B's shape (LoRA, QLoRA) and Qwen3-1.7B's shape (every

@@ -3,9 +3,10 @@
     python -m benchmarks.correctness.image_check --eager --json benchmarks/results/correctness/image_check.json
     python -m benchmarks.correctness.image_check --cpu --only qwen3_vl --json FILE
 
-Rows have no, one, two or three images, so that with two processes a rank has micro-batches without any. Every run takes one
-step of SGD in fp32 on the same 8 rows; its update is compared with that of the first run of its kind, which uses Transformers on
-one GPU; runs with towers and QLoRA have a reference of their own. `--eager` switches Unsloth's compilation off. About 4 minutes on two GPUs.
+Rows have no, one, two or three images, so that with two processes a rank has micro-batches without any. Every run takes
+one step of SGD in fp32 on the same 8 rows; its update is compared with that of the first run of its kind, which uses
+Transformers on one GPU; runs with towers and QLoRA have a reference of their own. `--eager` switches Unsloth's
+compilation off. About 4 minutes on two GPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from benchmarks.common.runs import REPO, launch_command, train, update_differenc
 KINDS = ("qwen3_vl", "gemma3", "gemma4", "mistral3")
 NUMBERS = (1, 0, 3, 2, 1, 0, 0, 0)
 OPTIONS = (
-    "--precision fp32 --optim sgd --learning_rate 0.5 --lora_r 8 --lora_alpha 8 --lr_scheduler_type constant --max_grad_norm 0 "
-    "--max_steps 1 --seed 5 --global_batch_size 8 --max_length 512 --logging_steps 1 --save_strategy no --report_to none "
-    "--gradient_checkpointing none --dataset_num_proc 1"
+    "--precision fp32 --optim sgd --learning_rate 0.5 --lora_r 8 --lora_alpha 8 --lr_scheduler_type constant "
+    "--max_grad_norm 0 --max_steps 1 --seed 5 --global_batch_size 8 --max_length 512 --logging_steps 1 --save_strategy "
+    "no --report_to none --gradient_checkpointing none --dataset_num_proc 1"
 )
 TOWERS = "--method full --train_towers --learning_rate 0.2"
-# Name -> backend, processes, rows at once, accelerate's file, further options. The first run of a kind is the reference.
+# Name -> backend, processes, rows at once, accelerate's file, further options. The first run of a kind is the
+# reference.
 RUNS: dict[str, tuple[str, int, int, str, str]] = {
     "one": ("transformers", 1, 8, "single_gpu.yaml", ""),
     "one_by_one": ("transformers", 1, 1, "single_gpu.yaml", ""),

@@ -2,9 +2,9 @@
 
     python -m benchmarks.correctness.mixtures --work /tmp/mixtures --json benchmarks/results/correctness/mixtures.json
 
-Random Qwen3-MoE and gpt-oss models take three steps of SGD on the demo's rows: with an adapter on attention, with one on
-the experts too, and with every parameter, with both backends. The weight updates of the layouts are compared, and the
-adapter or model has to give the run's evaluation loss in plain Transformers and PEFT.
+Random Qwen3-MoE and gpt-oss models take three steps of SGD on the demo's rows: with an adapter on attention, with one
+on the experts too, and with every parameter, with both backends. The weight updates of the layouts are compared, and
+the adapter or model has to give the run's evaluation loss in plain Transformers and PEFT.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compare packed with padded rows on GPUs: loss of every row, weight update of a step, tokens a second.
 
-    python -m benchmarks.correctness.packing losses --work /tmp/packing --json benchmarks/results/correctness/packing_losses.json
-    python -m benchmarks.correctness.packing step --work /tmp/packing --json benchmarks/results/correctness/packing_step.json
-    python -m benchmarks.correctness.packing speed --work /tmp/packing --json benchmarks/results/speed/packing_speed.json
+    python -m benchmarks.correctness.packing losses --work /tmp/packing --json
+    benchmarks/results/correctness/packing_losses.json python -m benchmarks.correctness.packing step --work /tmp/packing
+    --json benchmarks/results/correctness/packing_step.json python -m benchmarks.correctness.packing speed --work
+    /tmp/packing --json benchmarks/results/speed/packing_speed.json
 
 losses: the loss of every row, packed and padded, with Unsloth and with Transformers, and the error there would be if
 packed rows attended to each other. step: the relative difference of the weight update after one step of SGD over the

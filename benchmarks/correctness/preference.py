@@ -3,11 +3,11 @@
     python -m benchmarks.correctness.preference parity --json benchmarks/results/correctness/preference_parity.json
     python -m benchmarks.correctness.preference speed --json benchmarks/results/speed/preference.json
 
-parity: trains the demo's model for three steps of SGD in fp32 on the same rows, with one process and with two (DDP, ZeRO-2,
-ZeRO-3, FSDP2). The weight update and the log-probabilities of the first step, when no weight has changed, are compared with those of
-one process.
-speed: measures tokens a second without padding and the peak memory of DPO on a random-weight model, LoRA in bf16, on the same pairs
-and with as many pairs a step: the kit, TRL and Unsloth as documented, and both without gradient checkpointing and with larger batches.
+parity: trains the demo's model for three steps of SGD in fp32 on the same rows, with one process and with two (DDP,
+ZeRO-2, ZeRO-3, FSDP2). The weight update and the log-probabilities of the first step, when no weight has changed, are
+compared with those of one process. speed: measures tokens a second without padding and the peak memory of DPO on a
+random-weight model, LoRA in bf16, on the same pairs and with as many pairs a step: the kit, TRL and Unsloth as
+documented, and both without gradient checkpointing and with larger batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def parity(work: Path, path: Path, only: list[str], *, cpu: bool) -> None:
     pairs, labelled = REPO / "demo/pairs_train.jsonl", work / "labelled.jsonl"
     labelled_rows(pairs, labelled)
     jobs = {
-        f"transformers_{task}_{method}_{layout}": (layout, f"--model {REPO}/demo/model --dataset {rows} --task {task} --method {method} {STEPS}")
+        f"transformers_{task}_{method}_{layout}": (layout, f"--model {REPO}/demo/model --dataset {rows} --task {task} "
+            f"--method {method} {STEPS}")
         for task, rows in (("dpo", pairs), ("kto", labelled))
         for method in ("lora", "qlora", "full")
         for layout in (CPU_CONFIGS if cpu else CONFIGS)
@@ -81,7 +82,8 @@ def parity(work: Path, path: Path, only: list[str], *, cpu: bool) -> None:
             if "losses" in found:
                 results[name] |= compared(work, name, results)
             told = {key: found.get(key) for key in ("update_difference", "logps_difference")}
-            print(f"{name:32} rc {found['exit_code']} {found['seconds']:4.0f} s {told} {found.get('losses') or found['log'][-1200:]}", flush=True)  # fmt: skip
+            print(f"{name:32} rc {found['exit_code']} {found['seconds']:4.0f} s {told} "
+                f"{found.get('losses') or found['log'][-1200:]}", flush=True)  # fmt: skip
             write_results(path, runs=list(results.values()))
 
 

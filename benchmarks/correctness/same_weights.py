@@ -1,6 +1,7 @@
 """Train the demo in two checkouts of the kit on a CPU, and compare the adapters bit by bit.
 
-    python -m benchmarks.correctness.same_weights --before ../kit-before --json benchmarks/results/correctness/same_weights.json
+    python -m benchmarks.correctness.same_weights --before ../kit-before --json
+    benchmarks/results/correctness/same_weights.json
 
 Both checkouts run with this interpreter, so that the packages are the same. Cases: one and two processes, streamed
 rows, packed rows, and a run that is killed between two checkpoints and resumed by the same command.

@@ -2,10 +2,10 @@
 
     python -m benchmarks.correctness.sharded_saving --work /tmp/sharded_saving --json FILE
 
-For each method: a run of eight steps on two GPUs; the same run, killed with SIGKILL once checkpoint-4 is there, and resumed
-on two GPUs, which has to give the same bits (every parameter in fp32: or differ no more than a second uninterrupted run
-does); the killed run resumed on one GPU without sharding; the evaluation loss of every result in plain Transformers and
-PEFT. On a CPU, --processes 2 --cpu tries the script itself.
+For each method: a run of eight steps on two GPUs; the same run, killed with SIGKILL once checkpoint-4 is there, and
+resumed on two GPUs, which has to give the same bits (every parameter in fp32: or differ no more than a second
+uninterrupted run does); the killed run resumed on one GPU without sharding; the evaluation loss of every result in
+plain Transformers and PEFT. On a CPU, --processes 2 --cpu tries the script itself.
 """
 
 from __future__ import annotations

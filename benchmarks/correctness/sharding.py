@@ -1,15 +1,17 @@
 """Compare ZeRO-2, ZeRO-3 and FSDP2 with DDP on GPUs: weight update, saved model, memory and seconds a step.
 
-    python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json benchmarks/results/correctness/sharding_parity.json
-    python -m benchmarks.correctness.sharding offload --work /tmp/sharding --json benchmarks/results/correctness/sharding_offload.json
-    python -m benchmarks.correctness.sharding cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
+    python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json
+    benchmarks/results/correctness/sharding_parity.json python -m benchmarks.correctness.sharding offload --work
+    /tmp/sharding --json benchmarks/results/correctness/sharding_offload.json python -m benchmarks.correctness.sharding
+    cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
 
 parity: trains the demo's model for three steps of SGD on the same rows with every sharding, method and backend, and
 compares weight update and loss with DDP's. Then loads the adapter or model in plain Transformers and PEFT, where it has
 to give the evaluation loss that the run reported. With --processes 4 also two copies, each on two GPUs (fsdp2-hybrid).
 offload: the same with parts in host memory, in three steps of AdamW, as DeepSpeed's optimizer there is Adam.
-cost: measures seconds a step and memory a GPU on random-weight models of real size. A mixture of experts (61 GB on disk)
-is measured only if it is named: --only qwen3_30b_a3b. With --processes 1 only CPU offload is measured, on one GPU.
+cost: measures seconds a step and memory a GPU on random-weight models of real size. A mixture of experts (61 GB on
+disk) is measured only if it is named: --only qwen3_30b_a3b. With --processes 1 only CPU offload is measured, on one
+GPU.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ CONFIGS = {
 }
 # Before the script: two copies on one machine, as if it were two nodes.
 LAUNCHER_OPTIONS = {"fsdp2-hybrid": ["--parallelism_config_dp_replicate_size", "2"]}
-# Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and DDP
-# are not caused by sharding.
+# Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and
+# DDP are not caused by sharding.
 METHODS = {
     "lora": ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-hybrid"],
     "qlora": ["ddp", "again", "single", "zero2", "fsdp2", "fsdp2-hybrid"],
@@ -112,7 +114,9 @@ def parity(
     """Run all pairs side by side, then compare each with DDP."""
     steps = f"{ADAM if offload else SGD} {STEPS}"
     jobs = [
-        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {steps} --precision {forced or precision(backend, method)} --per_device_train_batch_size {1 if sharding == 'single' else 2}")
+        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method "
+            f"{method} {steps} --precision {forced or precision(backend, method)} --per_device_train_batch_size "
+            f"{1 if sharding == 'single' else 2}")
         for backend in (("transformers",) if offload else ("unsloth", "transformers"))
         for method, kinds in (OFFLOADED if offload else METHODS).items()
         for sharding in kinds
@@ -194,8 +198,8 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
             summary = result["summary"]
             print(
                 f"{name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
-                f"steps, {summary['peak_memory_bytes_loading'] / 2**30:.1f} GiB loading, loss {result['losses'][0]:.3f} -> "
-                f"{result['losses'][-1]:.3f}, whole run {result['seconds']:.0f} s",
+                f"steps, {summary['peak_memory_bytes_loading'] / 2**30:.1f} GiB loading, loss "
+                f"{result['losses'][0]:.3f} -> {result['losses'][-1]:.3f}, whole run {result['seconds']:.0f} s",
                 flush=True,
             )
         else:

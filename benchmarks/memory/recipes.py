@@ -5,10 +5,10 @@
 
 A cell is RECIPE:GB with further words: `unsloth` or `transformers` (backend), `peer` (Unsloth's own trainer at its
 notebook's settings), `tuned` (the same with packing and the checkpointing of --gradient_checkpointing),
-`cut=STEP,SHARE` (from that step on, the memory of passes is limited to a share of what they took), `t4` (what a T4 lacks
-is taken away: bf16, kernels for packed rows and flash attention; its kernels and its speed are not emulated), `--option=value`.
-Cells run side by side while their cards fit on the GPU, so times are upper bounds. Rows are chats (or pairs, or chats
-with images) of log-normal length, the longest of the recipe's max_length.
+`cut=STEP,SHARE` (from that step on, the memory of passes is limited to a share of what they took), `t4` (what a T4
+lacks is taken away: bf16, kernels for packed rows and flash attention; its kernels and its speed are not emulated),
+`--option=value`. Cells run side by side while their cards fit on the GPU, so times are upper bounds. Rows are chats (or
+pairs, or chats with images) of log-normal length, the longest of the recipe's max_length.
 """
 
 from __future__ import annotations

@@ -196,7 +196,8 @@ def main() -> None:
     ratios = [ratio for result in results for ratio in result.get("ratios", {}).values()]
     if ratios:
         print(
-            f"estimate / peak: {min(ratios)} to {max(ratios)}; the headroom has to be above {max(0, 1 - min(ratios)):.3f}"
+            f"estimate / peak: {min(ratios)} to {max(ratios)}; the headroom has to be above "
+            f"{max(0, 1 - min(ratios)):.3f}"
         )
 
 

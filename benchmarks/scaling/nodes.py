@@ -5,7 +5,8 @@
 
 CUDA_VISIBLE_DEVICES splits the GPUs, and NCCL_HOSTID makes NCCL treat the halves as two hosts, so that traffic between
 them crosses the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is compared
-with that of one launcher with as many processes. With --cpu each node has so many processes on the CPU, and only DDP is run.
+with that of one launcher with as many processes. With --cpu each node has so many processes on the CPU, and only DDP is
+run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m benchmarks.speed.checkpoint_stall --model qwen3_4b --json benchmarks/results/speed/checkpoint_stall.json
 
-One process trains every weight with adamw_8bit and saves three times. The stall is the time in the trainer's save, after the GPU
-has finished its step; the write is the time until the checkpoint is complete. A later save waits for the write before it.
+One process trains every weight with adamw_8bit and saves three times. The stall is the time in the trainer's save,
+after the GPU has finished its step; the write is the time until the checkpoint is complete. A later save waits for the
+write before it.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@
     python -m benchmarks.speed.compare run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit:2weak
     python -m benchmarks.speed.compare report --json benchmarks/results/speed/speed.json
 
-Workloads: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; small, 16 of these a step; full, rows of
-2048 tokens, 32 a step; long, rows of 8192 tokens, 8 a step; longest, rows of 32768 tokens, 2 a step; uneven, rows of log-normal
-length, 8 times as long as chats and cut at 8192, 32 a step. Models have Qwen3's shapes and random weights. Every run is a process
-of its own, with empty caches unless --warm_caches is given. Runs on one GPU go side by side, one per GPU; runs on several GPUs go
-alone. The kit is train_ddp.py with its defaults; cells.py and peers/ say how the others are set. Ends with a Markdown table and a
-picture beside the JSON; `report` makes both again from the JSON alone.
+Workloads: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; small, 16 of these a step;
+full, rows of 2048 tokens, 32 a step; long, rows of 8192 tokens, 8 a step; longest, rows of 32768 tokens, 2 a step;
+uneven, rows of log-normal length, 8 times as long as chats and cut at 8192, 32 a step. Models have Qwen3's shapes and
+random weights. Every run is a process of its own, with empty caches unless --warm_caches is given. Runs on one GPU go
+side by side, one per GPU; runs on several GPUs go alone. The kit is train_ddp.py with its defaults; cells.py and peers/
+say how the others are set. Ends with a Markdown table and a picture beside the JSON; `report` makes both again from the
+JSON alone.
 """
 
 from __future__ import annotations

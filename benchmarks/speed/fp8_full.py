@@ -2,9 +2,10 @@
 
     python -m benchmarks.speed.fp8_full --shape qwen3_8b --json FILE
 
-Weights stay in bf16 and are rounded to FP8 in every pass, with one scale for each row, as inputs and gradients are. The kinds
-of training are bf16, FP8 for all three products of a layer, and FP8 except for the gradient of the weight. Layers are compiled
-one by one, as the kit does, and see packs of one row. Gradients are compared with those in fp32 of the same bf16 weights.
+Weights stay in bf16 and are rounded to FP8 in every pass, with one scale for each row, as inputs and gradients are. The
+kinds of training are bf16, FP8 for all three products of a layer, and FP8 except for the gradient of the weight. Layers
+are compiled one by one, as the kit does, and see packs of one row. Gradients are compared with those in fp32 of the
+same bf16 weights.
 """
 
 from __future__ import annotations

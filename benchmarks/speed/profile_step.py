@@ -146,7 +146,8 @@ def main() -> None:
     write_results(given.json, options=argv, tokens_a_step=tokens, summary=summary, **phases.found)
     shares = phases.found.get("gpu", {})
     print(
-        f"{phases.found['plain_seconds_a_step']:.3f} s a step of {tokens:,.0f} tokens; GPU busy {shares.get('busy', 0):.0%}"
+        f"{phases.found['plain_seconds_a_step']:.3f} s a step of {tokens:,.0f} tokens; GPU busy "
+        f"{shares.get('busy', 0):.0%}"
     )
     for one in phases.found["waits"]:
         where = " < ".join(one["stack"][:-4:-1]) or "no Python frame on its thread"

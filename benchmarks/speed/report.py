@@ -131,7 +131,8 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
         for one, of_this in zip(alone, done, strict=True)
     ]
     head = [
-        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x accumulation; checkpointing",
+        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x "
+            "accumulation; checkpointing",
         "tokens a step", "GiB",
         "s to step 1", "runs",
     ]  # fmt: skip
@@ -164,8 +165,8 @@ def markdown(content: dict[str, Any]) -> str:
         "# Training speed",
         "",
         "Tokens that are not padding a second and GPU: the median over the intervals of a run after warm-up, and the "
-        "slowest and fastest interval. `s to step 1` is that of runs with empty caches. `/ kit` is the speed over that of train_ddp.py with its defaults. MFU is model "
-        "work (no recomputation, no attention scores) over "
+        "slowest and fastest interval. `s to step 1` is that of runs with empty caches. `/ kit` is the speed over that "
+        "of train_ddp.py with its defaults. MFU is model work (no recomputation, no attention scores) over "
         + (f"the published {published / 1e12:,.0f} TFLOP/s, and over " if published else "")
         + (
             f"the {rate / 1e12:,.3g} TFLOP/s that bf16 matrix products reached here."

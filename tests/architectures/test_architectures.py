@@ -1,7 +1,7 @@
 """Today's architectures, as tiny random models: what is trained, saved and merged is right, and nothing of the checkpoint is lost.
 
-Each model is written as a user downloads it: in the class of the Hub, with weights that Transformers does not model, and with
-processor files.
+Each model is written as a user downloads it: in the class of the Hub, with weights that Transformers does not model,
+and with processor files.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ def assert_same_weights(one: Path, other: Path, rtol: float = 1e-6, atol: float 
 ALL_IN_TWO = (
     "qwen3_5", "gemma4", "mistral3", "gpt_oss", "falcon_h1", "qwen3_5_moe", "llama4", "gemma3", "lfm2_moe", "deepseek_v3",
 )  # fmt: skip
-# With all weights one model with towers stands for the others; adapters, those of experts too, tests/training/test_mixtures.py
-# compares.
+# With all weights one model with towers stands for the others; adapters, those of experts too,
+# tests/training/test_mixtures.py compares.
 IN_TWO = ("qwen3_5", "full")
 SLOWLY_IN_TWO = [(name, method) for name in ALL_IN_TWO for method in ("lora", "full") if (name, method) != IN_TWO]
 

@@ -104,13 +104,16 @@ def test_a_dense_model_is_adapted_as_before() -> None:
     ("given", "sentence"),
     [
         ({"lora_target_parameters": ["all-experts"], "lora_dropout": 0.1},
-         "lora_dropout 0.1 cannot be combined with an adapter on mlp.experts.down_proj, mlp.experts.gate_up_proj: PEFT adds"),
+         "lora_dropout 0.1 cannot be combined with an adapter on mlp.experts.down_proj, mlp.experts.gate_up_proj: PEFT "
+         "adds"),
         ({"lora_target_modules": ["up_proj"], "lora_dropout": 0.1}, "give --lora_dropout 0, or leave these out."),
         ({"lora_target_parameters": ["experts.w1"]},
-         "experts.w1 is not a parameter of m of 2 or 3 dimensions outside linear layers; its experts are in mlp.experts.down_proj, "),
+         "experts.w1 is not a parameter of m of 2 or 3 dimensions outside linear layers; its experts are in "
+         "mlp.experts.down_proj, "),
         ({"lora_target_parameters": ["all-experts", "x"]}, "all-experts is not a parameter of m of 2"),
         ({"lora_target_parameters": ["q_proj.weight"]}, "lora_target_modules names linear layers."),
-        ({"lora_target_parameters": ["input_layernorm.weight"]}, "input_layernorm.weight is not a parameter of m of 2 or 3 dimensions"),
+        ({"lora_target_parameters": ["input_layernorm.weight"]}, "input_layernorm.weight is not a parameter of m of 2 "
+            "or 3 dimensions"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_adapted_is_refused(given: dict[str, Any], sentence: str) -> None:

@@ -129,7 +129,8 @@ def load_again(folder: Path, before: dict[str, str]) -> dict[str, str]:
         (lambda folder: (folder / "generation_config.json").write_text("{}"), ""),
         (lambda folder: (folder / "processor_config.json").open("a").write(" "), "model/processor_config.json 1,2"),
         (lambda folder: (folder / "chat_template.jinja").unlink(), "model/chat_template.jinja 421 bytes"),
-        (lambda folder: (folder / "special_tokens_map.json").write_text("{}"), "model/special_tokens_map.json none -> 2"),
+        (lambda folder: (folder / "special_tokens_map.json").write_text("{}"), "model/special_tokens_map.json none -> "
+            "2"),
     ],
 )  # fmt: skip
 def test_a_resume_is_refused_if_a_file_that_loading_opens_changed(

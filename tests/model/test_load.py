@@ -63,14 +63,19 @@ def test_names_of_modules_are_taken(given: dict[str, list[str]], model: Any) -> 
     [
         (
             {"lora_modules_to_save": ["nosuch"]},
-            "lora_modules_to_save nosuch is not a module of m; it has down_proj, embed_tokens, gate_proj, input_layernorm, ",
+            "lora_modules_to_save nosuch is not a module of m; it has down_proj, embed_tokens, gate_proj, "
+            "input_layernorm, ",
         ),
-        ({"lora_target_modules": ["q_proj", "v_prj"]}, "lora_target_modules v_prj is not a module of m; did you mean v_proj?"),
+        ({"lora_target_modules": ["q_proj", "v_prj"]}, "lora_target_modules v_prj is not a module of m; did you mean "
+            "v_proj?"),
         ({"lora_target_modules": ["proj"]}, "lora_target_modules proj is not a module of m; did you mean "),
-        ({"lora_target_modules": ["q_proj,v_proj"]}, "q_proj,v_proj is not a module of m; separate names by spaces (q_proj v_proj)."),
+        ({"lora_target_modules": ["q_proj,v_proj"]}, "q_proj,v_proj is not a module of m; separate names by spaces "
+            "(q_proj v_proj)."),
         ({"lora_target_modules": [".*_proj"]}, "lora_target_modules .*_proj is not a module of m; did you mean "),
-        ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules lm_head is the output head of m, whose weight "),
-        ({"lora_modules_to_save": ["all-linear"]}, "all-linear is not a module of m; all-linear is for lora_target_modules."),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules lm_head is the output head of m, whose "
+            "weight "),
+        ({"lora_modules_to_save": ["all-linear"]}, "all-linear is not a module of m; all-linear is for "
+            "lora_target_modules."),
     ],
 )  # fmt: skip
 def test_other_names_are_refused_with_what_is_near(given: dict[str, list[str]], sentence: str, model: Any) -> None:

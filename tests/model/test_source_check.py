@@ -63,10 +63,13 @@ def config(method: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("backend", "method", "found", "sentence"),
     [
-        ("transformers", "lora", config("gptq"), r"is quantized already \(gptq\), which this kit does not train with backend t"),
+        ("transformers", "lora", config("gptq"), r"is quantized already \(gptq\), which this kit does not train with "
+            r"backend t"),
         ("unsloth", "qlora", config("awq"), r"\(awq\), .* with --method qlora to load that in 4 bits\."),
-        ("transformers", "lora", config("mxfp4"), r"\(mxfp4\), which this kit does not train with backend transformers;"),
-        ("transformers", "lora", config(None), r"\(bitsandbytes\), and method lora is for 16-bit weights; give --method q"),
+        ("transformers", "lora", config("mxfp4"), r"\(mxfp4\), which this kit does not train with backend "
+            r"transformers;"),
+        ("transformers", "lora", config(None), r"\(bitsandbytes\), and method lora is for 16-bit weights; give "
+            r"--method q"),
         ("transformers", "full", config("bitsandbytes"), r"and method full is for 16-bit weights"),
         ("transformers", "qlora", config("bitsandbytes"), None),
         ("unsloth", "lora", config("bitsandbytes"), None),

@@ -216,7 +216,8 @@ def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: p
         # Its layers do not pass row boundaries on.
         ("Nemotron", KV, "does not pass the boundaries"),
         # Its window is in the mask only.
-        ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}, "does not pass its sliding window"),
+        ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}, "does not pass its "
+            "sliding window"),
     ],
 )  # fmt: skip
 def test_models_with_other_attention_arguments_keep_their_attention(

@@ -132,8 +132,8 @@ def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError) as refused:
         check_memory(settings, offloaded)
     assert (
-        "method lora with fsdp2, parameters and optimizer in host memory needs at least 943.5 KiB on every node, and 943.5 KiB are "
-        "available to rank 0"
+        "method lora with fsdp2, parameters and optimizer in host memory needs at least 943.5 KiB on every node, and "
+        "943.5 KiB are available to rank 0"
     ) in str(refused.value)
     assert str(refused.value).endswith("; use more nodes, or accelerate_configs/fsdp2.yaml with more GPUs.")
     gpus_of(monkeypatch, 966_144 * 4 - 2, None)

@@ -83,7 +83,8 @@ def held(sharding: Any, split: bool = False, trained: bool = True, **options: An
 
 
 def test_what_fsdp2_holds():
-    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in fp32.
+    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in
+    # fp32.
     assert held("fsdp2", split=True) == 1000 + 280 * 16 // 4 + 200 + 100 * 6
     # Loaded whole, the same is left, but what is outside the layers is gathered as one.
     assert held("fsdp2") == held("fsdp2", split=True)

@@ -155,7 +155,8 @@ def test_a_rung_has_to_fit_on_every_rank_and_the_fullest_one_is_told(monkeypatch
 @pytest.mark.parametrize(
     ("options", "others", "rows", "told"),
     [
-        ({}, 0, 1, r"\(1 x 1,100 tokens\) does not fit .* 1 GiB that are free on a GPU, with .* unsloth; lower --max_l"),
+        ({}, 0, 1, r"\(1 x 1,100 tokens\) does not fit .* 1 GiB that are free on a GPU, with .* unsloth; lower "
+            r"--max_l"),
         ({}, GIB, 1, r"on a GPU \(other processes hold 1.0 GiB\), with"),
         (
             {"gradient_checkpointing": "unsloth"}, 0, 2,

@@ -23,8 +23,8 @@ from unsloth_ddp.data.sources.checked_rows import checked_rows
 RATE, FULL_RATE = 0.5, 0.2
 # 13 rows: the second step of an epoch holds 5, and one rank of two has micro-batches without an image.
 NUMBERS = (1, 0, 3, 2, 1, 0, 1, 3, 0, 0, 1, 0, 0)
-# Tokens of a pack, with which the rows make six, and the rate of runs with packs, where larger steps make more of the rounding
-# of fp32.
+# Tokens of a pack, with which the rows make six, and the rate of runs with packs, where larger steps make more of the
+# rounding of fp32.
 CAPACITY, PACKED_RATE = {"gemma4": 250}, {"gemma4": 0.1}
 PACKED = "--packing on --max_length"
 

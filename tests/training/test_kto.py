@@ -41,8 +41,8 @@ def job(tmp_path_factory, tiny_model, labelled):
     def run(processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
         name = name or f"{processes}x{per_device}{extra.replace(' ', '')}"
         options = (
-            f"--task kto --model {tiny_model} --dataset {labelled} --learning_rate {RATE} --max_length {MOST} --beta {BETA} "
-            f"--desirable_weight {WEIGHTS[0]} --undesirable_weight {WEIGHTS[1]} "
+            f"--task kto --model {tiny_model} --dataset {labelled} --learning_rate {RATE} --max_length {MOST} --beta "
+            f"{BETA} --desirable_weight {WEIGHTS[0]} --undesirable_weight {WEIGHTS[1]} "
             f"{'' if 'streaming' in extra else f'--eval_dataset {labelled}'} {extra}"
         )
         return run_once(cwd, name, processes, per_device, options, environ)
@@ -177,8 +177,8 @@ def train_and_stop_before_an_evaluation_measures(argv: list[str], cwd: str) -> N
 
 def test_a_stop_interrupts_the_pass_that_computes_the_kl_of_an_evaluation(tiny_model, labelled, tmp_path):
     argv = (
-        f"--task kto --model {tiny_model} --dataset {labelled} --eval_dataset {labelled} --run_name stopped --max_steps 2 "
-        "--eval_steps 1 --per_device_eval_batch_size 3 --report_to none --gradient_checkpointing none"
+        f"--task kto --model {tiny_model} --dataset {labelled} --eval_dataset {labelled} --run_name stopped "
+        "--max_steps 2 --eval_steps 1 --per_device_eval_batch_size 3 --report_to none --gradient_checkpointing none"
     ).split()
     stop = train_and_stop_before_an_evaluation_measures
     result = run_ranks(1, stop, argv, str(tmp_path), folder=tmp_path / "out", timeout=600)

@@ -33,9 +33,10 @@ def options(model: Path, rows: Path, per_device: int, name: str) -> list[str]:
     """Three steps over 13 rows: the second is the last, incomplete one of the epoch."""
     return (
         f"--model {model} --dataset {rows} --eval_dataset {rows} --run_name {name} --method lora --optim sgd "
-        f"--learning_rate {RATE} --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 --max_steps {STEPS} --seed {SEED} "
-        f"--global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size {per_device} --per_device_eval_batch_size 3 "
-        f"--max_length {MAX_LENGTH} --logging_steps 1 --save_strategy no --report_to none --gradient_checkpointing none"
+        f"--learning_rate {RATE} --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 "
+        f"--max_steps {STEPS} --seed {SEED} --global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size "
+        f"{per_device} --per_device_eval_batch_size 3 --max_length {MAX_LENGTH} --logging_steps 1 --save_strategy no "
+        "--report_to none --gradient_checkpointing none"
     ).split()
 
 

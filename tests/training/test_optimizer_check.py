@@ -39,10 +39,13 @@ def test_common_optimizers_are_accepted(optim: str) -> None:
         ("lomo", {}, "optim lomo changes weights during the backward pass"),
         ("galore_adamw_layerwise", {}, "optim galore_adamw_layerwise changes weights during the backward pass"),
         ("galore_adamw", {}, "optim galore_adamw cannot be built: You need to "),
-        ("adamw_torch", {"adam_beta1": 2.0}, "optim adamw_torch cannot be built with trainer_args {\"adam_beta1\": 2.0}: Inv"),
+        ("adamw_torch", {"adam_beta1": 2.0}, "optim adamw_torch cannot be built with trainer_args {\"adam_beta1\": "
+            "2.0}: Inv"),
         ("adamw_torch", {"optim_args": "nonsense"}, "optim adamw_torch cannot be built with trainer_args"),
-        ("adamw_torch", {"optim_target_modules": "all-linear"}, "optim_target_modules has no effect on optim adamw_torch;"),
-        ("adamw_torch", {"optim_args": "momentum=0.9"}, "optim_args 'momentum=0.9' has no effect on optim adamw_torch;"),
+        ("adamw_torch", {"optim_target_modules": "all-linear"}, "optim_target_modules has no effect on optim "
+            "adamw_torch;"),
+        ("adamw_torch", {"optim_args": "momentum=0.9"}, "optim_args 'momentum=0.9' has no effect on optim "
+            "adamw_torch;"),
     ],
 )  # fmt: skip
 def test_an_optimizer_that_would_fail_late_is_refused(optim: str, given: dict[str, Any], said: str) -> None:

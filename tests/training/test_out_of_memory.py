@@ -42,9 +42,10 @@ def rows(tmp_path_factory) -> dict[str, Path]:
 )
 def test_a_step_that_runs_out_of_memory_takes_that_of_the_lower_rung(task, ranks, cases, rows, tiny_model, tmp_path):
     argv = (
-        f"--task {task} --model {tiny_model} --dataset {rows[task]} --eval_dataset {rows[task]} --global_batch_size {8 * ranks} "
-        f"--per_device_train_batch_size 4 --gradient_checkpointing auto --lora_dropout 0.1 --lr_scheduler_type constant --max_length 64 "
-        f"--report_to none --save_strategy no --max_steps {STEPS} --run_name memory"
+        f"--task {task} --model {tiny_model} --dataset {rows[task]} --eval_dataset {rows[task]} --global_batch_size "
+        f"{8 * ranks} --per_device_train_batch_size 4 --gradient_checkpointing auto --lora_dropout 0.1 "
+        f"--lr_scheduler_type constant --max_length 64 --report_to none --save_strategy no --max_steps {STEPS} "
+        "--run_name memory"
     ).split()
     seeds = [100 * TASKS.index(task) + 1000 * ranks + number for number in range(cases)]
     result = run_ranks(ranks, run_cases, argv, str(tmp_path), seeds, STEPS, folder=tmp_path / "ranks", timeout=900)

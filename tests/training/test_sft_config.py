@@ -25,8 +25,8 @@ from unsloth_ddp.training.optimizer_check import SCHEDULE_EXAMPLES
 from unsloth_ddp.training.sft_config import make_config
 from unsloth_ddp.utils.errors import UserError
 
-# Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
-# loaders, DDP.
+# Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints,
+# data loaders, DDP.
 WORDS = """
     lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon optim_target_modules
     tf32 gradient_checkpointing_kwargs activation_offloading torch_compile torch_compile_backend torch_compile_mode

@@ -1,9 +1,9 @@
 """Estimate the memory of one GPU, by method and sharding: pure arithmetic.
 
-The estimates of MEASURED pairs, and of models that FSDP2 loads in shards, are within 10 % of runs on H200s, those of DDP
-(sharding none) within 8 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to
-keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation come on
-top; FILLED is left for them.
+The estimates of MEASURED pairs, and of models that FSDP2 loads in shards, are within 10 % of runs on H200s, those of
+DDP (sharding none) within 8 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are
+known to keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation
+come on top; FILLED is left for them.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ MEASURED_WITH_OFFLOAD = {("full", "zero2"), ("lora", "zero3")}
 UNSLOTH_KEEPS, OF_PACKS, OF_ALL = 0.5, 0.62, 0.68
 # Unsloth's fused loss takes as many logits at once as fit into 4 GiB at 16 bytes each.
 LOGITS_AT_ONCE = 2**28
-# Bytes of a logit in the backward pass of a loss that is computed from the logits of a whole micro-batch: its log-probability,
-# the gradient of that, and its own gradient, all in fp32.
+# Bytes of a logit in the backward pass of a loss that is computed from the logits of a whole micro-batch: its
+# log-probability, the gradient of that, and its own gradient, all in fp32.
 WHOLE_LOGIT = 12
 
 
@@ -152,7 +152,8 @@ def _in_host_memory(
 ) -> MemoryEstimate:
     """Move what lies in host memory off the GPU; copies of it that the GPU computes with are only known in part.
 
-    DeepSpeed and FSDP2 keep gradients where the optimizer runs; with ZeRO-2 they are on the GPU too between micro-batches.
+    DeepSpeed and FSDP2 keep gradients where the optimizer runs; with ZeRO-2 they are on the GPU too between
+    micro-batches.
     """
     weights = memory.weights if work.offload == "parameters" else 0.0
     moved = memory.gradients + memory.optimizer + weights
@@ -160,7 +161,8 @@ def _in_host_memory(
     if sharding == "zero2":
         largest = max(shape.head, shape.largest_linear) if method == "full" else 0
         gradients = zero2_offload_bytes(shape.trained(method), largest, work.precision, work.processes)
-    # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 has 16-bit ones.
+    # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 has 16-bit
+    # ones.
     loading = {
         "fsdp2": memory.loading,
         "zero2": _frozen_bytes(shape, method, work) + shape.trained(method) * _master_bytes(method, work),
@@ -263,8 +265,8 @@ def _with_zero(
     # With 4-bit weights the bucket may be in 16 bit though the run is in fp32.
     bucket = zero_bucket_bytes(trained, 2 if method == "qlora" else work.precision)
     if sharding == "zero2":
-        # Before the optimizer runs, the gradients exist twice: as they are, and flat (step()). With gradients in 16 bit, as
-        # in the measured runs, a flat copy in fp32 came on top, which adds up to the same.
+        # Before the optimizer runs, the gradients exist twice: as they are, and flat (step()). With gradients in 16
+        # bit, as in the measured runs, a flat copy in fp32 came on top, which adds up to the same.
         stepping = weights + states + gradients * 2
         return MemoryEstimate(
             weights, gradients, states, bucket, activations, loading=weights, stepping=stepping, lower_bound=bound
@@ -292,7 +294,8 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     """Estimate the bytes kept for the backward pass at the peak, at the loss or in a block's backward pass.
 
     With checkpointing every block keeps its input, and one block at a time is recomputed (with unsloth all inputs but
-    two are in host memory). The logits exist in slices, in 16 bit, or all at once (Workload.logits). QLoRA also unpacks one layer at a time.
+    two are in host memory). The logits exist in slices, in 16 bit, or all at once (Workload.logits). QLoRA also unpacks
+    one layer at a time.
     """
     kept_bytes, recomputed, logits, added = _activations(shape, method, work)
     return kept_bytes + max(recomputed, logits) + added

@@ -10,9 +10,9 @@ OF_BITSANDBYTES = (
 def optimizer_bytes(name: str, weight_bytes: int, embedding: bool = False) -> float:
     """Return the bytes of optimizer state for one weight; an unknown optimizer counts as Adam.
 
-    torch's optimizers keep states in the weight's dtype. Those of bitsandbytes and torchao keep fp32 states, or quantized
-    states with an fp32 scale for each 256, whatever the weight's dtype. For embeddings Transformers makes bitsandbytes
-    keep fp32 states.
+    torch's optimizers keep states in the weight's dtype. Those of bitsandbytes and torchao keep fp32 states, or
+    quantized states with an fp32 scale for each 256, whatever the weight's dtype. For embeddings Transformers makes
+    bitsandbytes keep fp32 states.
 
     Args:
         name: Transformers' name of the optimizer.

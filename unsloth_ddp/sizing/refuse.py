@@ -1,7 +1,7 @@
 """Refuse a run that certainly does not fit, by the sizes of its weights, before the model is downloaded.
 
-Only weights, and with --method full their gradients and optimizer states, are counted, so a run that passes may still run
-out of memory; `python -m unsloth_ddp.plan` estimates the rest.
+Only weights, and with --method full their gradients and optimizer states, are counted, so a run that passes may still
+run out of memory; `python -m unsloth_ddp.plan` estimates the rest.
 """
 
 import re
@@ -49,8 +49,8 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
             )
         if available is not None and host > available:
             raise UserError(
-                f"model {settings.model} does not fit into host memory: {way} needs at least {shown_bytes(host)} on every node, "
-                f"and {shown_bytes(available)} are available to {location}; use more nodes, or "
+                f"model {settings.model} does not fit into host memory: {way} needs at least {shown_bytes(host)} on "
+                f"every node, and {shown_bytes(available)} are available to {location}; use more nodes, or "
                 f"accelerate_configs/{runtime.sharding}.yaml with more GPUs."
             )
 

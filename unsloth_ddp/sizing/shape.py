@@ -66,8 +66,8 @@ class ModelShape:
     def flops_a_token(self, method: str) -> float:
         """Return the model FLOP per token: 2 n forward, 2 n for input gradients, 2 for each trained weight.
 
-        n counts the weights that a token is multiplied with: of a mixture, the experts that it is routed to. Attention scores are left out. So is recomputation, which
-        is work of the hardware, not of the model.
+        n counts the weights that a token is multiplied with: of a mixture, the experts that it is routed to. Attention
+        scores are left out. So is recomputation, which is work of the hardware, not of the model.
         """
         n = self._multiplied(method)
         trained = n if method == "full" else n - self._multiplied("full")

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.sizing.optimizer_states import optimizer_bytes
 
-# DeepSpeed's default reduce_bucket_size in elements, which accelerate keeps. One buffer of this size is allocated, however
-# few weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
+# DeepSpeed's default reduce_bucket_size in elements, which accelerate keeps. One buffer of this size is allocated,
+# however few weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
 ZERO_BUCKET = 5e8
-# ZeRO-3 keeps this many gathered elements if they are used again soon (DeepSpeed's default stage3_max_live_parameters and
-# stage3_max_reuse_distance, which accelerate keeps).
+# ZeRO-3 keeps this many gathered elements if they are used again soon (DeepSpeed's default stage3_max_live_parameters
+# and stage3_max_reuse_distance, which accelerate keeps).
 ZERO3_LIVE = 1e9
-# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (model/loading/sharded_load.py, mixed_precision_policy).
+# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (model/loading/sharded_load.py,
+# mixed_precision_policy).
 REDUCED = 4
 
 
@@ -66,8 +67,8 @@ class ShardedLayout:
         precision: bytes of an element in passes.
         master: bytes of a trained element as FSDP2 stores it.
         optimizer: its Transformers name.
-        whole_in_use: whether ZeRO-3 keeps every weight gathered until the backward pass ends. It does so with frozen weights
-            where nothing is recomputed (zero3_release.py releases those of recomputed layers).
+        whole_in_use: whether ZeRO-3 keeps every weight gathered until the backward pass ends. It does so with frozen
+            weights where nothing is recomputed (zero3_release.py releases those of recomputed layers).
     """
 
     sharding: Sharding
@@ -115,7 +116,8 @@ def zero3_gathered_bytes(
     if whole_in_use:
         return everything
     # Weights that are used again soon stay gathered, up to a number of elements. On H200s they came on top with 1.7B
-    # (benchmarks/results/memory/sharded_fit_zero3.json), and not with 8B, whose embedding and head exceed it (zero3_peak.json).
+    # (benchmarks/results/memory/sharded_fit_zero3.json), and not with 8B, whose embedding and head exceed it
+    # (zero3_peak.json).
     live = ZERO3_LIVE * precision
     return min(everything, outside + layers + (live if outside < live else 0))
 
@@ -124,8 +126,8 @@ def zero2_offload_bytes(trained: float, largest: float, precision: int, parts: i
     """Return the bytes of gradients on the GPU where ZeRO-2 has the optimizer in host memory.
 
     After each micro-batch but the last of a step, DeepSpeed adds the gradients to those on the host, and frees the fp32
-    gradients of this rank's part only at the next forward pass. It copies through a buffer of the largest trained weight
-    (DeepSpeed 0.19.8, stage_1_and_2.py, clear_backward_seen_flag and temp_grad_buffer_for_gpu_offload).
+    gradients of this rank's part only at the next forward pass. It copies through a buffer of the largest trained
+    weight (DeepSpeed 0.19.8, stage_1_and_2.py, clear_backward_seen_flag and temp_grad_buffer_for_gpu_offload).
 
     Args:
         trained: number of trained elements.
@@ -180,7 +182,8 @@ def fsdp2_gathered_bytes(
         head: (bytes in the dtype of passes, trained elements) of the output head.
         block: the same of the largest layer.
         outside: bytes of the weights outside the layers if they form one group; 0 if they do not.
-        beside_head, beside_block: bytes of activations that exist only beside the gathered head, or a layer's backward pass.
+        beside_head, beside_block: bytes of activations that exist only beside the gathered head, or a layer's backward
+            pass.
     """
     gradient = precision + REDUCED
     grouped = outside + 2 * block[0] if outside else 0

@@ -26,9 +26,9 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
     checkpoint_clause = f"{last} is the last complete checkpoint" if last else "there is no checkpoint"
     precision = "" if runtime.precision == "fp32" else ", or use another --precision"
     raise RunError(
-        f"After step {step} the trained weights contain NaN or infinity (first in {broken_names[0]}), from which training cannot "
-        f"recover, so the run ends without saving them; {checkpoint_clause}. Start again with another --run_name and a lower "
-        f"--learning_rate, a lower --max_grad_norm or more --warmup_steps{precision}."
+        f"After step {step} the trained weights contain NaN or infinity (first in {broken_names[0]}), from which "
+        f"training cannot recover, so the run ends without saving them; {checkpoint_clause}. Start again with another "
+        f"--run_name and a lower --learning_rate, a lower --max_grad_norm or more --warmup_steps{precision}."
     )
 
 
@@ -38,8 +38,8 @@ def first_broken(model: torch.nn.Module, rank: int) -> str | None:
     parts = [(name, part) for name, part in parts if part.numel()]
     # The infinity norm needs no copy of the weights and propagates NaN.
     largest = [torch.linalg.vector_norm(part, float("inf")).float() for _, part in parts]
-    # One tensor for all norms lets the host wait for the device once. The norms can be on two devices: with parameters in
-    # host memory ZeRO-3 keeps small weights on the GPU.
+    # One tensor for all norms lets the host wait for the device once. The norms can be on two devices: with parameters
+    # in host memory ZeRO-3 keeps small weights on the GPU.
     finite = torch.stack([norm.to(largest[0].device) for norm in largest]).isfinite().tolist() if largest else []
     return next((name for (name, _), good in zip(parts, finite, strict=True) if not good), None)
 

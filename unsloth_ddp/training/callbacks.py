@@ -21,8 +21,8 @@ from unsloth_ddp.utils.units import counted
 class SavedTotals(TrainerCallback, ExportableState):
     """Keep the run's totals in every checkpoint, so that they continue when it is resumed.
 
-    `pending` holds the sums of each rank since the last log line, which the totals do not include yet; `stream` holds the
-    position in streamed rows (stream_order.StreamPosition).
+    `pending` holds the sums of each rank since the last log line, which the totals do not include yet; `stream` holds
+    the position in streamed rows (stream_order.StreamPosition).
     """
 
     def __init__(
@@ -184,8 +184,9 @@ class NameUntrained(TrainerCallback):
         if zero and len(zero) < len(second) and self.runtime.ranks.is_main:
             first = zero[0].partition(".lora_B.")[0].removeprefix("base_model.model.")
             print(
-                f"{counted(len(zero), 'adapter')} of {len(second)} did not change in the first {counted(state.global_step, 'step')} "
-                f"(the first: {first}), because the rows do not reach the layer; name other layers in --lora_target_modules.",
+                f"{counted(len(zero), 'adapter')} of {len(second)} did not change in the first "
+                f"{counted(state.global_step, 'step')} (the first: {first}), because the rows do not reach the layer; "
+                "name other layers in --lora_target_modules.",
                 flush=True,
             )
 
@@ -196,8 +197,8 @@ class StopTogether(TrainerCallback):
     With `save_seconds` it also saves one after that time, by the clock of the main process.
 
     It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
-    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run does it
-    first.
+    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run does
+    it first.
     """
 
     def __init__(self, stop: StopRequest, save_seconds: int | None = None) -> None:

@@ -38,14 +38,14 @@ def check_optimizer(settings: Settings) -> None:
     """Refuse an optimizer or a schedule that cannot be built, or cannot train with several micro-batches and ranks."""
     if "lomo" in settings.optim or settings.optim.endswith("layerwise"):
         raise UserError(
-            f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over micro-batches "
-            "and processes; use another optimizer, such as adamw_8bit or adafactor."
+            f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over "
+            "micro-batches and processes; use another optimizer, such as adamw_8bit or adafactor."
         )
     low_rank = settings.optim.startswith(("galore", "apollo"))
     if settings.trainer_args.get("optim_target_modules") and not low_rank:
         raise UserError(
-            f"trainer_args: optim_target_modules has no effect on optim {settings.optim}; remove it, or use an optimizer of "
-            "the galore or apollo family."
+            f"trainer_args: optim_target_modules has no effect on optim {settings.optim}; remove it, or use an "
+            "optimizer of the galore or apollo family."
         )
     optimizer = _built(settings, settings.trainer_args)
     for name in ("optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"):
@@ -56,8 +56,8 @@ def check_optimizer(settings: Settings) -> None:
         other = None if name == "optim_args" else value / 2 + 1e-9
         if _state(optimizer) == _state(_built(settings, {**settings.trainer_args, name: other})):
             raise UserError(
-                f"trainer_args: {name} {str(value)[:100]!r} has no effect on optim {settings.optim}; remove it, or give what this "
-                "optimizer reads."
+                f"trainer_args: {name} {str(value)[:100]!r} has no effect on optim {settings.optim}; remove it, or "
+                "give what this optimizer reads."
             )
     _check_schedule(settings)
 
@@ -81,7 +81,8 @@ def _built(settings: Settings, trainer_args: dict[str, Any]) -> torch.optim.Opti
         given_args = {name: value for name, value in trainer_args.items() if name.startswith(("adam_", "optim_"))}
         beside = f" with trainer_args {json.dumps(given_args)[:200]}" if given_args else ""
         raise UserError(
-            f"optim {settings.optim} cannot be built{beside}: {one_line(error).rstrip('.')}; fix that, or use another optim."
+            f"optim {settings.optim} cannot be built{beside}: {one_line(error).rstrip('.')}; fix that, or use another "
+            "optim."
         ) from None
 
 
@@ -110,8 +111,8 @@ def _check_schedule(settings: Settings) -> None:
             else "correct them"
         )
         raise UserError(
-            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {schedule_kwargs or 'left out'} "
-            f"({one_line(error)}); {fix}."
+            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs "
+            f"{schedule_kwargs or 'left out'} ({one_line(error)}); {fix}."
         ) from None
 
 

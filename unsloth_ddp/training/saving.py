@@ -213,7 +213,8 @@ class ResumableTrainer(SFTTrainer):
         fits = has_room_for(size)
         if not fits:
             print(
-                f"Training waits while a checkpoint is written, because host memory has no room for a copy of {shown_bytes(size)}.",
+                "Training waits while a checkpoint is written, because host memory has no room for a copy of "
+                f"{shown_bytes(size)}.",
                 flush=True,
             )
         return fits

@@ -107,7 +107,8 @@ class ShardedSaving:
         problems = [rank_problem for rank_problem in self.runtime.gather(problem) if rank_problem]
         if problems:
             raise UserError(
-                f"{folder} cannot be resumed: {problems[0]}. Give --resume another checkpoint, or start again with another --run_name."
+                f"{folder} cannot be resumed: {problems[0]}. Give --resume another checkpoint, or start again with "
+                "another --run_name."
             )
 
 

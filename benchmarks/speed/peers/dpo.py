@@ -1,7 +1,7 @@
 """Train DPO with TRL's or Unsloth's DPOTrainer, with the settings of their documentation, or tuned by hand.
 
-TRL: the defaults of DPOConfig with a LoraConfig. Unsloth: its DPO notebook (PatchDPOTrainer, adamw_8bit, its own gradient
-checkpointing). --checkpointing none, --optim, --logging_steps and --batch stand for tuning by hand.
+TRL: the defaults of DPOConfig with a LoraConfig. Unsloth: its DPO notebook (PatchDPOTrainer, adamw_8bit, its own
+gradient checkpointing). --checkpointing none, --optim, --logging_steps and --batch stand for tuning by hand.
 """
 
 from __future__ import annotations

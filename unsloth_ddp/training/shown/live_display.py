@@ -1,7 +1,7 @@
 """Draw a run's progress at the bottom of a terminal, below what is printed.
 
-The display changes no mode of the terminal and leaves the cursor at the start of the line below it, so that the terminal
-stays usable however the process ends: by an exception, os._exit or kill -9.
+The display changes no mode of the terminal and leaves the cursor at the start of the line below it, so that the
+terminal stays usable however the process ends: by an exception, os._exit or kill -9.
 """
 
 import contextlib

@@ -112,6 +112,6 @@ def describe_straggler(
     usual = median(s for r, s in enumerate(seconds) if r != rank)
     return (
         f"{location} is slower than the others: its own work takes {seconds[rank]:.3f} s a step where theirs takes "
-        f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Check that host for other processes, low "
-        "GPU clocks (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU and a slow disk."
+        f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Check that host for other processes, "
+        "low GPU clocks (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU and a slow disk."
     )

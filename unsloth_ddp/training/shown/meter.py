@@ -161,7 +161,8 @@ class Meter:
 
         Args:
             totals: the run's sums, shared from now on.
-            pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes them all.
+            pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes them
+                all.
         """
         self.totals = totals
         sums = torch.tensor(pending or [[0.0] * len(self.columns)], dtype=torch.float64, device=self.device)
@@ -227,8 +228,8 @@ class Meter:
 def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     """Count the tokens of a micro-batch without padding and filler rows, which have one token; return a 0-dim tensor.
 
-    Rows in a pack are found by their positions: a row of one token is a 0 that is followed by another 0 or by the end. A prompt that
-    is computed once for the two rows of a pair counts in both.
+    Rows in a pack are found by their positions: a row of one token is a 0 that is followed by another 0 or by the end.
+    A prompt that is computed once for the two rows of a pair counts in both.
     """
     if "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(dim=1)

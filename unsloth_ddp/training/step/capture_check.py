@@ -34,8 +34,9 @@ class Tolerances(NamedTuple):
 # A replayed pass and the backend's round to 16 bit in different orders.
 TOLERANCES = Tolerances(5e-3, 5e-2)
 # With --fp8 a different order changes which values are rounded up. On H200s gradients of random weights differed by
-# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json), and the loss of the 8B
-# with a row of 8192 tokens by 5.4e-3 and 5.7e-3, with two kernels for attention (benchmarks/results/speed/fp8_joint.json).
+# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json), and the loss of the
+# 8B with a row of 8192 tokens by 5.4e-3 and 5.7e-3, with two kernels for attention
+# (benchmarks/results/speed/fp8_joint.json).
 FP8_TOLERANCES = Tolerances(2e-2, 0.25)
 OUT_OF_MEMORY = "trying it took more memory than there is"
 

@@ -27,8 +27,8 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Passes before the first capture of a number of tokens: the first compiles, the second has the memory that the first one's
-# kernels were chosen with.
+# Passes before the first capture of a number of tokens: the first compiles, the second has the memory that the first
+# one's kernels were chosen with.
 WARM_UP = 2
 # Passes before further captures, for which little is compiled.
 WARM_UP_AGAIN = 1
@@ -58,7 +58,8 @@ class CapturedStep:
         forward: computes the loss.
         autocast: the trainer's.
         dtype: of matrix products.
-        gradients: the buffers of all parameters that are trained, where the trainer has some; else the step has its own.
+        gradients: the buffers of all parameters that are trained, where the trainer has some; else the step has its
+            own.
     """
 
     def __init__(
@@ -222,8 +223,8 @@ class CapturedStep:
 def end_broken_capture(pool: Any) -> None:
     """Undo what torch leaves behind when a capture on the current device fails.
 
-    The generator would refuse to draw random numbers outside of a graph, which compiling does too, and the allocator would
-    keep the memory of the pool, and that of other streams until the capture ends.
+    The generator would refuse to draw random numbers outside of a graph, which compiling does too, and the allocator
+    would keep the memory of the pool, and that of other streams until the capture ends.
 
     Args:
         pool: id of the memory pool of the capture.
@@ -241,12 +242,12 @@ def end_broken_capture(pool: Any) -> None:
 def use_capture_stream(device: torch.device) -> None:
     """Make a stream of its own the current one; what is captured later, and all before it, has to be computed there.
 
-    Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails where
-    that is the default stream, which cannot be captured.
+    Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails
+    where that is the default stream, which cannot be captured.
 
-    The streams of torch.cuda.Stream are not ordered with the default stream. The optimizers of bitsandbytes and what Unsloth
-    moves to host memory run on the default stream whatever the current one is, and would read states and activations that
-    are not written yet. A stream of CUDA with default flags is ordered with it.
+    The streams of torch.cuda.Stream are not ordered with the default stream. The optimizers of bitsandbytes and what
+    Unsloth moves to host memory run on the default stream whatever the current one is, and would read states and
+    activations that are not written yet. A stream of CUDA with default flags is ordered with it.
     """
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):

@@ -74,8 +74,8 @@ class FirstRung:
         """Choose the first rung that fits, and let the step begin with it.
 
         Args:
-            resumed: identity of the run that this one resumes, empty without one. On the same number and type of GPUs its rung is
-                taken again, so that results stay bit-identical.
+            resumed: identity of the run that this one resumes, empty without one. On the same number and type of GPUs
+                its rung is taken again, so that results stay bit-identical.
             last: a rung that ran out of memory when this job ran before, if any; the run begins below it.
 
         Raises:

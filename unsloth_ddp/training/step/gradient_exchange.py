@@ -136,9 +136,9 @@ class GradientExchange:
     def last_pass(self, model: DistributedDataParallel) -> Iterator[None]:
         """Average gradients around the last forward and backward pass of a step.
 
-        Afterwards every gradient is the mean over ranks. A gradient that a rank lacks counts as zeros; one that all ranks
-        lack is None, as on one process, so that the optimizer leaves the weight as it is. To repeat the step after an error,
-        set the gradients to None first.
+        Afterwards every gradient is the mean over ranks. A gradient that a rank lacks counts as zeros; one that all
+        ranks lack is None, as on one process, so that the optimizer leaves the weight as it is. To repeat the step
+        after an error, set the gradients to None first.
         """
         self.missing = [set(bucket) for bucket in self.buckets]
         try:
@@ -155,8 +155,9 @@ class GradientExchange:
         if self.missing is not None:
             if parameter not in self.missing[index]:
                 raise RuntimeError(
-                    "A trained weight received its gradient in two parts, because several checkpointed layers share it; "
-                    "use --gradient_checkpointing none, or --backend transformers, which checkpoints layers differently."
+                    "A trained weight received its gradient in two parts, because several checkpointed layers share "
+                    "it; use --gradient_checkpointing none, or --backend transformers, which checkpoints layers "
+                    "differently."
                 )
             self.missing[index].remove(parameter)
         if index < len(self.sent):
@@ -212,8 +213,8 @@ def make_exchange(
     if not several:
         return None
     if ddp_handler is not None:
-        # All ranks loaded the same buffers. DDP would broadcast them in every forward pass, but the ranks may run different
-        # numbers of forward passes: one may repeat a step, or replay a CUDA graph.
+        # All ranks loaded the same buffers. DDP would broadcast them in every forward pass, but the ranks may run
+        # different numbers of forward passes: one may repeat a step, or replay a CUDA graph.
         ddp_handler.broadcast_buffers = False
     trained = [p for p in model.parameters() if p.requires_grad]
     unused = [p for p in sometimes_unused(model) if p.requires_grad]

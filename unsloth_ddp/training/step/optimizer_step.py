@@ -1,8 +1,8 @@
 """Compute an optimizer step up to its gradients.
 
 1. `begin`: the micro-batches of the step are there; the ranks add up what the losses are divided by.
-2. `micro_batch`, for each: one forward and backward pass, replayed as a CUDA graph or computed by the backend. If memory
-   runs out, this rank goes down the ladder (sizing/ladder.py) and repeats the step.
+2. `micro_batch`, for each: one forward and backward pass, replayed as a CUDA graph or computed by the backend. If
+   memory runs out, this rank goes down the ladder (sizing/ladder.py) and repeats the step.
 3. The last pass of the step averages gradients over the ranks (gradient_exchange.py, DDP, or the sharding library).
 
 Transformers' loop then clips the gradients, and calls the optimizer and the schedule.
@@ -63,11 +63,12 @@ class StepStart:
 class OptimizerStep:
     """Compute the micro-batches of optimizer steps, and average their gradients.
 
-    A rank that repeats its step alone gets the same result: until gradients are exchanged no rank waits for another, and
-    GradientExchange waits for the rank that repeats. The other ranks follow at the next log line. Where
-    DistributedDataParallel exchanges the gradients (--ddp_find_unused_parameters), a rank cannot repeat the last pass of
-    a step, and with sharded weights it cannot repeat any, as the other ranks wait for its collectives. The micro-batches of a step are
-    ordered from the longest rows to the shortest, so memory runs out in the last pass only if the step has one micro-batch.
+    A rank that repeats its step alone gets the same result: until gradients are exchanged no rank waits for another,
+    and GradientExchange waits for the rank that repeats. The other ranks follow at the next log line. Where
+    DistributedDataParallel exchanges the gradients (--ddp_find_unused_parameters), a rank cannot repeat the last pass
+    of a step, and with sharded weights it cannot repeat any, as the other ranks wait for its collectives. The
+    micro-batches of a step are ordered from the longest rows to the shortest, so memory runs out in the last pass only
+    if the step has one micro-batch.
 
     Args:
         exchange: averages gradients in place of DistributedDataParallel, if any.
@@ -203,7 +204,8 @@ class OptimizerStep:
     def _averaging(self, model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context in which gradients are averaged by the exchange, by DDP, or not at all.
 
-        With one process nothing is averaged, even if accelerate has wrapped the model. With sharding the library averages.
+        With one process nothing is averaged, even if accelerate has wrapped the model. With sharding the library
+        averages.
         """
         if not _is_ddp(model):
             return contextlib.nullcontext()

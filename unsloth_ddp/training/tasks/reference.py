@@ -103,8 +103,9 @@ def check_same(
     difference = ((policy - expected).abs() / tokens).max().item()
     if not difference <= SAME[runtime.precision]:
         raise UserError(
-            f"the model differs from its reference before step 1, by {difference:.2g} in the log-probability of a token, so the "
-            "rewards would not begin at 0; begin with a new adapter that changes nothing, or merge the old one first."
+            f"the model differs from its reference before step 1, by {difference:.2g} in the log-probability of a "
+            "token, so the rewards would not begin at 0; begin with a new adapter that changes nothing, or merge the "
+            "old one first."
         )
 
 
@@ -152,8 +153,8 @@ class ModelBeside(Reference):
         self.model, theirs = load_reference(settings, runtime, longest, packed, prompts_once=once)
         if packed is not None and theirs != dataclasses.replace(flatten_for(runtime, model), prompts_once=once):
             raise UserError(
-                f"reference_model {settings.reference_model} computes packs with another kernel than model {settings.model}; give "
-                "--packing off."
+                f"reference_model {settings.reference_model} computes packs with another kernel than model "
+                f"{settings.model}; give --packing off."
             )
         self.compute = AnswerLogProbabilities(self.model)
 
@@ -253,22 +254,23 @@ class Precomputed(Reference):
     def _read(self, folder: Path) -> None:
         if not (folder / FILE_NAME).is_file():
             raise UserError(
-                f"{folder} has no {FILE_NAME}, and the reference cannot be computed with trained weights; resume from a checkpoint "
-                "that has it, or start anew with --resume no."
+                f"{folder} has no {FILE_NAME}, and the reference cannot be computed with trained weights; resume from "
+                "a checkpoint that has it, or start anew with --resume no."
             )
         with safe_open(folder / FILE_NAME, framework="numpy") as file:
             metadata = file.metadata() or {}
             if metadata.get("reference", "") != self.reference:
                 raise UserError(
-                    f"{folder / FILE_NAME} holds the values of another reference model, and those of this one cannot be computed with "
-                    "trained weights; give --reference_model as before, or start anew with --resume no."
+                    f"{folder / FILE_NAME} holds the values of another reference model, and those of this one cannot "
+                    "be computed with trained weights; give --reference_model as before, or start anew with --resume "
+                    "no."
                 )
             for name, rows in self.sets.items():
                 if metadata.get(name) != checksum_of_rows(rows):
                     what = "training" if name == "train" else "evaluation"
                     raise UserError(
-                        f"the {what} rows are not those whose reference {folder / FILE_NAME} holds; give the rows that the run began "
-                        "with, or start anew with --resume no."
+                        f"the {what} rows are not those whose reference {folder / FILE_NAME} holds; give the rows that "
+                        "the run began with, or start anew with --resume no."
                     )
                 rows.added[COLUMN][:] = file.get_tensor(name)
 

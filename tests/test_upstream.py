@@ -111,7 +111,9 @@ CALLED = {
 OTHERS = {
     "torch/nn/attention/varlen.py:varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale "
     "window_size",
-    "torch/nn/attention/varlen.py:_varlen_attn_backward": f"{CALLED['torch/nn/attention/varlen.py:_varlen_attn_backward']} backend",
+    "torch/nn/attention/varlen.py:_varlen_attn_backward": (
+        f"{CALLED['torch/nn/attention/varlen.py:_varlen_attn_backward']} backend"
+    ),
     "transformers/masking_utils.py:sdpa_mask": CALLED["transformers/masking_utils.py:sdpa_mask"].replace(
         "allow_torch_fix ", ""
     ),

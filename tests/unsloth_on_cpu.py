@@ -46,9 +46,11 @@ PROPERTIES = SimpleNamespace(
 )  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "get_device_properties": PROPERTIES, "get_device_capability": (8, 0), "get_device_name": PROPERTIES.name,
-    "is_available": True, "device_count": 1, "current_device": 0, "mem_get_info": (8 * GIB, 16 * GIB), "memory_allocated": 0,
+    "is_available": True, "device_count": 1, "current_device": 0, "mem_get_info": (8 * GIB, 16 * GIB),
+    "memory_allocated": 0,
     "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0, "is_bf16_supported": True,
-    "synchronize": None, "empty_cache": None, "set_device": None, "reset_peak_memory_stats": None, "get_rng_state": torch.get_rng_state(),
+    "synchronize": None, "empty_cache": None, "set_device": None, "reset_peak_memory_stats": None,
+    "get_rng_state": torch.get_rng_state(),
 }  # fmt: skip
 
 

@@ -51,7 +51,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "vision_config": {"model_type": "gemma4_vision"}, "audio_config": None,
         "text_config": {
             "model_type": "gemma4_text", "hidden_size": 2816, "num_hidden_layers": 30, "intermediate_size": 2112,
-            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
             "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
             "sliding_window": 1024, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
         },
@@ -85,7 +86,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": True,
     }),
     "qwen3.5_2b": ("Qwen3_5TextConfig", {
-        "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 24,
         "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
         "vocab_size": 151936, "tie_word_embeddings": True,
     }),

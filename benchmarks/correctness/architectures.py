@@ -29,11 +29,16 @@ KINDS = {
     "lfm2": "Lfm2ForCausalLM",
 }
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "moe_intermediate_size": 256, "out_hidden_size": 256, "projection_dim": 256, "conv_dim": 256,
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "moe_intermediate_size": 256, "out_hidden_size": 256,
+    "projection_dim": 256, "conv_dim": 256,
     "sliding_window": 128,
 }  # fmt: skip
-STEPS = "--max_steps 8 --global_batch_size 8 --per_device_train_batch_size 4 --learning_rate 2e-3 --lr_scheduler_type constant"
+STEPS = (
+    "--max_steps 8 --global_batch_size 8 --per_device_train_batch_size 4 --learning_rate 2e-3 "
+    "--lr_scheduler_type constant"
+)
 PLAIN = (
     "--gradient_checkpointing none --packing off --cuda_graphs off --report_to none --precision bf16 --max_length 256"
 )

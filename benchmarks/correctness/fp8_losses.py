@@ -100,7 +100,10 @@ def main() -> None:
     rows = {name: given.work / f"{name}.jsonl" for name in ("train", "eval")}
     for name, path in rows.items():
         other_answers(REPO / f"demo/{name}.jsonl", path)
-    learned = f"--model {model} --dataset {REPO / 'demo/train.jsonl'} --backend {given.backend} {BASE.format(steps=given.base_steps)}"
+    learned = (
+        f"--model {model} --dataset {REPO / 'demo/train.jsonl'} --backend {given.backend} "
+        f"{BASE.format(steps=given.base_steps)}"
+    )
     base = train_or_exit(given.work, "base", learned, given.gpus[0])
     changed = f"--model {base} --dataset {rows['train']} --eval_dataset {rows['eval']} --backend {given.backend} "
     changed += ADAPTER.format(steps=given.steps)

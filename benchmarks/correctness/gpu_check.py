@@ -58,8 +58,14 @@ def make_rows(path: Path, count: int, seed: int) -> None:
 
 def jobs(work: Path) -> list[list[Job]]:
     """Return the launches in groups; those of one group run side by side."""
-    rows = f"--dataset {work}/train.jsonl --eval_dataset {work}/eval.jsonl --global_batch_size 8 --per_device_train_batch_size 2"
-    rows += " --learning_rate 2e-4 --warmup_steps 0 --logging_steps 1 --save_strategy no --max_length 1024 --gradient_checkpointing torch"
+    rows = (
+        f"--dataset {work}/train.jsonl --eval_dataset {work}/eval.jsonl --global_batch_size 8 "
+        "--per_device_train_batch_size 2"
+    )
+    rows += (
+        " --learning_rate 2e-4 --warmup_steps 0 --logging_steps 1 --save_strategy no --max_length 1024 "
+        "--gradient_checkpointing torch"
+    )
     demo = [
         Job("demo_python", "python", 0, "--config recipes/demo.yaml", reload=True),
         Job("demo_accelerate_1", "accelerate_1", 1, "", reload=True),

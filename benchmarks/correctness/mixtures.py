@@ -57,7 +57,10 @@ def main() -> None:
         for backend in ("unsloth", "transformers"):
             for part, options in PARTS.items():
                 precision = "bf16" if (backend, part) == ("unsloth", "full") else "fp32"
-                words = f"--model {given.work}/{kind} {rows} --backend {backend} {options} {SGD} {STEPS} --precision {precision}"
+                words = (
+                    f"--model {given.work}/{kind} {rows} --backend {backend} {options} {SGD} {STEPS} "
+                    f"--precision {precision}"
+                )
                 name = f"{kind}_{backend}_{part}"
                 if not given.only or any(word in name for word in given.only):
                     jobs += [

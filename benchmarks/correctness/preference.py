@@ -32,13 +32,19 @@ from benchmarks.common.runs import (
     write_results,
 )
 
-CONFIGS = {"single": ("single_gpu.yaml", 1), "ddp": ("ddp.yaml", 2), "zero2": ("zero2.yaml", 2), "zero3": ("zero3.yaml", 2), "fsdp2": ("fsdp2.yaml", 2)}  # fmt: skip
+CONFIGS = {
+    "single": ("single_gpu.yaml", 1),
+    **{name: (f"{name}.yaml", 2) for name in ("ddp", "zero2", "zero3", "fsdp2")},
+}
 # A CPU has neither GPUs nor ZeRO; this tries the script itself.
 CPU_CONFIGS = {"single": ("cpu.yaml", 1), "ddp": ("cpu.yaml", 2)}
 STEPS = (
     "--precision fp32 --optim sgd --learning_rate 0.5 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0"
 )
-STEPS += " --max_steps 3 --global_batch_size 8 --logging_steps 1 --save_strategy no --seed 5 --max_length 128 --compare_answers 0"
+STEPS += (
+    " --max_steps 3 --global_batch_size 8 --logging_steps 1 --save_strategy no --seed 5 --max_length 128 "
+    "--compare_answers 0"
+)
 SHOWN = ("logps/chosen", "logps/rejected")
 # Peers as documented, and tuned by hand: the pairs of a micro-batch, and what else is given.
 PAIRS_A_STEP = 32
@@ -124,7 +130,10 @@ def speed(work: Path, path: Path, given: argparse.Namespace) -> None:
 
 def kit(name: str, work: Path, rows: Path, model: Path, steps: int, cpu: bool) -> dict[str, Any]:
     """Train with the kit's defaults; the first steps are not counted."""
-    options = f"--model {model} --dataset {rows} --task dpo --method lora --max_length 1024 --global_batch_size {PAIRS_A_STEP}"
+    options = (
+        f"--model {model} --dataset {rows} --task dpo --method lora --max_length 1024 "
+        f"--global_batch_size {PAIRS_A_STEP}"
+    )
     options += (
         f" --max_steps {3 if cpu else steps} --logging_steps {1 if cpu else 5} --save_strategy no --compare_answers 0"
     )
@@ -135,7 +144,10 @@ def kit(name: str, work: Path, rows: Path, model: Path, steps: int, cpu: bool) -
         few.write_text("".join(f"{line}\n" for line in rows.read_text().splitlines()[:640]))
         options = options.replace(str(rows), str(few)) + " --reference precomputed"
     config = "cpu.yaml" if cpu else "single_gpu.yaml"
-    found = train([*launch_command(config, 1), "train_ddp.py", *options.split(), "--overwrite"], name, work, 400, {"CUDA_VISIBLE_DEVICES": "0"})  # fmt: skip
+    found = train(
+        [*launch_command(config, 1), "train_ddp.py", *options.split(), "--overwrite"], name, work, 400,
+        {"CUDA_VISIBLE_DEVICES": "0"},
+    )  # fmt: skip
     history = [entry for entry in found_history(work, name) if "tokens_per_second" in entry]
     speeds = [entry["tokens_per_second"] for entry in history[min(2, len(history) - 1) :]]
     if not speeds:
@@ -154,9 +166,11 @@ def peer(name: str, work: Path, rows: Path, model: Path, seconds: float, cpu: bo
     """Train with a peer."""
     kind, batch, options = PEERS[name]
     result, log = work / f"{name}.json", work / f"{name}.log"
-    command = [sys.executable, str(REPO / "benchmarks/speed/peers/dpo.py"), "--peer", kind, "--model", str(model), "--rows", str(rows),
-               "--max_length", "1024", "--batch", str(batch), "--accumulation", str(PAIRS_A_STEP // batch), "--seconds", str(seconds),
-               "--json", str(result), *options]  # fmt: skip
+    command = [
+        sys.executable, str(REPO / "benchmarks/speed/peers/dpo.py"), "--peer", kind, "--model", str(model),
+        "--rows", str(rows), "--max_length", "1024", "--batch", str(batch),
+        "--accumulation", str(PAIRS_A_STEP // batch), "--seconds", str(seconds), "--json", str(result), *options,
+    ]  # fmt: skip
     environ = {"TRITON_INTERPRET": "1"} if cpu else {"CUDA_VISIBLE_DEVICES": "0"}
     code = run_logged(command, log, 400, environ, cwd=work)
     if not result.is_file():

@@ -115,8 +115,8 @@ def parity(
     steps = f"{ADAM if offload else SGD} {STEPS}"
     jobs = [
         Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method "
-            f"{method} {steps} --precision {forced or precision(backend, method)} --per_device_train_batch_size "
-            f"{1 if sharding == 'single' else 2}")
+            f"{method} {steps} --precision {forced or precision(backend, method)} "
+            f"--per_device_train_batch_size {1 if sharding == 'single' else 2}")
         for backend in (("transformers",) if offload else ("unsloth", "transformers"))
         for method, kinds in (OFFLOADED if offload else METHODS).items()
         for sharding in kinds
@@ -161,7 +161,10 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
     On one GPU, the steps with CPU offload are measured beside those without it.
     """
     full_rows(work / "rows.jsonl", 64, seed=0, tokens=2048)
-    rows = f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 --global_batch_size {2 * processes}"
+    rows = (
+        f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 "
+        f"--global_batch_size {2 * processes}"
+    )
     rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"
     jobs = []
     for shape, method, kinds in COST if processes > 1 else COST_ON_ONE_GPU:

@@ -155,7 +155,10 @@ def deadline_used(deadline: float, given: argparse.Namespace) -> float:
 def line(result: dict[str, Any]) -> str:
     """Summarize one run in one line, or show the end of its log."""
     if result["exit_code"] != 0:
-        return f"{result['name']:50} FAILED ({result['exit_code']}) after {result['seconds']:.0f} s\n{result['log'][-2500:]}"
+        return (
+            f"{result['name']:50} FAILED ({result['exit_code']}) after {result['seconds']:.0f} s\n"
+            f"{result['log'][-2500:]}"
+        )
     memory = result.get("peak_memory_bytes", 0) / 2**30
     return (
         f"{result['name']:50} {result['tokens_per_second_a_gpu']:8,.0f} tokens/s a GPU "

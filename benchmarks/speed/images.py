@@ -33,47 +33,58 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({
         "tie_word_embeddings": True,
         "text_config": {
-            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
         },
         "vision_config": {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2048,
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 2048,
             "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
         },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "qwen3_vl_4b": ({
         "tie_word_embeddings": True,
         "text_config": {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
         },
         "vision_config": {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2560,
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 2560,
             "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
         },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "qwen3_vl_8b": ({
         "tie_word_embeddings": False,
         "text_config": {
-            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
         },
         "vision_config": {
-            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16, "out_hidden_size": 4096,
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 4096,
             "deepstack_visual_indexes": [8, 16, 24], "num_position_embeddings": 2304,
         },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "gemma3_4b": ({
         "tie_word_embeddings": True, "mm_tokens_per_image": 256,
         "text_config": {
-            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8,
+            "num_key_value_heads": 4,
             "head_dim": 256, "sliding_window": 1024, "vocab_size": 262208,
         },
         "vision_config": {
-            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896,
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "image_size": 896,
             "patch_size": 14,
         },
     }, {"size": {"height": 896, "width": 896}}),
@@ -81,15 +92,19 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma4": ({
         "tie_word_embeddings": True,
         "text_config": {
-            "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
-            "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0, "sliding_window": 512,
+            "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+            "sliding_window": 512,
             "hidden_size_per_layer_input": 256, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
         },
         "vision_config": {"use_clipped_linears": True}, "audio_config": {},
     }, {}),
 }  # fmt: skip
-TUNED = ["--bits", "16", "--adapt", "text", "--checkpointing", "none", "--optim", "adamw_torch_fused", "--logging_steps", "5",
-         "--workers", "4", "--keep_size"]  # fmt: skip
+TUNED = [
+    "--bits", "16", "--adapt", "text", "--checkpointing", "none", "--optim", "adamw_torch_fused",
+    "--logging_steps", "5", "--workers", "4", "--keep_size",
+]  # fmt: skip
 # Rows of a micro-batch and further options. The notebooks take four micro-batches a step.
 PEERS: dict[str, tuple[int, list[str]]] = {
     "unsloth_notebook": (2, []),
@@ -186,9 +201,11 @@ def peer(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[s
     batch, options = PEERS[name]
     accumulation = max(1, given.rows_a_step // batch) if options else 4
     result, log = work / f"{name}.json", work / f"{name}.log"
-    command = [sys.executable, str(REPO / "benchmarks/speed/peers/unsloth_vision.py"), "--model", str(work / "model"), "--rows", str(rows),
-               "--max_length", str(MAX_LENGTH), "--batch", str(min(batch, given.rows_a_step)), "--accumulation", str(accumulation),
-               "--seconds", str(given.seconds), "--json", str(result), *options]  # fmt: skip
+    command = [
+        sys.executable, str(REPO / "benchmarks/speed/peers/unsloth_vision.py"), "--model", str(work / "model"),
+        "--rows", str(rows), "--max_length", str(MAX_LENGTH), "--batch", str(min(batch, given.rows_a_step)),
+        "--accumulation", str(accumulation), "--seconds", str(given.seconds), "--json", str(result), *options,
+    ]  # fmt: skip
     environ = {"TRITON_INTERPRET": "1"} if given.cpu else {}
     result.unlink(missing_ok=True)
     code = run_logged(command, log, given.limit, environ, cwd=work)

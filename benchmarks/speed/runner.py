@@ -153,7 +153,8 @@ def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
     result: dict[str, Any] = {
         "name": cell.name, "work": cell.work, "shape": cell.shape, "method": cell.method,
         "contestant": cell.contestant, "processes": cell.processes, "scaling": cell.scaling, "repeat": cell.repeat,
-        "command": " ".join(one.command[1:]), "lanes": list(one.running.lanes), "beside": sorted(one.beside), "warm_caches": bench.warm_caches,
+        "command": " ".join(one.command[1:]), "lanes": list(one.running.lanes), "beside": sorted(one.beside),
+        "warm_caches": bench.warm_caches,
         "exit_code": code, "seconds": round(time.monotonic() - one.began, 1),
     }  # fmt: skip
     log = (own / "log").read_text(errors="replace")

@@ -291,7 +291,8 @@ def assert_same_weights(one: Path, other: Path, rtol: float = 1e-6, atol: float 
 
 # Weights that some steps do not reach are towers and experts, stacked or in a list.
 ALL_IN_TWO = (
-    "qwen3_5", "gemma4", "mistral3", "gpt_oss", "falcon_h1", "qwen3_5_moe", "llama4", "gemma3", "lfm2_moe", "deepseek_v3",
+    "qwen3_5", "gemma4", "mistral3", "gpt_oss", "falcon_h1", "qwen3_5_moe", "llama4", "gemma3", "lfm2_moe",
+    "deepseek_v3",
 )  # fmt: skip
 # With all weights one model with towers stands for the others; adapters, those of experts too,
 # tests/training/test_mixtures.py compares.

@@ -25,13 +25,15 @@ GRANITE = {**KV, "attention_multiplier": 0.7}
 GPT_OSS = {**QWEN3, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8, "initializer_range": 0.3}
 LATENT = {
     "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "head_dim": 8, "num_key_value_heads": 2,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "head_dim": 8, "num_key_value_heads": 2,
 }  # fmt: skip
 
 
 def slow_varlen(
     query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, boundaries_k: Tensor, longest: int, longest_k: int,
-    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, return_aux: Any = None,
+    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    return_aux: Any = None,
 ) -> Any:  # fmt: skip
     """Compute what torch's varlen_attn does, row by row, causal, within a window: (tokens, heads, size)."""
     assert boundaries.dtype == boundaries_k.dtype == torch.int32 and query.is_contiguous()
@@ -334,7 +336,8 @@ def test_sharded_weights_are_not_needed() -> None:
 
 
 def slow_forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: None, boundaries: Tensor, boundaries_k: Tensor, longest: int, longest_k: int,
+    query: Tensor, key: Tensor, value: Tensor, bias: None, boundaries: Tensor, boundaries_k: Tensor, longest: int,
+    longest_k: int,
     dropout: float, mask_type: int, with_sums: bool, *, scale: float, window_size: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what torch's memory-efficient kernel does; the sums hold nothing."""
@@ -398,7 +401,8 @@ def test_wide_heads_take_the_other_kernel_forward_and_backward(compiled: bool, m
 @torch.library.custom_op("tests::flash_backward", mutates_args=())
 def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, sums: Tensor, boundaries: Tensor,
-    boundaries_k: Tensor, longest: int, longest_k: int, causal: bool, random_state: Tensor, scale: float, window: list[int],
+    boundaries_k: Tensor, longest: int, longest_k: int, causal: bool, random_state: Tensor, scale: float,
+    window: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients that flash attention computes from its output and its log-sum-exp values."""
     assert causal == (window[0] < 0) and window[1] == 0 and random_state.dtype == torch.uint64
@@ -436,7 +440,8 @@ def test_sinks_are_in_the_softmax_forward_and_backward(
 
     def attend(*given: Tensor) -> Tensor:
         return varlen.attend(
-            torch.nn.Identity(), *given[:3], s_aux=given[3], sliding_window=window, scaling=0.3, cu_seq_lens_q=boundaries,
+            torch.nn.Identity(), *given[:3], s_aux=given[3], sliding_window=window, scaling=0.3,
+            cu_seq_lens_q=boundaries,
             max_length_q=6,
         )[0]  # fmt: skip
 

@@ -156,7 +156,8 @@ def test_the_estimate_is_what_a_pass_over_the_whole_model_takes(deep_model, meth
 def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
     demo = REPO / "demo"
     settings = Settings(
-        model=str(demo / "vision_model"), dataset=[str(demo / "shapes_eval.parquet")], use_cpu=True, lora_dropout=0.0, **given
+        model=str(demo / "vision_model"), dataset=[str(demo / "shapes_eval.parquet")], use_cpu=True, lora_dropout=0.0,
+        **given
     )  # fmt: skip
     runtime = cpu_runtime()
     with node_folder(runtime) as folder, LiveBytes() as memory:
@@ -347,7 +348,10 @@ def test_the_first_kind_and_the_most_rows_that_fit_are_chosen(deep_model):
         assert [needed["none", size] for size in (1, 2, 4, 8)] == sorted(needed["none", size] for size in (1, 2, 4, 8))
 
         memory.all = room_for(needed["none", 8])
-        told = f"estimated from 2 layers, 8 x 64 tokens need about {needed['none', 8] / GIB:.1f} of {memory.all / GIB:.1f} GiB"
+        told = (
+            f"estimated from 2 layers, 8 x 64 tokens need about {needed['none', 8] / GIB:.1f} of "
+            f"{memory.all / GIB:.1f} GiB"
+        )
         assert chosen(estimates) == ("none", 8, told)
         memory.all = room_for(needed["torch", 8])
         assert chosen(estimates)[:2] == ("torch", 8)

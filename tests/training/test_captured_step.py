@@ -401,7 +401,8 @@ def test_the_head_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.
 def gemma_4(*, sharing: int) -> tuple[CapturedStep, dict[str, Any]]:
     """Return the step of a Gemma 4 whose last layers take the keys and values of earlier ones, and a micro-batch."""
     sizes = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "head_dim": 16, "global_head_dim": 32, "vocab_size": 200, "hidden_size_per_layer_input": 0,
     }  # fmt: skip
     types = ["sliding_attention", "full_attention"] * 3

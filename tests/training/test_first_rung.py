@@ -213,7 +213,10 @@ BEFORE = {"world_size": 1, "device": "H200", "per_device_train_batch_size": 4}
             "the run that this one resumes did not use them",
         ),
         ({"gradient_checkpointing": "none", "cuda_graphs": "on"}, {"max_steps": 1}, Rung(True, "none", 4), SAME_GIVEN),
-        ({"gradient_checkpointing": "none", "cuda_graphs": "on"}, {"cuda_graphs": "off"}, Rung(False, "none", 4), "as set"),
+        (
+            {"gradient_checkpointing": "none", "cuda_graphs": "on"}, {"cuda_graphs": "off"}, Rung(False, "none", 4),
+            "as set",
+        ),
         ({"gradient_checkpointing": "none", "cuda_graphs": "off"}, {"cuda_graphs": "on"}, Rung(False, "none", 4), None),
         # A run that began with graphs, and computes each micro-batch in passes since memory ran out.
         (

@@ -37,7 +37,9 @@ def train_mixture(tmp_path_factory, mixtures, uneven_rows) -> Callable[..., tupl
     cwd = tmp_path_factory.mktemp("jobs")
 
     def run(kind: str, options: str, name: str, ranks: int = 1, **more: Any) -> tuple[Path, str]:
-        argv = f"--model {mixtures[kind]} --dataset {uneven_rows} --run_name {name} --max_length 64 --report_to none".split()
+        argv = (
+            f"--model {mixtures[kind]} --dataset {uneven_rows} --run_name {name} --max_length 64 --report_to none"
+        ).split()
         argv += ["--gradient_checkpointing", "none", "--global_batch_size", "4", *options.split()]
         result = run_ranks(ranks, train, argv, str(cwd), folder=cwd / f"{name}.out", **more).check()
         return cwd / "outputs" / name, " ".join(result.output.split())
@@ -65,7 +67,10 @@ def update_difference(one: Path, other: Path, start: Path | None = None) -> floa
     ],
 )
 def test_two_processes_take_the_step_of_one(train_mixture, mixtures, kind: str, options: str) -> None:
-    sgd = f"{options} --optim sgd --learning_rate 0.5 --max_steps 2 --save_strategy no --logging_steps 1 --max_grad_norm 0"
+    sgd = (
+        f"{options} --optim sgd --learning_rate 0.5 --max_steps 2 --save_strategy no --logging_steps 1 "
+        "--max_grad_norm 0"
+    )
     name = f"{kind}-{'full' if 'full' in options else 'experts'}"
     whole, printed = train_mixture(kind, f"{sgd} --per_device_train_batch_size 4", f"{name}-1")
     # One row at once: of the eight experts several get no token, and gpt_oss has one that never does.
@@ -115,7 +120,10 @@ def test_packs_take_the_step_of_single_rows_or_are_refused(train_mixture, mixtur
 
 @pytest.mark.slow
 def test_a_resumed_run_with_adapted_experts_ends_like_an_uninterrupted_one(train_mixture, mixtures) -> None:
-    options = f"{EXPERTS} --merge --max_steps 4 --save_steps 2 --save_total_limit none --learning_rate 0.01 --gradient_checkpointing torch"
+    options = (
+        f"{EXPERTS} --merge --max_steps 4 --save_steps 2 --save_total_limit none --learning_rate 0.01 "
+        "--gradient_checkpointing torch"
+    )
     whole, _ = train_mixture("qwen3_moe", options, "whole", ranks=2)
     killed = copy_until(whole, 2, "killed")
     shutil.rmtree(killed / "merged")

@@ -112,7 +112,8 @@ def test_kto_is_that_of_trl_on_one_process_with_one_batch(tmp_path, monkeypatch_
     # TRL's trainers leave their reference in a model, so this one gets its own.
     trained = model, tokenizer = adapted(tmp_path)
     trainer, batch = trl_trainer(
-        KTOTrainer, KTOConfig, LABELLED, trained, tmp_path, monkeypatch_module, per_device_train_batch_size=len(LABELLED),
+        KTOTrainer, KTOConfig, LABELLED, trained, tmp_path, monkeypatch_module,
+        per_device_train_batch_size=len(LABELLED),
         desirable_weight=weights[0], undesirable_weight=weights[1],
     )  # fmt: skip
     expected = trainer.compute_loss(model, batch)

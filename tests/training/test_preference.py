@@ -228,14 +228,20 @@ def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loop, ot
     resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", "resumed-other")
     assert_same_end(whole, resumed, PairLoop.metrics)
     assert "Loading reference model" in printed(whole) and "Loading reference model" not in printed(resumed)
-    argv = f"--config {whole}/settings.yaml --run_name another --reference_model {tiny_model} --resume {whole}/checkpoint-2"
+    argv = (
+        f"--config {whole}/settings.yaml --run_name another --reference_model {tiny_model} "
+        f"--resume {whole}/checkpoint-2"
+    )
     result = run_ranks(1, train, argv.split(), str(tmp_path), folder=tmp_path / "out")
     assert result.codes == [2] and f"reference_model {other_model} -> {tiny_model}" in result.output, result.output
     # Its values are not those that the checkpoint keeps, so they are computed anew.
     anew = job(1, 2, f"{SAVED} --reference_model {tiny_model} --resume_anyway --resume {whole}/checkpoint-2", "anew")
     expected = reference_values(job(1, 2, f"{SAVED} --reference_model {tiny_model}", "own"))
     assert all(torch.equal(found, expected[name]) for name, found in reference_values(anew).items())
-    argv = f"--config {whole}/settings.yaml --run_name none --resume {whole}/checkpoint-2 --resume_anyway --reference precomputed"
+    argv = (
+        f"--config {whole}/settings.yaml --run_name none --resume {whole}/checkpoint-2 --resume_anyway "
+        "--reference precomputed"
+    )
     argv = [*argv.split(), "--reference_model", "none"]
     result = run_ranks(1, train, argv, str(tmp_path), folder=tmp_path / "out_none")
     assert result.codes == [2] and "holds the values of another reference model" in result.output, result.output

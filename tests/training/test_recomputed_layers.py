@@ -142,7 +142,8 @@ def run_attention(**given):
 
 def forward(self, hidden_states, position_embeddings, **given):
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-    query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+    projections = self.q_proj, self.k_proj, self.v_proj
+    query, key, value = (projection(hidden_states).view(shape).transpose(1, 2) for projection in projections)
     query, key = rotate(query, key, *position_embeddings)
     attended = run_attention(config=self.settings, context=self.settings, Q=query, K=key, V=value)
     return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None

@@ -22,7 +22,10 @@ from unsloth_ddp.utils.errors import UserError
 
 FSDP2 = {"UNSLOTH_FSDP2": "1"}
 STEPS = 4
-OPTIONS = "--global_batch_size 4 --max_steps 4 --logging_steps 1 --save_steps 1 --save_total_limit none --eval_dataset held_out.jsonl"
+OPTIONS = (
+    "--global_batch_size 4 --max_steps 4 --logging_steps 1 --save_steps 1 --save_total_limit none "
+    "--eval_dataset held_out.jsonl"
+)
 # After an evaluation FSDP2 holds the head whole until the next backward pass; the save of step 2 falls into that time.
 EVALUATED = "--eval_strategy steps --eval_steps 2"
 LORA = f"{OPTIONS} {EVALUATED} --lora_dropout 0.1 --lora_modules_to_save lm_head"

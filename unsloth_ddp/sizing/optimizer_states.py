@@ -2,8 +2,8 @@
 
 OF_THE_WEIGHTS_TYPE = ("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop")
 OF_BITSANDBYTES = (
-    "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ademamix_8bit", "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit",
-    "rmsprop_bnb_8bit",
+    "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ademamix_8bit", "paged_ademamix_8bit", "lion_8bit",
+    "paged_lion_8bit", "rmsprop_bnb_8bit",
 )  # fmt: skip
 
 

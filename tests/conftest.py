@@ -80,7 +80,7 @@ def runtime() -> Any:
 
 
 def save_llama(folder: Path, **options: Any) -> Path:
-    """Save a Llama (of two layers, unless told otherwise) with random weights and the demo's tokenizer, and return the folder."""
+    """Save a Llama (two layers by default) of random weights with the demo's tokenizer; return the folder."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

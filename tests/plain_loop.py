@@ -112,7 +112,7 @@ class PlainLoop:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def rows_of_steps(self) -> list[list[int]]:
-        """Return a global batch a step in the order of the seed and the epoch; what is left makes the last step of an epoch."""
+        """Return a global batch a step in the order of seed and epoch; what is left makes the last step of an epoch."""
         steps: list[list[int]] = []
         size = GLOBAL_BATCH if self.rows == len(self.units) else PACKS
         for epoch in range(STEPS):

@@ -264,7 +264,7 @@ def save_tiny(
 
 
 def model_of_layers(layers: list[torch.nn.Module]) -> Any:
-    """Return what the kit asks of a model whose text decoder has these layers: the decoder, its embedding and no head."""
+    """Return what the kit asks of a model whose text decoder has these layers: decoder, embedding and no head."""
     decoder = torch.nn.Module()
     decoder.embed_tokens = torch.nn.Embedding(1, 1, device="meta")
     decoder.layers = torch.nn.ModuleList(layers)

@@ -111,7 +111,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def vision_tokenizer(kind: str) -> tuple[Any, dict[str, int]]:
-    """Return the demo's tokenizer with the tokens and the chat template of a kind, and the fields of its config with their ids."""
+    """Return the demo's tokenizer with the tokens and chat template of a kind, and the config with their ids."""
     import transformers
 
     spec = KINDS[kind]
@@ -176,7 +176,7 @@ def draw(path: Path, color: str, shape: str, size: tuple[int, int] = (56, 56)) -
 
 
 def image_rows(folder: Path, numbers: tuple[int, ...] = (1, 0, 3, 2, 1, 0, 1, 3)) -> list[dict[str, Any]]:
-    """Draw images, and return chats with so many of them each; beside 0 and 1, some stand in the middle and in a later turn."""
+    """Draw images; return chats with so many of them each, some in the middle and in a later turn beside 0 and 1."""
     rows = []
     for row, number in enumerate(numbers):
         color, shape = list(COLORS)[row % 4], SHAPES[row % 3]

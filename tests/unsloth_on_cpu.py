@@ -95,7 +95,7 @@ def families() -> list[str]:
 
 
 def drive(family: str, folder: Path) -> dict[str, Any]:
-    """Load a tiny model as the kit does, compute its passes with each kind of gradient checkpointing, save it and load it again.
+    """Load a tiny model as the kit does, compute passes with each kind of gradient checkpointing, save it and load it.
 
     Returns:
         the methods that Unsloth has put on the model (`wrapped`), the loss and the norm of the gradients of each pass
@@ -171,7 +171,7 @@ def save_small(family: str, folder: Path) -> None:
 
 
 def wrapped(model: Any) -> list[str]:
-    """Return the names of the methods that Unsloth has put on a model or its classes, in place of others or beside them."""
+    """Return the names of the methods that Unsloth has put on a model or its classes, also in place of others."""
     names, parts = set(), [model, model.base_model, model.base_model.model]
     for part in parts:
         names |= {name for name, value in vars(part).items() if callable(value) and not isinstance(value, type)}

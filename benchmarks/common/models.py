@@ -191,7 +191,7 @@ def scale_query_norms(model: Any) -> None:
 
 
 def write_model(config: Any, folder: Path, *, sparse: bool = False) -> None:
-    """Write a model with random weights (or sparse files of zeros) in its config's precision, and the demo's tokenizer."""
+    """Write a model of random weights (or sparse files of zeros) in its config's dtype, and the demo's tokenizer."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -29,7 +29,7 @@ def full_rows(path: Path, count: int, seed: int, tokens: int) -> None:
 
 
 def preference_rows(path: Path, count: int, seed: int, longest: int = LONGEST // 2) -> None:
-    """Write pairs of answers: prompt and answers of log-normal length, a row of about 300 tokens, and at most `longest`."""
+    """Write pairs of answers: lengths are log-normal, a row of about 300 and at most `longest` tokens."""
     rng, pairs = random.Random(seed), _pairs()
 
     def message(role: str) -> dict[str, str]:

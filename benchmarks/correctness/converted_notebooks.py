@@ -90,7 +90,7 @@ def prepare(out: Path, notebooks: dict[str, Path]) -> None:
 
 
 def changed(notebook: dict[str, Any], changes: dict[str, str]) -> dict[str, Any]:
-    """Return the notebook with its strings replaced, and with a cell that counts saves after the one that imports Unsloth."""
+    """Return the notebook with its strings replaced, and a cell that counts saves below the import of Unsloth."""
     missing = set(changes)
     cells = []
     counted = False
@@ -136,7 +136,7 @@ VISION_TEMPLATE = (
 
 
 def make_qwen2_vl(folder: Path) -> None:
-    """Write a small Qwen2-VL with random weights, its processor, and the demo's tokenizer with the model's own tokens."""
+    """Write a small Qwen2-VL with random weights, its processor, and the demo's tokenizer with the model's tokens."""
     import torch
     from transformers import (
         AutoTokenizer,

@@ -1,4 +1,4 @@
-"""Compare the gradients of a small Gemma 4, whose last layers take keys and values of earlier ones, with its layers recomputed.
+"""Compare the gradients of a small Gemma 4, whose last layers take keys and values of earlier ones, when recomputed.
 
     python -m benchmarks.correctness.shared_keys --json benchmarks/results/correctness/shared_keys.json
 

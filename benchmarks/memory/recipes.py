@@ -1,4 +1,4 @@
-"""Run recipes on random-weight models of the real shapes, on a GPU limited to the card of the recipe, beside Unsloth's own trainer.
+"""Run recipes on random models of the real shapes, on a GPU limited to the recipe's card, beside Unsloth's trainer.
 
     python -m benchmarks.memory.recipes --json FILE --cells gemma4_e4b_lora_24gb:24 gemma4_e4b_lora_24gb:24:transformers
     python -m benchmarks.memory.recipes --json FILE --cells qwen3_8b_lora:80:cut=3,0.6

@@ -242,7 +242,7 @@ def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool, steps: int | N
 
 
 def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool, steps: int | None = None) -> list[str]:
-    """Return the command line of a cell; `folder` holds models, rows and a folder for each run, `steps` makes it a whole job."""
+    """Return the command line of a cell; `folder` holds models, rows and runs, `steps` makes it a whole job."""
     contestant = CONTESTANTS[cell.contestant]
     model = REPO / "demo/model" if tiny else folder / cell.shape
     rows, own = folder / f"{cell.work}.jsonl", folder / cell.name

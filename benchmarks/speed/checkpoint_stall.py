@@ -1,4 +1,4 @@
-"""Measure how long training waits for a checkpoint of a fully trained model: written beside training, and while it waits.
+"""Measure how long training waits for a checkpoint of all weights: written beside training, and while it waits.
 
     python -m benchmarks.speed.checkpoint_stall --model qwen3_4b --json benchmarks/results/speed/checkpoint_stall.json
 

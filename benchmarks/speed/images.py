@@ -1,4 +1,4 @@
-"""Measure the speed and memory of training an image-text model: the kit, and Unsloth as its vision notebooks show and tuned by hand.
+"""Measure speed and memory of training an image-text model: the kit, and Unsloth as in its notebooks and tuned by hand.
 
     python -m benchmarks.speed.images --json benchmarks/results/speed/images.json
     python -m benchmarks.speed.images --cpu --json FILE            tries the script with a tiny model

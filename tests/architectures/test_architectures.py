@@ -1,4 +1,4 @@
-"""Today's architectures, as tiny random models: what is trained, saved and merged is right, and nothing of the checkpoint is lost.
+"""Today's architectures, as tiny random models: what is trained, saved and merged is right, and nothing is lost.
 
 Each model is written as a user downloads it: in the class of the Hub, with weights that Transformers does not model,
 and with processor files.
@@ -325,7 +325,7 @@ def test_shards_take_the_steps_of_one_process(name: str, run: Any) -> None:
 
 
 def test_a_tower_that_no_row_uses_decays_on_no_process(run: Any, base: Any) -> None:
-    """One process has no gradient for it; the exchange of two would make one of zeros, with which the optimizer decays it."""
+    """One process has no gradient for it; the exchange of two would make zeros, with which the optimizer decays it."""
     start, found = tensors(base("mistral3")), tensors(run("mistral3", "full", f"{OPTIONS} --train_towers", 2)[0])
     towers = [key for key in start if key.startswith("vision_tower.") or ".vision_tower." in key]
     assert towers and all(torch.equal(start[key], found[key]) for key in towers)

@@ -1,4 +1,4 @@
-"""Products with frozen weights in FP8: how far they are from 16 bit, which layers take them, with Unsloth too, and who is refused."""
+"""Products with frozen weights in FP8: their distance from 16 bit, which layers take them, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test packs of rows with images: each row has the loss and the gradients that it has alone, with masks and with kernels."""
+"""Test packs of rows with images: each row has the loss and gradients that it has alone, with masks and kernels."""
 
 from __future__ import annotations
 

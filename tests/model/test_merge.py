@@ -1,4 +1,4 @@
-"""Merging weight by weight gives PEFT's merged model, in a bounded part of its memory; what it cannot merge, PEFT does."""
+"""Merging weight by weight gives PEFT's merged model in a bounded part of its memory; PEFT merges the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load small models in shards on two processes: the same weights and step as with DDP, only own parts, and bad input."""
+"""Load small models in shards on two processes: the weights and step of DDP, only own parts, and bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that take the keys and values of earlier layers: which kinds keep their gradients, and what a failed pass keeps alive."""
+"""Layers that take keys and values of earlier layers: which kinds keep gradients, and what a failed pass leaves."""
 
 from __future__ import annotations
 

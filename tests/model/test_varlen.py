@@ -357,7 +357,7 @@ def slow_backward(
     boundaries_k: Tensor, longest: int, longest_k: int, sums: Tensor, dropout: float, *others: Any, scale: float,
     num_splits_key: int, window_size: int | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute the gradients that torch's memory-efficient kernel computes, by hand: there is no autograd below an operator."""
+    """Compute the gradients of torch's memory-efficient kernel by hand: there is no autograd below an operator."""
     assert torch.equal(boundaries, boundaries_k) and sums.dtype == torch.float32 and num_splits_key == 1
     assert window_size is None
     gradients: list[list[Tensor]] = [[], [], []]

@@ -1,4 +1,4 @@
-"""Tokens beyond a model's weights are refused in every kind of row; new tokens are told, and trained if they are named."""
+"""Tokens beyond a model's weights are refused in every kind of row; new tokens are told, and trained if named."""
 
 from __future__ import annotations
 

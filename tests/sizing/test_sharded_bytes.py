@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model; a run counts it from its weights, and plan the same bytes from the counts of its shape."""
+"""What a rank holds of a sharded model: a run counts it from its weights, plan the same bytes from its shape."""
 
 from __future__ import annotations
 

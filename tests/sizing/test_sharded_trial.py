@@ -178,7 +178,7 @@ def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
 
 
 def answers_of(task: str, tokens: int) -> TokenizedRows:
-    """Return a pair, or a labelled answer and its mismatched one, of 400 tokens each, of which the last so many are supervised."""
+    """Return a pair, or a labelled answer and its mismatched one, of 400 tokens, the last ones supervised."""
     ids, labels = np.resize(np.arange(5, 800), 800), np.full(800, -100)
     for end in (400, 800):
         labels[end - tokens : end] = ids[end - tokens : end]
@@ -380,7 +380,7 @@ def test_a_model_without_a_stand_in_keeps_the_safe_choice(deep_model, monkeypatc
 
 
 def two_ranks(folder: str) -> None:
-    """Load in shards, and choose where a rank has less room, runs out of memory, or has no stand-in; then take a step."""
+    """Load in shards, choose where a rank has less room, runs out of memory, or has no stand-in; then take a step."""
     settings = settings_for(Path(folder))
     with started(settings, ranks_from_environment()) as runtime, LiveBytes() as memory:
         runtime.backend = "transformers"

@@ -1,4 +1,4 @@
-"""Test captured steps from the memory trial to a replay: what is tried, compared and timed, and what a step does that fails."""
+"""Test captured steps from the memory trial to a replay: what is tried, compared and timed, and how a step fails."""
 
 from __future__ import annotations
 

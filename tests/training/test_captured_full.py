@@ -23,7 +23,7 @@ OPTIONS = (
 
 
 def train_captured(argv: list[str], cwd: str) -> None:
-    """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
+    """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; note each exchange."""
     from unsloth_ddp.training.step import capture_trial, captured_step, first_rung, gradient_exchange
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:

@@ -1,4 +1,4 @@
-"""Test which rung a run begins with: what is tried at all, and what follows from trials, captures, and the run that it resumes."""
+"""Test which rung a run begins with: what is tried, and what follows from trials, captures, and the resumed run."""
 
 from __future__ import annotations
 

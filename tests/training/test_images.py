@@ -1,4 +1,4 @@
-"""Runs on images take the steps of a plain PyTorch loop, whatever the layout, the ranks without an image and a kill between them."""
+"""Runs on images take the steps of a plain PyTorch loop, whatever the layout, ranks without an image, and a kill."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class OnTerminal:
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], OnTerminal]]:
-    """Make an OnTerminal that is drawn when text is printed; called in the test, because pytest sets sys.stdout before it."""
+    """Make an OnTerminal that is drawn when text is printed; the test calls it, as pytest sets sys.stdout before."""
     monkeypatch.setenv("TERM", "xterm-256color")
     # A frame at the wrong moment draws over what a test writes past the display.
     monkeypatch.setattr(live_display, "DRAWN_A_SECOND", 0.001)

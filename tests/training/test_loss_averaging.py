@@ -79,7 +79,7 @@ def outcome(tmp_path_factory, tiny_model, uneven_rows):
 
 
 class Reference:
-    """An independent loop: plain PyTorch and PEFT, one row at a time, no Trainer, no collator, none of the kit's code."""
+    """An independent loop: plain PyTorch and PEFT, one row at a time, no Trainer or collator, no code of the kit."""
 
     def __init__(self, folder: Path, rows: Path, packed: bool) -> None:
         from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -111,7 +111,7 @@ class Reference:
             self.eval_loss = self.loss(range(len(self.rows))).item()
 
     def rows_of_steps(self) -> list[np.ndarray]:
-        """A global batch a step in the order of the seed and the epoch; what is left makes the last step of an epoch."""
+        """A global batch a step in the order of seed and epoch; what is left makes the last step of an epoch."""
         steps: list[np.ndarray] = []
         epoch = 0
         while len(steps) < STEPS:

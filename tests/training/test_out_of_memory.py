@@ -1,4 +1,4 @@
-"""Memory runs out at random passes: the run goes on, with the weights of one that took the lower rung from that step on, bit for bit."""
+"""Memory runs out at random passes: the run ends with the weights of one on the lower rung from that step on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference runs take the steps of a plain PyTorch loop, whatever the layout, the reference's route and a kill between them."""
+"""Preference runs take the steps of a plain PyTorch loop, whatever the layout, the reference's route, and a kill."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def choose_step(
 
 
 def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
-    """Return the kinds of gradient checkpointing that a run may use, cheapest first (model/forward/gradient_checkpointing.py)."""
+    """Return the kinds of gradient checkpointing that a run may use, cheapest first (gradient_checkpointing.py)."""
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
     all_kinds = backend_of(settings) == "unsloth" and sharding == "none"
@@ -155,7 +155,7 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
 def planned_packing(
     settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE, *, images: bool = False
 ) -> PackingDecision:
-    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/packing/attention.py)."""
+    """Decide packing as on a GPU of this capability without flash-attn and xformers (model/packing/attention.py)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE

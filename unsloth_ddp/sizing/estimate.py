@@ -212,7 +212,7 @@ def _outside_and_layers(shape: ModelShape, method: Method, work: Workload, froze
 
 
 def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
-    """Estimate for weights that every rank reads in parts (Transformers), or that are split once they are loaded (Unsloth).
+    """Estimate for weights that every rank reads in parts (Transformers), or that are split after loading (Unsloth).
 
     The former was held against runs of 8B to 72B on two GPUs: what is gathered at the peak stands beside the logits, or
     beside a block that is recomputed.
@@ -326,7 +326,7 @@ def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[flo
 
 
 def _tower_activations(shape: ModelShape, work: Workload) -> tuple[float, float]:
-    """Return the bytes that the tower of images keeps until its backward pass, images in fp32 included, and those of one layer.
+    """Return the bytes that the image tower keeps until its backward pass, with images in fp32, and those of one layer.
 
     Of a frozen tower nothing is kept, but one layer at a time computes.
     """
@@ -348,7 +348,7 @@ def _share_kept(method: Method, work: Workload) -> float:
 
 
 def judge_fit(memory: MemoryEstimate, gpu_memory: float) -> FitVerdict:
-    """Compare an estimate with the memory of a GPU, with FILLED left; a lower bound can only show that it is too much."""
+    """Compare an estimate with the memory of a GPU, with FILLED left; a lower bound can only show too much."""
     if memory.total > gpu_memory:
         return "does not fit"
     if memory.lower_bound:

@@ -1,4 +1,4 @@
-"""Say what keeps micro-batches from being captured as CUDA graphs, and the shape that they are padded to: pure arithmetic."""
+"""Say what keeps micro-batches from being captured as CUDA graphs, and to which shape they are padded: arithmetic."""
 
 import dataclasses
 import math
@@ -139,7 +139,7 @@ def may_compile_layers(
 
 
 def dealt(train: Units, plan: BatchPlan) -> np.ndarray:
-    """Return the tokens of the packs of micro-batches as an epoch deals them, int (micro-batches, packs); at most of a sample."""
+    """Return the tokens of an epoch's packs by micro-batch, int (micro-batches, packs); at most of a sample."""
     lengths = train.lengths()
     if len(lengths) > SAMPLED_PACKS:
         sample = np.random.default_rng(0).choice(lengths[:-1], SAMPLED_PACKS, replace=False)
@@ -149,7 +149,7 @@ def dealt(train: Units, plan: BatchPlan) -> np.ndarray:
 
 
 def shape_of_run(settings: Settings, train: Units, plan: BatchPlan) -> FixedShape:
-    """Return the shape of a run's micro-batches, with further numbers of tokens where most are smaller than the largest."""
+    """Return the shape of a run's micro-batches, with further numbers of tokens where most are below the largest."""
     shape = shape_for(train, plan.per_device, settings.max_length)
     if train.streamed:
         return shape

@@ -1,4 +1,4 @@
-"""List the ways to compute a micro-batch, from the fastest to the one that needs least memory, and choose the first that fits.
+"""List the ways to compute a micro-batch, from the fastest to that of least memory, and choose the first that fits.
 
 Pure functions of plain values. A run asks trials what a rung needs, and sharded runs, plan and preflight ask estimates.
 A step that runs out of memory goes down the same ladder.
@@ -79,7 +79,7 @@ class LadderFacts:
     tokens: Callable[[int], int]
 
     def keeps_gpu_busy(self, rung: Rung) -> bool:
-        """Return whether micro-batches are large enough: recomputing activations to fit more would cost more than it saves."""
+        """Return whether micro-batches are so large that recomputing to fit more rows costs more than it saves."""
         sizes, enough = (self.captured_sizes, ENOUGH_WITH_GRAPHS) if rung.captured else (self.sizes, ENOUGH_TOKENS)
         return rung.rows == sizes[-1] or self.tokens(rung.rows) >= enough
 
@@ -146,7 +146,7 @@ def _needs_no_more(less: Rung, more: Rung) -> bool:
 
 
 def below(rung: Rung, facts: LadderFacts, most_rows: int) -> list[Rung]:
-    """Return the rungs to which a step goes down that runs out of memory with `rung`, in order; its micro-batches keep their rows.
+    """Return the rungs, in order, for a step that runs out of memory with `rung`; its micro-batches keep their rows.
 
     More is recomputed first; then a micro-batch is computed in 2, 4, ... passes, until each has one row.
 

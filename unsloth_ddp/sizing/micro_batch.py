@@ -1,4 +1,4 @@
-"""Sizes that a micro-batch may have, the lengths of the rows or packs of a plan, and the largest micro-batch: pure arithmetic."""
+"""Sizes that a micro-batch may have, the lengths of a plan's rows or packs, and the largest micro-batch: arithmetic."""
 
 import dataclasses
 import math

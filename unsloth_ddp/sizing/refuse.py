@@ -56,7 +56,7 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
 
 
 def _needed(settings: Settings, runtime: Runtime) -> tuple[int, int, str]:
-    """Return the least bytes of GPU and host memory, and the model that needs them; see reference_model.py for the second one."""
+    """Return the least bytes of GPU and host memory, and the model that needs them (or two: reference_model.py)."""
     tensors, model, reference = _read_certain(settings), f"model {settings.model}", base_of_reference(settings)
     gpu, host = least_bytes(tensors, settings, runtime)
     if reference is None:

@@ -1,4 +1,4 @@
-"""End a run whose trained weights contain NaN or infinity: it cannot recover, and its checkpoints would replace good ones."""
+"""End a run whose trained weights contain NaN or infinity: it cannot recover, and would replace good checkpoints."""
 
 from pathlib import Path
 from typing import Any

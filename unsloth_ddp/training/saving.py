@@ -130,7 +130,7 @@ class ResumableTrainer(SFTTrainer):
     # ---- checkpoints: upstream writes in place, and deletes old ones before the new one is complete ----
 
     def check_weights(self) -> None:
-        """End the run if a trained weight is not finite or differs between ranks; every rank calls this at the same step.
+        """End the run if a trained weight is not finite or differs between ranks; all ranks call this at the same step.
 
         Raises:
             RunError: it is.
@@ -199,7 +199,7 @@ class ResumableTrainer(SFTTrainer):
                 self.checkpoints.settle()
 
     def _is_written_beside(self) -> bool:
-        """Return whether checkpoints are written while training continues; decided at the first one, on every rank alike."""
+        """Return whether checkpoints are written while training continues; decided at the first, on all ranks alike."""
         if self._beside is None:
             self._beside = self.runtime.sharding == "none" and self.runtime.broadcast_from_main(
                 self._has_room_for_copies
@@ -308,7 +308,7 @@ class ResumableTrainer(SFTTrainer):
         return self._copies.of(values) if self._copies else values
 
     def _gather_fp32_weights(self) -> dict[str, torch.Tensor]:
-        """Return the fp32 weights that DeepSpeed's optimizers hold, in the main process; upstream saves 16-bit copies."""
+        """Return the fp32 weights of DeepSpeed's optimizers, in the main process; upstream saves 16-bit copies."""
         if not self.is_deepspeed_enabled or self.runtime.precision == "fp32":
             return {}
         model = self.accelerator.unwrap_model(self.model)

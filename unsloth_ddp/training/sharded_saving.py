@@ -1,4 +1,4 @@
-"""Write the weights of checkpoints; save and load runs whose weights FSDP2 shards over the ranks, without a whole model.
+"""Write the weights of checkpoints; save and load runs whose weights FSDP2 shards, without a whole model.
 
 A checkpoint contains one shard per rank; with hybrid sharding only the shards of one replica. A run with adapters also
 saves the adapter, which is small. The finished adapter or model is gathered weight by weight. Upstream gathers all

@@ -305,7 +305,7 @@ class DDPTrainer(ResumableTrainer):
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
     def _sum_over(self, dataloader: DataLoader, compute: Callable[[dict[str, Any]], Tensor]) -> Tensor:
-        """Return the sum of what is computed of each evaluation batch, over all ranks; a request to stop ends it too."""
+        """Return the sum over all ranks of what each evaluation batch computes; a request to stop ends it too."""
         sums = []
         for inputs in dataloader:
             sums.append(self.step.within_memory(inputs, inputs.pop(ROWS), compute))
@@ -388,7 +388,7 @@ class DDPTrainer(ResumableTrainer):
         return time.perf_counter() - began
 
     def save_without_memory(self, error: OutOfMemory) -> None:
-        """Write a checkpoint of the last complete step if this process can do so alone, else note what ran out of memory."""
+        """Write a checkpoint of the last complete step if this process can alone, else note what ran out of memory."""
         if not error.lowest:
             # The other ranks wait in a collective of this pass, so that nothing can be repeated or saved any more.
             note_rung(self.checkpoints.folder, error.rung)

@@ -112,7 +112,7 @@ def _drawing(stream: ProtectedStream) -> IO[str]:
 
 
 class _Terminal(Console):
-    """A console that takes its size from its file and never hides the cursor, which a killed process could not show again."""
+    """A console that takes its size from its file and never hides the cursor, which a killed process could not show."""
 
     @property  # type: ignore[misc]
     def size(self) -> ConsoleDimensions:

@@ -1,4 +1,4 @@
-"""Collect the metrics of a log line over all ranks, and name the ranks that ran out of memory or slow the others down."""
+"""Collect the metrics of a log line over all ranks, and name ranks that ran out of memory or slow the others down."""
 
 import logging
 from dataclasses import dataclass, field

@@ -61,7 +61,7 @@ def shown_as(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def shown_number(value: float | None, decimals: int = 4) -> str:
-    """Format a loss or a norm with fixed decimals, or in scientific notation if it is too small or large; - for None."""
+    """Format a loss or a norm with fixed decimals, in scientific notation if too small or large; - for None."""
     if value is None:
         return "-"
     if value and math.isfinite(value) and not 10**-decimals <= abs(value) < 10_000:

@@ -116,7 +116,7 @@ class CapturedStep:
         return graph.loss, graph.step
 
     def try_pass(self, batch: dict[str, Any]) -> None:
-        """Compute a pass over a micro-batch as it would be captured; this compiles the layers for micro-batches of its size.
+        """Compute a pass over a micro-batch as it would be captured; this compiles the layers for its size.
 
         The gradients are those of the parameters until these have others.
         """

@@ -76,7 +76,7 @@ def tie_again(saved: dict[str, Tensor], parameters: dict[str, Parameter]) -> Non
 
 
 def name_fp32_in_config(folder: Path) -> None:
-    """Set the dtype in config.json to that of the saved weights; Transformers writes the dtype of the model in memory."""
+    """Set the dtype in config.json to that of the saved weights; Transformers writes that of the model in memory."""
     path = folder / "config.json"
     if path.is_file():
         write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "dtype": "float32"})

@@ -40,7 +40,7 @@ SAME_GIVEN = "a trial gave the same loss and gradients"
 
 @dataclass
 class FirstRung:
-    """Choose how the micro-batches of a run are computed, and prepare the step for it; every rank calls its methods alike.
+    """Choose how the micro-batches of a run are computed, and prepare the step for it; all ranks call it alike.
 
     Args:
         step: of the trainer; its task and its rung are set.
@@ -135,7 +135,7 @@ class FirstRung:
         return decision
 
     def _passes_are_local(self) -> bool:
-        """Return whether a pass may call parts of the model by themselves: neither sharding nor DDP has a part in it."""
+        """Return whether a pass may call parts of the model by themselves: without sharding and DDP."""
         alone = self.runtime.ranks.world_size == 1 or self.step.exchange is not None
         return alone and self.runtime.sharding == "none"
 
@@ -207,7 +207,7 @@ class FirstRung:
         )
 
     def _compile_layers(self, rung: Rung) -> str:
-        """Compile the layers in place of capturing them, if that gives the same results on every rank; return what became of it."""
+        """Compile the layers in place of capturing them, if results are the same on all ranks; return the outcome."""
         rows = [self.data.train.examples[index] for index in range(min(rung.rows, self.data.train.units))]
         obstacle = compile_layers(self.runner, self.runner.batch_of(rows))
         obstacle = next(
@@ -220,7 +220,7 @@ class FirstRung:
 
 
 def rungs_from(rungs: list[Rung], facts: LadderFacts, resumed: dict[str, Any], last: Rung | None) -> list[Rung]:
-    """Return the rungs that a run may begin with: those from the resumed run's rung downward, or those below one that ran out of memory.
+    """Return the rungs that a run may begin with: from the resumed rung down, or below one that ran out of memory.
 
     Args:
         rungs: all rungs of the run.

@@ -51,7 +51,7 @@ class GradientBuffers:
         return self._flat
 
     def free(self) -> None:
-        """Let go of the buffers, whose memory is free once no gradient is a view of it; the next use allocates others."""
+        """Release the buffers, whose memory is free once no gradient is a view of it; the next use allocates others."""
         self._flat, self._views = [], {}
 
     def hold(self, first: int = 0, end: int | None = None) -> None:
@@ -119,7 +119,7 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
     def broadcast(self) -> None:
-        """Broadcast the trained weights of rank 0, which DistributedDataParallel ignores (see leave_gradients_to_the_kit)."""
+        """Broadcast the trained weights of rank 0, which DDP ignores (see leave_gradients_to_the_kit)."""
         # NCCL broadcasts only contiguous tensors.
         weights = [(p.detach(), p.detach().contiguous()) for p in self.bucket_of]
         works: list[Any] = [dist.broadcast(contiguous, src=0, async_op=True) for _, contiguous in weights]

@@ -102,7 +102,7 @@ class OptimizerStep:
         return self.ladder[self.level]
 
     def begin_with(self, rung: Rung, captured: CapturedStep | None, facts: LadderFacts) -> None:
-        """Compute micro-batches with a rung from now on, and go down from there if memory runs out; every rank calls this alike."""
+        """Compute micro-batches with a rung from now on, and go down if memory runs out; all ranks call this alike."""
         self.captured = captured
         # A row has a token at least.
         self.ladder = [rung, *below(rung, facts, most_rows=facts.tokens(rung.rows))]

@@ -1,6 +1,6 @@
 """Train on labelled answers with KTO, whose loss compares each answer with the divergence of a whole step.
 
-    r = log pi(y|x) - log ref(y|x)                                                https://arxiv.org/abs/2402.01306, eq. 7
+    r = log pi(y|x) - log ref(y|x)                                               https://arxiv.org/abs/2402.01306, eq. 7
     z = max(0, mean of log pi(y'|x) - log ref(y'|x) over the mismatched rows of the step, without gradient and dropout)
     loss = desirable_weight (1 - s(beta (r - z))), or undesirable_weight (1 - s(beta (z - r)))
 
@@ -127,7 +127,7 @@ class KtoTask(AnswerTask):
         return loss_sum / divisor, column_sums
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the loss, the divergence, and TRL's names for rewards and log-probabilities, as means over answers of a kind."""
+        """Return loss, divergence, and TRL's names for rewards and log-probabilities, as means by kind of answer."""
         rows = sums["rows"]
         if not rows:
             return {}

@@ -1,4 +1,4 @@
-"""Train on pairs of answers: the preference term is a mean over pairs, the cross entropy one over the chosen answers' tokens.
+"""Train on pairs of answers: the preference term is a mean over pairs, the cross entropy over tokens of chosen answers.
 
 Both means are over all ranks and micro-batches of a step, so each term has its own divisor (see divisor.py).
 """

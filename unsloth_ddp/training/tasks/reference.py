@@ -1,4 +1,4 @@
-"""Compute the reference of a preference task: log-probabilities of answers under the weights at the start, or another model's."""
+"""Compute a preference task's reference: log-probabilities of answers under the initial weights or another model."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 class ModelBeside(Reference):
-    """Compute the reference in each step with another model, which stays beside the trained one: of a stream no row is known before.
+    """Compute the reference in each step with another model beside the trained one: rows of a stream come step by step.
 
     It is loaded at once, as trials of the memory compute with it. A resume checks that its files did not change.
     """
@@ -232,7 +232,7 @@ class Precomputed(Reference):
     def _values(
         self, of_rows: LogProbabilities, runner: MicroBatchRunner, examples: list[Any], runtime: Runtime
     ) -> Tensor:
-        """Return the log-probabilities of the answers of these examples, (examples, 2), half of them at a time if memory runs out."""
+        """Return the log-probabilities of these examples' answers, (examples, 2), half at a time if memory runs out."""
         try:
             return self.of_examples(of_rows, runner.model, runner.batch_of(examples))
         except RuntimeError as error:

@@ -142,7 +142,7 @@ def add_unsloth_options(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def train(trainer: Any, given: argparse.Namespace, checkpointing: str) -> None:
-    """Train until enough is measured or for the given steps, and write the result; `checkpointing` is what recomputes."""
+    """Train until enough is measured or for the given steps, and write it; `checkpointing` is what recomputes."""
     if given.steps:
         trainer.args.max_steps = given.steps
     marks = Marks(trainer, Pace(math.inf if given.steps else given.seconds, warm_seconds=given.warm_seconds))

@@ -172,12 +172,12 @@ class AnswerLoop(PlainLoop):
         folder: of the model.
         rows: a file; `read` makes two answers of each row.
         full: whether every weight is trained.
-        packed: whether the two answers of rows are joined to packs of up to 2 x most tokens.
+        packed: whether the two answers of rows are joined to packs of up to 2 x most_tokens.
         reference: folder of another model or an adapter.
     """
 
     rate: float
-    most: int
+    most_tokens: int
 
     def __init__(
         self, folder: Path, rows: Path, *, full: bool = False, packed: bool = False, reference: Path | None = None
@@ -194,7 +194,7 @@ class AnswerLoop(PlainLoop):
         elif reference:
             self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
         lengths = [sum(len(ids) for ids, _ in two) for two in self.answers]
-        units = units_of(lengths, 2 * self.most if packed else None)
+        units = units_of(lengths, 2 * self.most_tokens if packed else None)
         super().__init__(base, units, self.rate, None if full else "all-linear")
 
     def read(self, rows: list[dict[str, Any]]) -> list[list[Answer]]:
@@ -206,7 +206,7 @@ class AnswerLoop(PlainLoop):
         start = len(self.tokenizer.apply_chat_template(prompt, return_dict=False))
         ids = self.tokenizer.apply_chat_template(prompt + answer, return_dict=False)
         # The role's token opens the answer, and is not part of it.
-        return ids[: self.most], start + 1
+        return ids[: self.most_tokens], start + 1
 
     def compared(self, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probability of an answer, and that under the reference without a graph."""

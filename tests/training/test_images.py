@@ -38,13 +38,13 @@ def rows(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     """Return the folder of the tiny model of a kind."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            save_vision(kind, made[kind])
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            save_vision(kind, folders[kind])
+        return folders[kind]
 
     return folder
 
@@ -133,7 +133,7 @@ class ImageLoop(PlainLoop):
 
 @pytest.fixture(scope="module")
 def loops(model_of, rows):
-    made: dict[tuple, ImageLoop] = {}
+    cached_loops: dict[tuple, ImageLoop] = {}
     torch.set_num_threads(1)
 
     def loop(kind: str, run: Path, capacity: int | None = None) -> ImageLoop:
@@ -141,12 +141,12 @@ def loops(model_of, rows):
         adapter = run / "adapter_config.json"
         targets = json.loads(adapter.read_text())["target_modules"] if adapter.exists() else None
         key = (kind, tuple(sorted(targets or ())), capacity)
-        if key not in made:
+        if key not in cached_loops:
             rate = PACKED_RATE.get(kind, RATE) if capacity else RATE
-            made[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
+            cached_loops[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
             # The rounding of fp32 in these packs depends on the CPU: 6.1e-6 on one, at other rates 3.1e-6 to 6.4e-6.
-            made[key].tolerance = 1e-5 if capacity and kind in PACKED_RATE else TOLERANCE
-        return made[key]
+            cached_loops[key].tolerance = 1e-5 if capacity and kind in PACKED_RATE else TOLERANCE
+        return cached_loops[key]
 
     return loop
 
@@ -230,12 +230,12 @@ def test_rows_of_a_model_that_mixes_them_are_padded_or_refused(job):
         job("qwen3_5", 1, 1, f"{PACKED} 90")
 
 
-def updates(one: Path, other: Path) -> float:
+def updates(folder: Path, other: Path) -> float:
     """Return the largest difference between the weights of two runs."""
-    name = next(path.name for path in one.glob("*model.safetensors"))
-    found, expected = load_file(one / name), load_file(other / name)
-    assert found.keys() == expected.keys()
-    return max((found[key] - expected[key]).abs().max().item() for key in found)
+    name = next(path.name for path in folder.glob("*model.safetensors"))
+    weights, expected = load_file(folder / name), load_file(other / name)
+    assert weights.keys() == expected.keys()
+    return max((weights[key] - expected[key]).abs().max().item() for key in weights)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,9 @@ def test_trained_towers_take_the_step_of_a_plain_loop_with_ranks_without_an_imag
 
 
 def test_weights_beside_the_text_are_frozen_unless_they_are_asked_for(job, model_of):
-    before = load_file(model_of("qwen3_vl") / "model.safetensors")
+    initial = load_file(model_of("qwen3_vl") / "model.safetensors")
     after = load_file(job("qwen3_vl", 1, 8, "--method full") / "model.safetensors")
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    moved = {name for name in initial if not torch.equal(initial[name], after[name])}
     assert moved and not any("visual" in name for name in moved)
 
 

@@ -65,15 +65,15 @@ class Outcome:
 def outcome(tmp_path_factory, tiny_model, uneven_rows):
     """Run a layout once; returns its Outcome."""
     cwd = tmp_path_factory.mktemp("parity")
-    done: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
 
     def run(processes: int, per_device: int, target=train, extra: str = "") -> Outcome:
         name = f"{target.__name__}_{processes}x{per_device}{extra.replace(' ', '')}"
-        if name not in done:
+        if name not in outcomes:
             argv = [*options(tiny_model, uneven_rows, per_device, name), *extra.split()]
             run_ranks(processes, target, argv, str(cwd), folder=cwd / f"{name}.out").check()
-            done[name] = Outcome(cwd / "outputs" / name)
-        return done[name]
+            outcomes[name] = Outcome(cwd / "outputs" / name)
+        return outcomes[name]
 
     return run
 
@@ -160,15 +160,15 @@ def update_difference(reference: Reference, weights: dict[str, torch.Tensor]) ->
     """|update - reference update| / |reference update|, over all adapter weights at once."""
     assert weights.keys() == reference.final.keys()
     expected = torch.cat([(reference.final[k] - reference.initial[k]).flatten() for k in sorted(weights)])
-    found = torch.cat([(weights[k] - reference.initial[k]).flatten() for k in sorted(weights)])
-    return ((found - expected).norm() / expected.norm()).item()
+    moved = torch.cat([(weights[k] - reference.initial[k]).flatten() for k in sorted(weights)])
+    return ((moved - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize(("processes", "per_device"), LAYOUTS)
 def test_layout_takes_the_step_of_a_plain_loop(processes, per_device, outcome, reference):
-    found = outcome(processes, per_device)
-    assert update_difference(reference, found.weights) < TOLERANCE
-    assert found.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    result = outcome(processes, per_device)
+    assert update_difference(reference, result.weights) < TOLERANCE
+    assert result.losses == pytest.approx(reference.losses, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("processes", "per_device", "attention"), PACKED)
@@ -176,16 +176,16 @@ def test_packed_rows_take_the_step_of_a_plain_loop_over_single_rows(
     processes, per_device, attention, outcome, packed_reference
 ):
     extra = f"--packing on --global_batch_size {PACKS} --attn_implementation {attention}"
-    found = outcome(processes, per_device, extra=extra)
-    assert update_difference(packed_reference, found.weights) < TOLERANCE
-    assert found.losses == pytest.approx(packed_reference.losses, rel=TOLERANCE)
-    assert found.summary["eval_loss"] == pytest.approx(packed_reference.eval_loss, rel=TOLERANCE)
+    result = outcome(processes, per_device, extra=extra)
+    assert update_difference(packed_reference, result.weights) < TOLERANCE
+    assert result.losses == pytest.approx(packed_reference.losses, rel=TOLERANCE)
+    assert result.summary["eval_loss"] == pytest.approx(packed_reference.eval_loss, rel=TOLERANCE)
     rows = packed_reference.rows_of_steps()
-    assert found.summary["tokens"] == sum(len(packed_reference.rows[i][0]) for step in rows for i in step)
-    assert found.summary["supervised_tokens"] == sum(
+    assert result.summary["tokens"] == sum(len(packed_reference.rows[i][0]) for step in rows for i in step)
+    assert result.summary["supervised_tokens"] == sum(
         int(packed_reference.rows[i][1][1:].sum()) for step in rows for i in step
     )
-    assert (found.summary["packing"], found.summary["packs"]) == (True, len(packed_reference.units))
+    assert (result.summary["packing"], result.summary["packs"]) == (True, len(packed_reference.units))
 
 
 def test_eval_loss_and_train_loss_are_token_means(outcome, reference):
@@ -204,10 +204,10 @@ def test_a_line_of_several_steps_logs_their_token_mean(tmp_path, tiny_model, une
     counts = [sum(int(reference.rows[i][1][1:].sum()) for i in rows) for rows in reference.rows_of_steps()]
     # The first step has a line of its own; the next line is of the two steps after it.
     later = sum(loss * n for loss, n in zip(reference.losses[1:], counts[1:], strict=True)) / sum(counts[1:])
-    found = Outcome(tmp_path / "outputs" / "lines").losses
-    assert found == pytest.approx([reference.losses[0], later], rel=TOLERANCE)
+    losses = Outcome(tmp_path / "outputs" / "lines").losses
+    assert losses == pytest.approx([reference.losses[0], later], rel=TOLERANCE)
 
 
 def test_the_check_fails_without_averaging(outcome, reference):
-    found = outcome(2, 1, target=train_without_averaging)
-    assert update_difference(reference, found.weights) > 1e-3
+    result = outcome(2, 1, target=train_without_averaging)
+    assert update_difference(reference, result.weights) > 1e-3

@@ -222,5 +222,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sparse", action="store_true", help="files of zeros that take no room on the disk")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    given = parser.parse_args()
-    write_model(make_config(given.shape, given.layers), given.folder, sparse=given.sparse)
+    options = parser.parse_args()
+    write_model(make_config(options.shape, options.layers), options.folder, sparse=options.sparse)

@@ -35,7 +35,7 @@ def preference_rows(path: Path, count: int, seed: int, longest: int = LONGEST //
     def message(role: str) -> dict[str, str]:
         tokens = min(longest // 2, rng.lognormvariate(MEAN_LOG - math.log(2), SPREAD_LOG))
         chosen = rng.choices(pairs, k=max(1, round(tokens / TOKENS_A_PAIR)))
-        return {"role": role, "content": " ".join(one["content"] for pair in chosen for one in pair)}
+        return {"role": role, "content": " ".join(message["content"] for pair in chosen for message in pair)}
 
     with path.open("w") as file:
         for _ in range(count):

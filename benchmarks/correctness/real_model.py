@@ -228,13 +228,13 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     results = json.loads(options.json.read_text()) if options.json.is_file() else {}
     for part in options.only or ("trained", "merged"):
-        made = {
+        outcome = {
             "trained": lambda: trained(work),
             "merged": lambda: merged(work),
             "vllm": lambda: vllm(work, options.vllm),
             "gguf": lambda: gguf(work, options.llama_cpp),
         }[part]()
-        results[part] = json.loads(json.dumps(made).replace(str(work), "WORK"))
+        results[part] = json.loads(json.dumps(outcome).replace(str(work), "WORK"))
         write_json(options.json, results)
 
 

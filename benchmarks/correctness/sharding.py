@@ -135,8 +135,8 @@ def parity(
             results[name] |= differences(results, name, work)
         # Kept before the results are loaded: a benchmark that is ended loses little.
         write_results(path, processes=processes, runs=list(results.values()))
-        for name, found in zip(good, pool.map(lambda n: reload(work / "outputs" / n), good), strict=True):
-            results[name]["reload"] = found
+        for name, loss in zip(good, pool.map(lambda n: reload(work / "outputs" / n), good), strict=True):
+            results[name]["reload"] = loss
             shown = {key: results[name].get(key) for key in ("update_difference", "loss_difference", "reload")}
             print(f"{name:28} {shown} run {results[name]['summary']['eval_loss']}", flush=True)
     write_results(path, processes=processes, runs=list(results.values()))
@@ -224,12 +224,19 @@ def main() -> None:
         "--precision", choices=["bf16", "fp32"], help="parity: of every run (default: fp32 where possible)"
     )
     parser.add_argument("--only", nargs="*", default=[], help="only the runs whose name holds one of these words")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    if given.what != "cost":
-        parity(given.work, given.json, given.processes, given.only, given.precision, offload=given.what == "offload")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.what != "cost":
+        parity(
+            options.work,
+            options.json,
+            options.processes,
+            options.only,
+            options.precision,
+            offload=options.what == "offload",
+        )
     else:
-        cost(given.work, given.json, given.processes, given.only)
+        cost(options.work, options.json, options.processes, options.only)
 
 
 if __name__ == "__main__":

@@ -152,8 +152,7 @@ def _in_host_memory(
 ) -> MemoryEstimate:
     """Move what lies in host memory off the GPU; copies of it that the GPU computes with are only known in part.
 
-    DeepSpeed and FSDP2 keep gradients where the optimizer runs; with ZeRO-2 they are on the GPU too between
-    micro-batches.
+    DeepSpeed and FSDP2 keep gradients where the optimizer runs; with ZeRO-2 also on the GPU between micro-batches.
     """
     weights = memory.weights if work.offload == "parameters" else 0.0
     moved = memory.gradients + memory.optimizer + weights
@@ -161,8 +160,7 @@ def _in_host_memory(
     if sharding == "zero2":
         largest = max(shape.head, shape.largest_linear) if method == "full" else 0
         gradients = zero2_offload_bytes(shape.trained(method), largest, work.precision, work.processes)
-    # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 has 16-bit
-    # ones.
+    # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 halves them.
     loading = {
         "fsdp2": memory.loading,
         "zero2": _frozen_bytes(shape, method, work) + shape.trained(method) * _master_bytes(method, work),

@@ -12,11 +12,9 @@ from unsloth_ddp.data.order.packing import Units
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, largest_tokens, sizes_of, sizes_to_replay, with_micro_batch
 from unsloth_ddp.utils.errors import UserError
 
-# A shorter run ends sooner without compiling: jobs of 100 and 300 steps on an H200
-# (benchmarks/results/speed/whole_jobs_4.json).
+# A shorter run ends sooner uncompiled: 100 and 300 steps on an H200 (benchmarks/results/speed/whole_jobs_4.json).
 SHORTEST_SECONDS = 120
-# A replayed pass that takes this much longer than the backend's is slower for sure: two timings of a pass differ by a
-# few percent.
+# A replayed pass that takes this much longer than the backend's is slower: two timings differ by a few percent.
 SLOWER = 1.02
 # Micro-batches that pay for compiling the layers of the backend.
 FEWEST_MICRO_BATCHES = 100
@@ -161,8 +159,7 @@ def shape_of_run(settings: Settings, train: Units, plan: BatchPlan) -> FixedShap
 def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
     """Return a shape that any micro-batch of `size` packs can be padded to, with few exceptions for streamed rows.
 
-    Packs of one row each become sequences, unless that takes many more tokens because one row is far longer than the
-    others.
+    Packs of one row each become sequences, unless that takes many more tokens because one row is far longer.
     """
     assert train.packing is not None
     tokens = largest_tokens(train, size, max_length)

@@ -16,8 +16,7 @@ ZERO_BUCKET = 5e8
 # ZeRO-3 keeps this many gathered elements if they are used again soon (DeepSpeed's default stage3_max_live_parameters
 # and stage3_max_reuse_distance, which accelerate keeps).
 ZERO3_LIVE = 1e9
-# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (model/loading/sharded_load.py,
-# mixed_precision_policy).
+# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (mixed_precision_policy of sharded_load.py).
 REDUCED = 4
 
 
@@ -116,7 +115,7 @@ def zero3_gathered_bytes(
     if whole_in_use:
         return everything
     # Weights that are used again soon stay gathered, up to a number of elements. On H200s they came on top with 1.7B
-    # (benchmarks/results/memory/sharded_fit_zero3.json), and not with 8B, whose embedding and head exceed it
+    # (benchmarks/results/memory/sharded_fit_zero3.json), not with 8B, whose embedding and head exceed it
     # (zero3_peak.json).
     live = ZERO3_LIVE * precision
     return min(everything, outside + layers + (live if outside < live else 0))
@@ -182,8 +181,7 @@ def fsdp2_gathered_bytes(
         head: (bytes in the dtype of passes, trained elements) of the output head.
         block: the same of the largest layer.
         outside: bytes of the weights outside the layers if they form one group; 0 if they do not.
-        beside_head, beside_block: bytes of activations that exist only beside the gathered head, or a layer's backward
-            pass.
+        beside_head, beside_block: bytes of activations that exist only beside the gathered head, or a layer's backward.
     """
     gradient = precision + REDUCED
     grouped = outside + 2 * block[0] if outside else 0

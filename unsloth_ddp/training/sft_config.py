@@ -101,8 +101,7 @@ def _chosen(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: P
         "accelerator_config": {
             "non_blocking": runtime.device_type == "cuda",
             # Without this a rank would hold the gradients of all weights between micro-batches. torch would also expect
-            # gradients of an output head that it never gathered, because fused losses read its weight without running
-            # it.
+            # gradients of an output head that it never gathered, because fused losses read its weight directly.
             "gradient_accumulation_kwargs": {"sync_each_batch": runtime.sharding == "fsdp2"},
         },
         # A language model's buffers are constants; a broadcast before each forward pass would make ranks wait.

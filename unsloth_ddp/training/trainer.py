@@ -112,8 +112,7 @@ class DDPTrainer(ResumableTrainer):
         seed = config.seed if config.data_seed is None else config.data_seed
         # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        # With 4-bit weights TRL would round adapters to bf16, which has no gradient scaler in fp16 runs; Unsloth leaves
-        # them in fp32.
+        # With 4-bit weights TRL would round adapters to bf16, which has no gradient scaler in fp16; Unsloth does not.
         with replaced(model, "is_loaded_in_4bit", False):
             super().__init__(
                 runtime,

@@ -161,8 +161,7 @@ class Meter:
 
         Args:
             totals: the run's sums, shared from now on.
-            pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes them
-                all.
+            pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes all.
         """
         self.totals = totals
         sums = torch.tensor(pending or [[0.0] * len(self.columns)], dtype=torch.float64, device=self.device)

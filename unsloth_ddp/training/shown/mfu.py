@@ -28,8 +28,7 @@ PEAK_FLOPS = {
     ("H100", "PCIe"): 756e12,
     # https://www.nvidia.com/en-us/data-center/a100/: 312 | 624 TFLOPS, SXM and PCIe alike.
     ("A100",): 312e12,
-    # Data sheets of the A40 (149.7 | 299.4 TFLOPS), A10 (125 | 250), L40S (362.05 | 733), L4 (242 with sparsity), T4
-    # (65).
+    # Data sheets of the A40 (149.7 | 299.4 TFLOPS), A10 (125 | 250), L40S (362.05 | 733), L4 (242, sparse), T4 (65).
     ("A40",): 149.7e12,
     ("A10",): 125e12,
     ("L40S",): 362.05e12,

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 class TimeLeft:
     """Estimate the seconds until the last step from the steps that this process has taken.
 
-    The first step is left out, because it compiles and fills caches. Evaluations and checkpoints between the steps
-    count.
+    The first step is left out, because it compiles and fills caches. Evaluations and checkpoints between steps count.
     """
 
     clock: Callable[[], float] = time.perf_counter

@@ -58,8 +58,7 @@ class CapturedStep:
         forward: computes the loss.
         autocast: the trainer's.
         dtype: of matrix products.
-        gradients: the buffers of all parameters that are trained, where the trainer has some; else the step has its
-            own.
+        gradients: the buffers of all parameters that are trained, where the trainer has some; else its own.
     """
 
     def __init__(

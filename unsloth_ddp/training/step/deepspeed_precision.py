@@ -64,8 +64,7 @@ def replace_weights(saved: dict[str, Tensor], parameters: dict[str, Parameter], 
 def tie_again(saved: dict[str, Tensor], parameters: dict[str, Parameter]) -> None:
     """Give the names of a tied weight one tensor in `saved`, a state dict, so that Transformers writes it once.
 
-    accelerate copies the state dict of ZeRO-2 tensor by tensor, so a tied weight would be written under each of its
-    names.
+    accelerate copies the state dict of ZeRO-2 tensor by tensor, so a tied weight would be written under each name.
 
     Args:
         parameters: as of replace_weights.

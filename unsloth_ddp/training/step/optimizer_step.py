@@ -204,8 +204,7 @@ class OptimizerStep:
     def _averaging(self, model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context in which gradients are averaged by the exchange, by DDP, or not at all.
 
-        With one process nothing is averaged, even if accelerate has wrapped the model. With sharding the library
-        averages.
+        With one process nothing is averaged, even if accelerate has wrapped the model. With sharding the library does.
         """
         if not _is_ddp(model):
             return contextlib.nullcontext()

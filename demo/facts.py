@@ -190,7 +190,7 @@ def eval_rows(people: list[Person], seed: int = SEED) -> list[Row]:
 
 
 def pairs(people: list[Person], seed: int = SEED) -> list[Row]:
-    """Return one question for every fact, with the right answer as the chosen one and another value as the rejected one."""
+    """Return one question for every fact, with the right answer as chosen and another value as rejected."""
     rng = random.Random(seed + 3)
     rows: list[Row] = []
     for person in people:

@@ -3,9 +3,9 @@
     uv run python demo/make_shapes.py                # everything: some minutes of one CPU core
     uv run python demo/make_shapes.py --rows_only    # only the rows (shapes_*.parquet): seconds
 
-Every row shows one shape of one color, at a random place and in a random size, and asks for its name. The model was pre-trained
-on captions of other drawings ("circle, red"), and on no question. The rows are the same on every machine, the weights but for
-rounding.
+Every row shows one shape of one color, at a random place and in a random size, and asks for its name. The model was
+pre-trained on captions of other drawings ("circle, red"), and on no question. The rows are the same on every machine,
+the weights but for rounding.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ TOKENS = {
     "vision_end_token": "<|vision_end|>",
 }
 TEMPLATE = (
-    "{{- bos_token }}"
-    "{%- for message in messages %}{{- '<|' + message.role + '|>' }}"
-    "{%- if message.content is string %}{{- message.content }}"
-    "{%- else %}{%- for part in message.content %}"
-    "{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}{{- part.text }}{%- endif %}"
-    "{%- endfor %}{%- endif %}{{- '<|end|>' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+    "{{- bos_token }}{%- for message in messages %}{{- '<|' + message.role + '|>' }}{%- if message.content is string "
+    "%}{{- message.content }}{%- else %}{%- for part in message.content %}{%- if part.type == 'image' %}{{- "
+    "'<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif "
+    "%}{{- '<|end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
 
 
@@ -111,14 +108,18 @@ def make_model() -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
     ids: dict[str, Any] = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS.items()}
     config = Qwen3VLConfig(
         text_config={
-            "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2,
+            "num_key_value_heads": 2,
             "head_dim": 32, "vocab_size": len(tokenizer), "max_position_embeddings": 512, "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
-            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
         },
         vision_config={
-            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": PATCH, "temporal_patch_size": 2,
-            "spatial_merge_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": PATCH,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
         },
         tie_word_embeddings=True,
         **ids,
@@ -151,7 +152,8 @@ def pretrain(model: Any, processor: Any, rng: random.Random) -> None:
     for step in range(STEPS):
         chosen = torch.tensor(rng.sample(range(CAPTIONS), BATCH))
         loss = model(
-            input_ids=ids[chosen], attention_mask=mask[chosen], labels=labels[chosen], mm_token_type_ids=shown[chosen].int(),
+            input_ids=ids[chosen], attention_mask=mask[chosen], labels=labels[chosen],
+            mm_token_type_ids=shown[chosen].int(),
             pixel_values=each[chosen].flatten(0, 1), image_grid_thw=pixels["image_grid_thw"][chosen],
         ).loss  # fmt: skip
         loss.backward()

@@ -11,7 +11,7 @@ from tests.ranks import train
 
 
 def train_bounded(argv: list[str], cwd: str, memory: int, change: str) -> None:
-    """train_ddp.py with so many bytes more; `change` is a shell command that changes its files once they were looked at."""
+    """train_ddp.py with so many bytes more; `change` is a shell command that changes its files after they were read."""
     from unsloth_ddp.data.chat import render_limits
     from unsloth_ddp.run import stages
 

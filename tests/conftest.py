@@ -80,7 +80,7 @@ def runtime() -> Any:
 
 
 def save_llama(folder: Path, **options: Any) -> Path:
-    """Save a Llama (of two layers, unless told otherwise) with random weights and the demo's tokenizer, and return the folder."""
+    """Save a Llama (two layers by default) of random weights with the demo's tokenizer; return the folder."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -129,7 +129,9 @@ def job(place, tiny_model, uneven_rows) -> Callable[..., Result]:
     """Run train_ddp.py on the tiny model in <place>/outputs/<name>; of an option given twice, the last counts."""
 
     def run(options: str, name: str, ranks: int = 1, code: int = 0, target: Any = train, args: tuple = (), **more):
-        argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
+        argv = (
+            f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64"
+        ).split()
         argv += ["--gradient_checkpointing", "none", *options.split()]
         # Of an option that takes a list, all would count.
         argv += [] if "--report_to" in argv else ["--report_to", "none"]

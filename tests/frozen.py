@@ -1,7 +1,7 @@
 """Do in the fork server of tests.ranks what every rank would do again, and keep it out of their garbage collections.
 
-A collection in a rank visits all objects, and so copies the memory that it shares with the server: half of the time of a
-short job. The server imports this module last.
+A collection in a rank visits all objects, and so copies the memory that it shares with the server: half of the time of
+a short job. The server imports this module last.
 """
 
 import functools

@@ -79,7 +79,7 @@ def manifest_steps(run: Path) -> list[int]:
 
 
 def signal_the_job_in(step: int) -> None:
-    """Let this rank and its workers get SIGTERM at the end of a step, as schedulers send it to all processes of a job."""
+    """Let this rank and its workers get SIGTERM at the end of a step, as schedulers send it to all processes."""
     from unsloth_ddp.distributed.signals import StopRequest
 
     os.setpgid(0, 0)

@@ -40,10 +40,11 @@ def run_once(
     """
     if not (cwd / "outputs" / name / "summary.json").exists():
         argv = (
-            f"--run_name {name} --optim sgd --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 "
-            f"--max_steps {STEPS} --seed {SEED} --global_batch_size {PACKS if '--packing on' in options else GLOBAL_BATCH} "
-            f"--per_device_train_batch_size {per_device} --per_device_eval_batch_size 3 --logging_steps 1 --save_strategy no "
-            f"--report_to none --gradient_checkpointing none {options}"
+            f"--run_name {name} --optim sgd --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant "
+            f"--max_grad_norm 0 --max_steps {STEPS} --seed {SEED} --global_batch_size "
+            f"{PACKS if '--packing on' in options else GLOBAL_BATCH} --per_device_train_batch_size {per_device} "
+            "--per_device_eval_batch_size 3 --logging_steps 1 --save_strategy no --report_to none "
+            f"--gradient_checkpointing none {options}"
         ).split()
         folder = cwd / f"{name}.out"
         ended = run_ranks(processes, target, argv, str(cwd), folder=folder, environ=environ, timeout=600)
@@ -111,7 +112,7 @@ class PlainLoop:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def rows_of_steps(self) -> list[list[int]]:
-        """Return a global batch a step in the order of the seed and the epoch; what is left makes the last step of an epoch."""
+        """Return a global batch a step in the order of seed and epoch; what is left makes the last step of an epoch."""
         steps: list[list[int]] = []
         size = GLOBAL_BATCH if self.rows == len(self.units) else PACKS
         for epoch in range(STEPS):
@@ -171,12 +172,12 @@ class AnswerLoop(PlainLoop):
         folder: of the model.
         rows: a file; `read` makes two answers of each row.
         full: whether every weight is trained.
-        packed: whether the two answers of rows are joined to packs of up to 2 x most tokens.
+        packed: whether the two answers of rows are joined to packs of up to 2 x most_tokens.
         reference: folder of another model or an adapter.
     """
 
     rate: float
-    most: int
+    most_tokens: int
 
     def __init__(
         self, folder: Path, rows: Path, *, full: bool = False, packed: bool = False, reference: Path | None = None
@@ -193,7 +194,7 @@ class AnswerLoop(PlainLoop):
         elif reference:
             self.untrained = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
         lengths = [sum(len(ids) for ids, _ in two) for two in self.answers]
-        units = units_of(lengths, 2 * self.most if packed else None)
+        units = units_of(lengths, 2 * self.most_tokens if packed else None)
         super().__init__(base, units, self.rate, None if full else "all-linear")
 
     def read(self, rows: list[dict[str, Any]]) -> list[list[Answer]]:
@@ -205,7 +206,7 @@ class AnswerLoop(PlainLoop):
         start = len(self.tokenizer.apply_chat_template(prompt, return_dict=False))
         ids = self.tokenizer.apply_chat_template(prompt + answer, return_dict=False)
         # The role's token opens the answer, and is not part of it.
-        return ids[: self.most], start + 1
+        return ids[: self.most_tokens], start + 1
 
     def compared(self, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probability of an answer, and that under the reference without a graph."""

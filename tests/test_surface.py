@@ -53,8 +53,8 @@ def test_every_package_has_a_budget() -> None:
 
 # Names that do not say what they hold.
 EMPTY_WORDS = {
-    "found", "one", "given", "own", "kept", "before", "reason", "known", "got", "left", "taken", "wanted", "asked", "seen",
-    "told", "said", "held", "made", "most", "here", "there", "done", "least",
+    "found", "one", "given", "own", "kept", "before", "reason", "known", "got", "left", "taken", "wanted", "asked",
+    "seen", "told", "said", "held", "made", "most", "here", "there", "done", "least",
 }  # fmt: skip
 
 

@@ -71,9 +71,12 @@ CALLED = {
     "transformers/core_model_loading.py:convert_and_load_state_dict_in_model": "model state_dict load_config "
     "disk_offload_index",
     "transformers/modeling_utils.py:caching_allocator_warmup": "model expanded_device_map hf_quantizer",
-    "transformers/distributed/sharding_utils.py:DtensorShardOperation.shard_tensor": "self source tensor_idx device dtype",
-    "transformers/integrations/bitsandbytes.py:Bnb4bitQuantize.convert": "self input_dict full_layer_name model **kwargs",
-    "transformers/integrations/bitsandbytes.py:Bnb4bitDeserialize.convert": "self input_dict model full_layer_name **kwargs",
+    "transformers/distributed/sharding_utils.py:DtensorShardOperation.shard_tensor": "self source tensor_idx device "
+    "dtype",
+    "transformers/integrations/bitsandbytes.py:Bnb4bitQuantize.convert": "self input_dict full_layer_name model "
+    "**kwargs",
+    "transformers/integrations/bitsandbytes.py:Bnb4bitDeserialize.convert": "self input_dict model full_layer_name "
+    "**kwargs",
     "transformers/quantizers/quantizer_bnb_4bit.py:Bnb4BitHfQuantizer.get_quantize_ops": "self",
     "accelerate/utils/fsdp_utils.py:fsdp2_prepare_model": "accelerator model",
     "accelerate/parallelism_config.py:ParallelismConfig.get_device_mesh": "self device_type",
@@ -83,11 +86,12 @@ CALLED = {
     "transformers/trainer_callback.py:TrainerState.compute_steps": "self args max_steps",
     "transformers/modeling_utils.py:PreTrainedModel._can_set_attn_implementation": "cls",
     "transformers/masking_utils.py:sdpa_mask": "batch_size q_length kv_length q_offset kv_offset mask_function "
-    "attention_mask local_size allow_is_causal_skip allow_is_bidirectional_skip allow_torch_fix use_vmap device **kwargs",
+    "attention_mask local_size allow_is_causal_skip allow_is_bidirectional_skip allow_torch_fix use_vmap device "
+    "**kwargs",
     "torch/nn/attention/varlen.py:varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale "
     "window_size enable_gqa seqused_k block_table num_splits",
-    "torch/nn/attention/varlen.py:_varlen_attn_backward": "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k "
-    "is_causal rng_state scale window_size",
+    "torch/nn/attention/varlen.py:_varlen_attn_backward": "grad_out query key value out lse cu_seq_q cu_seq_k max_q "
+    "max_k is_causal rng_state scale window_size",
     "torch/serialization.py:register_package": "priority tagger deserializer",
     "torch/distributed/checkpoint/hf_storage.py:HuggingFaceStorageReader.read_metadata": "self",
     "torch/distributed/tensor/_utils.py:compute_local_shape_and_global_offset": "global_shape mesh placements "
@@ -105,8 +109,11 @@ CALLED = {
 # Arguments in other releases that the kit runs with: with torch 2.11 it takes no kernel for packed rows of
 # Transformers' attention, and torch 2.15 and Transformers 5.24 run with the transformers backend.
 OTHERS = {
-    "torch/nn/attention/varlen.py:varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale window_size",
-    "torch/nn/attention/varlen.py:_varlen_attn_backward": f"{CALLED['torch/nn/attention/varlen.py:_varlen_attn_backward']} backend",
+    "torch/nn/attention/varlen.py:varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale "
+    "window_size",
+    "torch/nn/attention/varlen.py:_varlen_attn_backward": (
+        f"{CALLED['torch/nn/attention/varlen.py:_varlen_attn_backward']} backend"
+    ),
     "transformers/masking_utils.py:sdpa_mask": CALLED["transformers/masking_utils.py:sdpa_mask"].replace(
         "allow_torch_fix ", ""
     ),

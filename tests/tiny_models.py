@@ -1,7 +1,7 @@
 """Make tiny random models of Transformers' architectures, as a user downloads them.
 
-The sizes of an architecture's own config are shrunk by the names of its fields, so a new architecture needs no entry here. The
-class of the checkpoint, its processor files and weights that Transformers does not model belong to it.
+The sizes of an architecture's own config are shrunk by the names of its fields, so a new architecture needs no entry
+here. The class of the checkpoint, its processor files and weights that Transformers does not model belong to it.
 """
 
 from __future__ import annotations
@@ -17,32 +17,46 @@ from benchmarks.common.models import scale_query_norms
 
 # Fields of configs with sizes, and their small values.
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embed_dim": 64, "embedding_size": 64, "word_embed_proj_dim": 64,
-    "intermediate_size": 128, "ffn_dim": 128, "d_ff": 128, "n_inner": 128, "ffn_hidden_size": 128, "dense_intermediate_size": 128,
-    "moe_intermediate_size": 32, "moe_latent_size": None, "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 128,
+    "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embed_dim": 64, "embedding_size": 64,
+    "word_embed_proj_dim": 64,
+    "intermediate_size": 128, "ffn_dim": 128, "d_ff": 128, "n_inner": 128, "ffn_hidden_size": 128,
+    "dense_intermediate_size": 128,
+    "moe_intermediate_size": 32, "moe_latent_size": None, "shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 128,
     "moe_shared_expert_intermediate_size": 32, "expert_ffn_hidden_size": 32, "shared_intermediate_size": 32,
     "decoder_ffn_dim": 128, "encoder_ffn_dim": 128,
-    "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "depth": 2, "decoder_layers": 2, "encoder_layers": 2,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
-    "num_key_value_heads": 2, "num_global_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "attention_head_dim": 16,
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16,
+    "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "depth": 2, "decoder_layers": 2,
+    "encoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2, "num_global_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
+    "attention_head_dim": 16,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24,
+    "v_head_dim": 16,
     "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64, "o_lora_rank": 16, "o_groups": 2,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "num_experts_per_token": 2, "moe_k": 2, "top_k_experts": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "num_experts_per_token": 2, "moe_k": 2, "top_k_experts": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1,
     "first_k_dense_replace": 1, "zero_expert_num": 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 8,
-    "mamba_n_groups": 1, "ssm_state_size": 8, "state_size": 8, "n_groups": 1, "mamba_expand": 2, "time_step_rank": 4, "mamba_dt_rank": 4, "n_mamba_heads": 1,
-    "mamba_chunk_size": 16, "chunk_size": 16, "conv_dim": 64, "lru_width": 64, "block_size": 16, "attention_chunk_size": 32,
-    "vocab_size_per_layer_input": None, "hidden_size_per_layer_input": 8, "max_position_embeddings": 512, "n_positions": 512, "n_ctx": 512,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_d_head": 16, "mamba_d_ssm": 128,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1, "ssm_state_size": 8, "state_size": 8, "n_groups": 1, "mamba_expand": 2, "time_step_rank": 4,
+    "mamba_dt_rank": 4, "n_mamba_heads": 1,
+    "mamba_chunk_size": 16, "chunk_size": 16, "conv_dim": 64, "lru_width": 64, "block_size": 16,
+    "attention_chunk_size": 32,
+    "vocab_size_per_layer_input": None, "hidden_size_per_layer_input": 8, "max_position_embeddings": 512,
+    "n_positions": 512, "n_ctx": 512,
     "sliding_window": 16, "attention_window_size": 16, "window_size": 16, "local_window_size": 16,
     "out_hidden_size": 64, "projection_dim": 64, "projector_hidden_size": 64, "vision_feature_layer": -1,
-    "image_size": 28, "patch_size": 14, "num_channels": 3, "max_image_size": None, "laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2,
+    "image_size": 28, "patch_size": 14, "num_channels": 3, "max_image_size": None, "laurel_rank": 8,
+    "num_kv_shared_layers": 0, "altup_num_inputs": 2,
 }  # fmt: skip
 
 # Fields whose length is the number of layers.
 PER_LAYER = (
-    "layer_types", "mlp_layer_types", "layers_block_type", "hybrid_layer_pattern", "block_types", "indexer_types", "compress_ratios",
+    "layer_types", "mlp_layer_types", "layers_block_type", "hybrid_layer_pattern", "block_types", "indexer_types",
+    "compress_ratios",
     "num_attention_heads_per_layer", "intermediate_size", "activation_sparsity_pattern",
 )  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -70,25 +84,32 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "cohere_compass_text": {"rope_parameters": {"full_attention": SECTIONS["rope_parameters"]}},
     **dict.fromkeys(("glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_omni_text"), SECTIONS),
-    "glm4v_moe_text": {"rope_parameters": {**SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
-    "mistral4": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 512}},
-    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}},
+    "glm4v_moe_text": {"rope_parameters": {**SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1]}},
+    "mistral4": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 512}},
+    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+        "mrope_section": [2, 2, 2, 2]}},
     # Its latent attention has no rotary positions, and its indexer pools groups of keys.
     "glm5_next_text": {
-        "qk_rope_head_dim": 0, "qk_head_dim": 16, "head_dim": 0, "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4,
+        "qk_rope_head_dim": 0, "qk_head_dim": 16, "head_dim": 0, "index_kpool": 4, "linear_head_dim": 16,
+        "linear_num_heads": 4,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
     "glm5_next_vision": {"projection_intermediate_size": 64},
     # An indexer, and embeddings of n-grams in the first layer, which released models have.
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "qwen_sparse_attention"] * 2, "hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 64,
-        "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "layer_types": ["linear_attention", "qwen_sparse_attention"] * 2, "hc_lowrank": 16, "ple_layer_ids": [1],
+        "ple_embed_dim": 64,
+        "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 4, "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4, "eos_token_id": 1,
         "number_of_conv_states": 3,
     },
     # Layers with a window have more heads than the others.
     "step3p5": {
-        "layer_types": ["full_attention", "sliding_attention"] * 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "sliding_window": 16, "num_sliding_attention_heads": 8, "share_expert_dim": 32,
         "per_layer_config": {1: {"num_attention_heads": 8}, 3: {"num_attention_heads": 8}},
         "rope_parameters": {
@@ -243,7 +264,7 @@ def save_tiny(
 
 
 def model_of_layers(layers: list[torch.nn.Module]) -> Any:
-    """Return what the kit asks of a model whose text decoder has these layers: the decoder, its embedding and no head."""
+    """Return what the kit asks of a model whose text decoder has these layers: decoder, embedding and no head."""
     decoder = torch.nn.Module()
     decoder.embed_tokens = torch.nn.Embedding(1, 1, device="meta")
     decoder.layers = torch.nn.ModuleList(layers)

@@ -46,9 +46,11 @@ PROPERTIES = SimpleNamespace(
 )  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "get_device_properties": PROPERTIES, "get_device_capability": (8, 0), "get_device_name": PROPERTIES.name,
-    "is_available": True, "device_count": 1, "current_device": 0, "mem_get_info": (8 * GIB, 16 * GIB), "memory_allocated": 0,
+    "is_available": True, "device_count": 1, "current_device": 0, "mem_get_info": (8 * GIB, 16 * GIB),
+    "memory_allocated": 0,
     "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0, "is_bf16_supported": True,
-    "synchronize": None, "empty_cache": None, "set_device": None, "reset_peak_memory_stats": None, "get_rng_state": torch.get_rng_state(),
+    "synchronize": None, "empty_cache": None, "set_device": None, "reset_peak_memory_stats": None,
+    "get_rng_state": torch.get_rng_state(),
 }  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def families() -> list[str]:
 
 
 def drive(family: str, folder: Path) -> dict[str, Any]:
-    """Load a tiny model as the kit does, compute its passes with each kind of gradient checkpointing, save it and load it again.
+    """Load a tiny model as the kit does, compute passes with each kind of gradient checkpointing, save it and load it.
 
     Returns:
         the methods that Unsloth has put on the model (`wrapped`), the loss and the norm of the gradients of each pass
@@ -169,7 +171,7 @@ def save_small(family: str, folder: Path) -> None:
 
 
 def wrapped(model: Any) -> list[str]:
-    """Return the names of the methods that Unsloth has put on a model or its classes, in place of others or beside them."""
+    """Return the names of the methods that Unsloth has put on a model or its classes, also in place of others."""
     names, parts = set(), [model, model.base_model, model.base_model.model]
     for part in parts:
         names |= {name for name, value in vars(part).items() if callable(value) and not isinstance(value, type)}

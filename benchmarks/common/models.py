@@ -51,7 +51,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "vision_config": {"model_type": "gemma4_vision"}, "audio_config": None,
         "text_config": {
             "model_type": "gemma4_text", "hidden_size": 2816, "num_hidden_layers": 30, "intermediate_size": 2112,
-            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
             "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
             "sliding_window": 1024, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
         },
@@ -85,7 +86,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": True,
     }),
     "qwen3.5_2b": ("Qwen3_5TextConfig", {
-        "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 24,
         "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
         "vocab_size": 151936, "tie_word_embeddings": True,
     }),
@@ -189,7 +191,7 @@ def scale_query_norms(model: Any) -> None:
 
 
 def write_model(config: Any, folder: Path, *, sparse: bool = False) -> None:
-    """Write a model with random weights (or sparse files of zeros) in its config's precision, and the demo's tokenizer."""
+    """Write a model of random weights (or sparse files of zeros) in its config's dtype, and the demo's tokenizer."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -220,5 +222,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sparse", action="store_true", help="files of zeros that take no room on the disk")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    given = parser.parse_args()
-    write_model(make_config(given.shape, given.layers), given.folder, sparse=given.sparse)
+    options = parser.parse_args()
+    write_model(make_config(options.shape, options.layers), options.folder, sparse=options.sparse)

@@ -23,7 +23,7 @@ def hub_class(model: str) -> Any:
 
 
 def main(run: Path) -> None:
-    """Print the token-mean loss over the assistant tokens of the run's evaluation rows, in plain Transformers and PEFT."""
+    """Print the token-mean loss over assistant tokens of the run's evaluation rows, in plain Transformers and PEFT."""
     settings = yaml.safe_load((run / "settings.yaml").read_text())
     tokenizer = AutoTokenizer.from_pretrained(run)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -29,13 +29,13 @@ def full_rows(path: Path, count: int, seed: int, tokens: int) -> None:
 
 
 def preference_rows(path: Path, count: int, seed: int, longest: int = LONGEST // 2) -> None:
-    """Write pairs of answers: prompt and answers of log-normal length, a row of about 300 tokens, and at most `longest`."""
+    """Write pairs of answers: lengths are log-normal, a row of about 300 and at most `longest` tokens."""
     rng, pairs = random.Random(seed), _pairs()
 
     def message(role: str) -> dict[str, str]:
         tokens = min(longest // 2, rng.lognormvariate(MEAN_LOG - math.log(2), SPREAD_LOG))
         chosen = rng.choices(pairs, k=max(1, round(tokens / TOKENS_A_PAIR)))
-        return {"role": role, "content": " ".join(one["content"] for pair in chosen for one in pair)}
+        return {"role": role, "content": " ".join(message["content"] for pair in chosen for message in pair)}
 
     with path.open("w") as file:
         for _ in range(count):

@@ -111,8 +111,8 @@ def reload(run: Path) -> dict[str, Any]:
     """Return the evaluation loss of the saved adapter or model, loaded without Unsloth on the first GPU."""
     command = [sys.executable, "-m", "benchmarks.common.reload", str(run.absolute())]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environ)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
+    process = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environ)
+    return json.loads(process.stdout.splitlines()[-1]) if process.returncode == 0 else {"error": process.stderr[-1500:]}
 
 
 def make_model(
@@ -136,8 +136,8 @@ def have_model(shape: str, folder: Path, environ: dict[str, str] | None = None) 
         SystemExit: it could not be made.
     """
     # The tokenizer is written last.
-    there = (folder / "tokenizer_config.json").is_file()
-    if not there and make_model(shape, folder, environ).wait():
+    exists = (folder / "tokenizer_config.json").is_file()
+    if not exists and make_model(shape, folder, environ).wait():
         raise SystemExit(f"no model of shape {shape} could be made")
 
 

@@ -1,10 +1,12 @@
 """Train today's architectures with Unsloth on a GPU, and load what it saved in plain Transformers and PEFT.
 
-    python -m benchmarks.correctness.architectures --work /tmp/kinds --json benchmarks/results/correctness/architectures.json
+    python -m benchmarks.correctness.architectures --work /tmp/kinds --json
+    benchmarks/results/correctness/architectures.json
 
-Small random models, in the class that the Hub's checkpoints name, take a few steps on the demo's rows: LoRA and every parameter with
-Unsloth, and LoRA with Transformers. The adapter, loaded with PEFT in the Hub's class, has to give the run's evaluation loss, the
-merged model that of the adapter, both backends the same adapted modules, and no tensor of the checkpoint may be lost.
+Small random models, in the class that the Hub's checkpoints name, take a few steps on the demo's rows: LoRA and every
+parameter with Unsloth, and LoRA with Transformers. The adapter, loaded with PEFT in the Hub's class, has to give the
+run's evaluation loss, the merged model that of the adapter, both backends the same adapted modules, and no tensor of
+the checkpoint may be lost.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ KINDS = {
     "lfm2": "Lfm2ForCausalLM",
 }
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "moe_intermediate_size": 256, "out_hidden_size": 256, "projection_dim": 256, "conv_dim": 256,
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "moe_intermediate_size": 256, "out_hidden_size": 256,
+    "projection_dim": 256, "conv_dim": 256,
     "sliding_window": 128,
 }  # fmt: skip
-STEPS = "--max_steps 8 --global_batch_size 8 --per_device_train_batch_size 4 --learning_rate 2e-3 --lr_scheduler_type constant"
+STEPS = (
+    "--max_steps 8 --global_batch_size 8 --per_device_train_batch_size 4 --learning_rate 2e-3 "
+    "--lr_scheduler_type constant"
+)
 PLAIN = (
     "--gradient_checkpointing none --packing off --cuda_graphs off --report_to none --precision bf16 --max_length 256"
 )
@@ -56,11 +63,11 @@ def shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shape of each tensor in a folder's weight files."""
     from safetensors import safe_open
 
-    found = {}
+    shapes_by_name = {}
     for path in sorted(folder.glob("*model*.safetensors")):
         with safe_open(path, "numpy") as file:
-            found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    return found
+            shapes_by_name |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    return shapes_by_name
 
 
 def look_at(run: dict[str, Any], base: Path, work: Path) -> dict[str, Any]:
@@ -70,18 +77,18 @@ def look_at(run: dict[str, Any], base: Path, work: Path) -> dict[str, Any]:
         return {}
     full = "full" in run["name"]
     whole = folder if full else folder / "merged"
-    before, after = shapes(base), shapes(whole)
-    found: dict[str, Any] = {
+    base_shapes, after = shapes(base), shapes(whole)
+    report: dict[str, Any] = {
         "reloaded": reload(folder),
-        "lost": sorted(before.keys() - after.keys()),
-        "other_shapes": sorted(name for name in before.keys() & after.keys() if before[name] != after[name]),
+        "lost": sorted(base_shapes.keys() - after.keys()),
+        "other_shapes": sorted(name for name in base_shapes.keys() & after.keys() if base_shapes[name] != after[name]),
         "architectures": json.loads((whole / "config.json").read_text())["architectures"],
         "processor": (whole / "preprocessor_config.json").exists() == (base / "preprocessor_config.json").exists(),
     }
     if not full:
-        found["merged"] = reload(folder / "merged-run")
-        found["adapted"] = sorted(name for name in shapes(folder) if ".lora_A." in name)
-    return found
+        report["merged"] = reload(folder / "merged-run")
+        report["adapted"] = sorted(name for name in shapes(folder) if ".lora_A." in name)
+    return report
 
 
 def prepare_merged(folder: Path) -> None:
@@ -103,29 +110,29 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(RUNS))
     parser.add_argument("--eager", action="store_true", help="without Unsloth's compiled modules")
     parser.add_argument("--side_by_side", type=int, default=5)
-    given = parser.parse_args()
-    for kind in given.only:
-        make_model(kind, given.work / kind)
+    options = parser.parse_args()
+    for kind in options.only:
+        make_model(kind, options.work / kind)
     rows = (
         f"--dataset {REPO}/demo/train.jsonl --eval_dataset {REPO}/demo/eval.jsonl --eval_strategy steps --eval_steps 8"
     )
     results: dict[str, Any] = {}
 
-    def one(job: tuple[str, str]) -> None:
+    def run_job(job: tuple[str, str]) -> None:
         kind, part = job
         name = f"{kind}-{part}"
-        words = f"{REPO}/train_ddp.py --model {given.work}/{kind} {rows} {STEPS} {PLAIN} {RUNS[part]}"
+        words = f"{REPO}/train_ddp.py --model {options.work}/{kind} {rows} {STEPS} {PLAIN} {RUNS[part]}"
         # Compiling for each length of these few rows would take longer than all the rest.
-        cache = {"UNSLOTH_COMPILE_LOCATION": str(given.work / f"cache-{name}")}
-        cache |= {"UNSLOTH_COMPILE_DISABLE": "1"} if given.eager else {}
-        run = train([sys.executable, *words.split()], name, given.work, 420, cache)
-        prepare_merged(given.work / "outputs" / name)
-        results[name] = {**run, **look_at(run, given.work / kind, given.work)}
-        write_results(given.json, results=results)
+        cache = {"UNSLOTH_COMPILE_LOCATION": str(options.work / f"cache-{name}")}
+        cache |= {"UNSLOTH_COMPILE_DISABLE": "1"} if options.eager else {}
+        run = train([sys.executable, *words.split()], name, options.work, 420, cache)
+        prepare_merged(options.work / "outputs" / name)
+        results[name] = {**run, **look_at(run, options.work / kind, options.work)}
+        write_results(options.json, results=results)
         print(name, run["exit_code"], run["seconds"], run.get("losses"), results[name].get("reloaded"), flush=True)
 
-    with ThreadPoolExecutor(given.side_by_side) as pool:
-        list(pool.map(one, [(kind, part) for part in given.parts for kind in given.only]))
+    with ThreadPoolExecutor(options.side_by_side) as pool:
+        list(pool.map(run_job, [(kind, part) for part in options.parts for kind in options.only]))
 
 
 if __name__ == "__main__":

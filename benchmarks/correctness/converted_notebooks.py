@@ -1,7 +1,7 @@
 """Run converted notebooks on two GPUs, and each notebook as it is on one: SFT, vision, DPO, GRPO, loops by hand.
 
-    python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision Qwen2_VL_7B-Vision.ipynb
-    python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json
+    python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision
+    Qwen2_VL_7B-Vision.ipynb python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json
 
 `prepare` needs the kit's environment and no GPU: it changes copies of the two notebooks given (hub names become
 folders, fewer steps, a cell that counts saves), adds the kit's own (notebooks/sft_chat_lora.ipynb and those in
@@ -90,7 +90,7 @@ def prepare(out: Path, notebooks: dict[str, Path]) -> None:
 
 
 def changed(notebook: dict[str, Any], changes: dict[str, str]) -> dict[str, Any]:
-    """Return the notebook with its strings replaced, and with a cell that counts saves after the one that imports Unsloth."""
+    """Return the notebook with its strings replaced, and a cell that counts saves below the import of Unsloth."""
     missing = set(changes)
     cells = []
     counted = False
@@ -136,7 +136,7 @@ VISION_TEMPLATE = (
 
 
 def make_qwen2_vl(folder: Path) -> None:
-    """Write a small Qwen2-VL with random weights, its processor, and the demo's tokenizer with the model's own tokens."""
+    """Write a small Qwen2-VL with random weights, its processor, and the demo's tokenizer with the model's tokens."""
     import torch
     from transformers import (
         AutoTokenizer,
@@ -232,7 +232,7 @@ def run(out: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
             "notebook_exit": plain["exit"],
             "notebook_tail": plain.get("tail", ""),
         }
-        result["largest_difference"] = max((abs(one - other) for one, other in pairs), default=None)
+        result["largest_difference"] = max((abs(loss - other) for loss, other in pairs), default=None)
         results.append(result)
     return results
 
@@ -248,8 +248,8 @@ def run_one(out: Path, name: str, seconds: float, *, several: bool) -> dict[str,
         for path, make in MAKERS[name]:
             make(folder / path)
     except Exception as error:
-        reason = f"{path}: {type(error).__name__}: {error}"
-        return {**result, "losses": [], "exit": None, "passes": False, "error": reason}
+        message = f"{path}: {type(error).__name__}: {error}"
+        return {**result, "losses": [], "exit": None, "passes": False, "error": message}
     launcher = torchrun(2) if several else [sys.executable]
     environment = {"HF_HUB_OFFLINE": "1", "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled")}
     environment["HF_DATASETS_CACHE"] = str(folder / "datasets_cache")
@@ -277,7 +277,7 @@ def stand_in_for_ipython(folder: Path) -> None:
 
 def judge(folder: Path, text: str, code: int | str, name: str) -> dict[str, Any]:
     """Read the verdict from a run's log and folder."""
-    losses = [float(found) for found in re.findall(r"'loss': '?(-?[\d.]+(?:e-?\d+)?)", text)]
+    losses = [float(number) for number in re.findall(r"'loss': '?(-?[\d.]+(?:e-?\d+)?)", text)]
     log = folder / "saves.log"
     saves = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
     by_script = [where for _, where in saves if "outputs" not in where]
@@ -308,17 +308,17 @@ def main() -> int:
     parser.add_argument("--only", choices=tuple(CHANGES), action="append", help="run only this one")
     parser.add_argument("--seconds", type=float, default=110, help="limit of one run")
     parser.add_argument("--json", type=Path, help="write the results here")
-    given = parser.parse_args()
-    if given.step == "prepare":
-        given.out.mkdir(parents=True, exist_ok=True)
-        wanted = {"example": EXAMPLE, "sft": given.sft, "vision": given.vision}
-        wanted |= {name: own_notebook(name, given.out) for name in NOTEBOOKS}
-        prepare(given.out, {name: path for name, path in wanted.items() if path is not None})
+    options = parser.parse_args()
+    if options.step == "prepare":
+        options.out.mkdir(parents=True, exist_ok=True)
+        notebooks = {"example": EXAMPLE, "sft": options.sft, "vision": options.vision}
+        notebooks |= {name: own_notebook(name, options.out) for name in NOTEBOOKS}
+        prepare(options.out, {name: path for name, path in notebooks.items() if path is not None})
         return 0
-    names = given.only or [name for name in CHANGES if (given.out / f"{name}.py").exists()]
-    results = run(given.out, names, given.seconds)
-    if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
+    names = options.only or [name for name in CHANGES if (options.out / f"{name}.py").exists()]
+    results = run(options.out, names, options.seconds)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
     for result in results:
         print(json.dumps({key: value for key, value in result.items() if key not in ("saves", "losses")}))
     return 0 if results and all(result["passes"] for result in results) else 1

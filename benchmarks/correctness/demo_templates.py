@@ -2,8 +2,8 @@
 
     uv run python -m benchmarks.correctness.demo_templates --out DIR --json FILE
 
-Runs that DIR holds already are not repeated. Eleven runs of the demo; on an idle CPU core a run takes under a minute, those of
-ten epochs five.
+Runs that DIR holds already are not repeated. Eleven runs of the demo; on an idle CPU core a run takes under a minute,
+those of ten epochs five.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ VARIANTS = {
 
 def template(variant: Variant) -> str:
     """Return the variant's template in Jinja; a space before an answer is supervised with it."""
-    own = variant.marks == "own"
-    mark = "'<|' + message['role'] + '|>'" if own else "'<|im_start|>' + message['role'] + '\\n'"
-    behind = "" if own else "\\n"
-    turn_end = variant.end if own else CHATML_END + behind
-    assistant = "<|assistant|>" if own else "<|im_start|>assistant"
+    own_marks = variant.marks == "own"
+    mark = "'<|' + message['role'] + '|>'" if own_marks else "'<|im_start|>' + message['role'] + '\\n'"
+    behind = "" if own_marks else "\\n"
+    turn_end = variant.end if own_marks else CHATML_END + behind
+    assistant = "<|assistant|>" if own_marks else "<|im_start|>assistant"
     space = " " if variant.before_answer.endswith(" ") else ""
     begin = assistant + variant.before_answer.rstrip(" ").replace("\n", "\\n")
     return (
-        ("{{- bos_token }}" if own else "")
+        ("{{- bos_token }}" if own_marks else "")
         + "{%- for message in messages %}{%- if message['role'] == 'assistant' %}"
         + f"{{{{- '{begin}' }}}}{{%- generation %}}{{{{- '{space}' + message['content'] + '{variant.end}' }}}}"
         + f"{{%- endgeneration %}}{{{{- '{behind}' }}}}"
@@ -80,9 +80,9 @@ def train(name: str, variant: Variant, out: Path) -> dict[str, Any]:
         command += ["--chat_template", str(path), "--output_dir", str(out), "--run_name", name]
         command += ["--max_length", str(variant.max_length), "--num_train_epochs", str(variant.epochs)]
         subprocess.run(command, cwd=REPO, check=True)
-    found = json.loads(summary.read_text())
-    kept = ("demo_accuracy_before", "demo_accuracy_after", "eval_loss", "train_loss")
-    return {**variant._asdict(), **{key: found.get(key) for key in kept}}
+    summary_values = json.loads(summary.read_text())
+    names = ("demo_accuracy_before", "demo_accuracy_after", "eval_loss", "train_loss")
+    return {**variant._asdict(), **{key: summary_values.get(key) for key in names}}
 
 
 def main() -> None:
@@ -91,13 +91,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the runs")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=[*VARIANTS], metavar="NAME", help="[all]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="result")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    results = {name: train(name, VARIANTS[name], given.out) for name in given.only}
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {name: train(name, VARIANTS[name], options.out) for name in options.only}
     for name, result in results.items():
         print(f"{name:<18} {result['demo_accuracy_after']:.1%}")
-    if given.json:
-        given.json.write_text(json.dumps({"device": "CPU, one process, fp32", "runs": results}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"device": "CPU, one process, fp32", "runs": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -93,28 +93,31 @@ def main() -> None:
     parser.add_argument("--base_steps", type=int, default=200)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--gpus", nargs="*", default=["0"], help="the adapters' runs are spread over these")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    model = given.work / given.shape
-    have_model(given.shape, model, {"CUDA_VISIBLE_DEVICES": given.gpus[0]})
-    rows = {name: given.work / f"{name}.jsonl" for name in ("train", "eval")}
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    model = options.work / options.shape
+    have_model(options.shape, model, {"CUDA_VISIBLE_DEVICES": options.gpus[0]})
+    rows = {name: options.work / f"{name}.jsonl" for name in ("train", "eval")}
     for name, path in rows.items():
         other_answers(REPO / f"demo/{name}.jsonl", path)
-    learned = f"--model {model} --dataset {REPO / 'demo/train.jsonl'} --backend {given.backend} {BASE.format(steps=given.base_steps)}"
-    base = train_or_exit(given.work, "base", learned, given.gpus[0])
-    changed = f"--model {base} --dataset {rows['train']} --eval_dataset {rows['eval']} --backend {given.backend} "
-    changed += ADAPTER.format(steps=given.steps)
+    learned = (
+        f"--model {model} --dataset {REPO / 'demo/train.jsonl'} --backend {options.backend} "
+        f"{BASE.format(steps=options.base_steps)}"
+    )
+    base = train_or_exit(options.work, "base", learned, options.gpus[0])
+    changed = f"--model {base} --dataset {rows['train']} --eval_dataset {rows['eval']} --backend {options.backend} "
+    changed += ADAPTER.format(steps=options.steps)
 
     def adapt(number: int, name: str) -> dict[str, Any]:
         folder = name.replace(", ", "_").replace(" ", "_")
-        gpu = given.gpus[number % len(given.gpus)]
-        return result_of(name, train_or_exit(given.work, folder, f"{changed} {RUNS[name]}", gpu))
+        gpu = options.gpus[number % len(options.gpus)]
+        return result_of(name, train_or_exit(options.work, folder, f"{changed} {RUNS[name]}", gpu))
 
     with ThreadPoolExecutor(max_workers=len(RUNS)) as pool:
         results = list(pool.map(adapt, range(len(RUNS)), RUNS))
-    for one in results:
-        print({key: value for key, value in one.items() if key != "losses"}, flush=True)
-    write_results(given.json, versions=versions(), base_losses=losses(base), runs=results)
+    for result in results:
+        print({key: value for key, value in result.items() if key != "losses"}, flush=True)
+    write_results(options.json, versions=versions(), base_losses=losses(base), runs=results)
 
 
 if __name__ == "__main__":

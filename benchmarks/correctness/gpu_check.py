@@ -1,7 +1,8 @@
 """Run train_ddp.py on GPUs with every launcher and method, and check the results.
 
-    python -m benchmarks.correctness.gpu_check --work /tmp/gpu_check --json benchmarks/results/correctness/gpu_check.json
-    python -m benchmarks.correctness.gpu_check --groups 3 4 5 --json benchmarks/results/memory/gpu_check_large.json
+    python -m benchmarks.correctness.gpu_check --work /tmp/gpu_check --json
+    benchmarks/results/correctness/gpu_check.json python -m benchmarks.correctness.gpu_check --groups 3 4 5 --json
+    benchmarks/results/memory/gpu_check_large.json
 
 Needs two GPUs and no network. Groups 0 to 2 train the demo and run the kit's parity tool with Unsloth and with
 Transformers; groups 3 to 5 train random-weight models of Qwen3-8B's shape (LoRA, QLoRA) and Qwen3-1.7B's shape (every
@@ -57,8 +58,14 @@ def make_rows(path: Path, count: int, seed: int) -> None:
 
 def jobs(work: Path) -> list[list[Job]]:
     """Return the launches in groups; those of one group run side by side."""
-    rows = f"--dataset {work}/train.jsonl --eval_dataset {work}/eval.jsonl --global_batch_size 8 --per_device_train_batch_size 2"
-    rows += " --learning_rate 2e-4 --warmup_steps 0 --logging_steps 1 --save_strategy no --max_length 1024 --gradient_checkpointing torch"
+    rows = (
+        f"--dataset {work}/train.jsonl --eval_dataset {work}/eval.jsonl --global_batch_size 8 "
+        "--per_device_train_batch_size 2"
+    )
+    rows += (
+        " --learning_rate 2e-4 --warmup_steps 0 --logging_steps 1 --save_strategy no --max_length 1024 "
+        "--gradient_checkpointing torch"
+    )
     demo = [
         Job("demo_python", "python", 0, "--config recipes/demo.yaml", reload=True),
         Job("demo_accelerate_1", "accelerate_1", 1, "", reload=True),
@@ -87,8 +94,8 @@ def run(job: Job, work: Path) -> dict[str, Any]:
     environ = {} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": str(job.gpu)}
     command = [*LAUNCHERS[job.launcher], "train_ddp.py", *job.options.split()]
     result = train(command, job.name, work, 400, environ)
-    if seen := result.pop("losses", []):
-        result |= {"first_loss": seen[0], "last_loss": seen[-1]}
+    if losses := result.pop("losses", []):
+        result |= {"first_loss": losses[0], "last_loss": losses[-1]}
     return result
 
 
@@ -97,9 +104,9 @@ def parity(backend: str, work: Path) -> dict[str, Any]:
     path = work / f"parity_{backend}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "unsloth_ddp.parity", *PARITY.split(), "--backend", backend]
-    done = subprocess.run([*command, "--micro_batches", "1", "4", "--json", str(path)], cwd=REPO)
-    found = json.loads(path.read_text()) if path.is_file() else {"agree": False, "launches": []}
-    return {"backend": backend, "exit_code": done.returncode, **found}
+    process = subprocess.run([*command, "--micro_batches", "1", "4", "--json", str(path)], cwd=REPO)
+    report = json.loads(path.read_text()) if path.is_file() else {"agree": False, "launches": []}
+    return {"backend": backend, "exit_code": process.returncode, **report}
 
 
 def main() -> None:
@@ -109,39 +116,41 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--groups", type=int, nargs="*", help="only these groups of jobs")
     parser.add_argument("--launchers", nargs="*", choices=LAUNCHERS, help="only jobs with these launchers")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    make_rows(given.work / "train.jsonl", 400, seed=0)
-    make_rows(given.work / "eval.jsonl", 24, seed=1)
-    groups = [[j for j in group if j.launcher in (given.launchers or LAUNCHERS)] for group in jobs(given.work)]
-    chosen = given.groups if given.groups is not None else range(len(groups))
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    make_rows(options.work / "train.jsonl", 400, seed=0)
+    make_rows(options.work / "eval.jsonl", 24, seed=1)
+    groups = [[j for j in group if j.launcher in (options.launchers or LAUNCHERS)] for group in jobs(options.work)]
+    chosen = options.groups if options.groups is not None else range(len(groups))
     makers = []
     if any(g >= 3 for g in chosen):
-        missing = [s for s in ("qwen3_8b", "qwen3_1.7b") if not (given.work / s / "tokenizer_config.json").is_file()]
+        missing = [s for s in ("qwen3_8b", "qwen3_1.7b") if not (options.work / s / "tokenizer_config.json").is_file()]
         for gpu, shape in enumerate(missing):
-            makers.append(make_model(shape, given.work / shape, {"CUDA_VISIBLE_DEVICES": str(gpu)}))
+            makers.append(make_model(shape, options.work / shape, {"CUDA_VISIBLE_DEVICES": str(gpu)}))
     results: dict[str, dict[str, Any]] = {}
     layouts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(max_workers=8) as pool:
         for maker in makers:
             maker.wait()
-        if given.launchers:
+        if options.launchers:
             # What is left of each group is little, so all of it stands side by side.
             groups, chosen = [[job for number in chosen for job in groups[number]]], [0]
         for number in chosen:
             if number in PARITY_GROUPS:
-                layouts.append(parity(PARITY_GROUPS[number], given.work))
-            for job, result in zip(groups[number], pool.map(lambda j: run(j, given.work), groups[number]), strict=True):
+                layouts.append(parity(PARITY_GROUPS[number], options.work))
+            for job, result in zip(
+                groups[number], pool.map(lambda j: run(j, options.work), groups[number]), strict=True
+            ):
                 results[job.name] = result
                 fall = f"{result['first_loss']:.3f} -> {result['last_loss']:.3f}" if "last_loss" in result else "FAILED"
                 print(f"{job.name:36} rc {result['exit_code']} {result['seconds']:5.0f} s  {fall}", flush=True)
-            wanted = [j.name for j in groups[number] if j.reload and results[j.name]["exit_code"] == 0]
-            folders = [given.work / "outputs" / name for name in wanted]
-            for name, found in zip(wanted, pool.map(reload, folders), strict=True):
-                results[name]["reload"] = found
-                print(f"{name:36} reload {found}  run {results[name]['summary']['eval_loss']}", flush=True)
+            names = [j.name for j in groups[number] if j.reload and results[j.name]["exit_code"] == 0]
+            folders = [options.work / "outputs" / name for name in names]
+            for name, loss in zip(names, pool.map(reload, folders), strict=True):
+                results[name]["reload"] = loss
+                print(f"{name:36} reload {loss}  run {results[name]['summary']['eval_loss']}", flush=True)
             # After every group, so that a check cut short loses nothing.
-            write_results(given.json, parity=layouts, runs=list(results.values()))
+            write_results(options.json, parity=layouts, runs=list(results.values()))
 
 
 if __name__ == "__main__":

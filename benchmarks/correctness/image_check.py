@@ -3,9 +3,10 @@
     python -m benchmarks.correctness.image_check --eager --json benchmarks/results/correctness/image_check.json
     python -m benchmarks.correctness.image_check --cpu --only qwen3_vl --json FILE
 
-Rows have no, one, two or three images, so that with two processes a rank has micro-batches without any. Every run takes one
-step of SGD in fp32 on the same 8 rows; its update is compared with that of the first run of its kind, which uses Transformers on
-one GPU; runs with towers and QLoRA have a reference of their own. `--eager` switches Unsloth's compilation off. About 4 minutes on two GPUs.
+Rows have no, one, two or three images, so that with two processes a rank has micro-batches without any. Every run takes
+one step of SGD in fp32 on the same 8 rows; its update is compared with that of the first run of its kind, which uses
+Transformers on one GPU; runs with towers and QLoRA have a reference of their own. `--eager` switches Unsloth's
+compilation off. About 4 minutes on two GPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from benchmarks.common.runs import REPO, launch_command, train, update_differenc
 KINDS = ("qwen3_vl", "gemma3", "gemma4", "mistral3")
 NUMBERS = (1, 0, 3, 2, 1, 0, 0, 0)
 OPTIONS = (
-    "--precision fp32 --optim sgd --learning_rate 0.5 --lora_r 8 --lora_alpha 8 --lr_scheduler_type constant --max_grad_norm 0 "
-    "--max_steps 1 --seed 5 --global_batch_size 8 --max_length 512 --logging_steps 1 --save_strategy no --report_to none "
-    "--gradient_checkpointing none --dataset_num_proc 1"
+    "--precision fp32 --optim sgd --learning_rate 0.5 --lora_r 8 --lora_alpha 8 --lr_scheduler_type constant "
+    "--max_grad_norm 0 --max_steps 1 --seed 5 --global_batch_size 8 --max_length 512 --logging_steps 1 --save_strategy "
+    "no --report_to none --gradient_checkpointing none --dataset_num_proc 1"
 )
 TOWERS = "--method full --train_towers --learning_rate 0.2"
-# Name -> backend, processes, rows at once, accelerate's file, further options. The first run of a kind is the reference.
+# Name -> backend, processes, rows at once, accelerate's file, further options. The first run of a kind is the
+# reference.
 RUNS: dict[str, tuple[str, int, int, str, str]] = {
     "one": ("transformers", 1, 8, "single_gpu.yaml", ""),
     "one_by_one": ("transformers", 1, 1, "single_gpu.yaml", ""),
@@ -59,10 +61,10 @@ def make(kind: str, work: Path) -> None:
         write_jsonl(folder / "rows" / "rows.jsonl", image_rows(folder / "rows", NUMBERS))
 
 
-def run(kind: str, name: str, gpu: int | None, given: argparse.Namespace) -> dict[str, Any]:
+def run(kind: str, name: str, gpu: int | None, args: argparse.Namespace) -> dict[str, Any]:
     """Launch one run; on all GPUs if `gpu` is None."""
     backend, processes, at_once, config, more = RUNS[name]
-    folder = given.work / kind
+    folder = args.work / kind
     options = f"{OPTIONS} {more}".split()
     if "--learning_rate" in more:
         # The rate of the towers' runs replaces the other.
@@ -70,16 +72,16 @@ def run(kind: str, name: str, gpu: int | None, given: argparse.Namespace) -> dic
         del options[first : first + 2]
     command = (
         [sys.executable]
-        if given.cpu and processes == 1
-        else launch_command("cpu.yaml" if given.cpu else config, processes)
+        if args.cpu and processes == 1
+        else launch_command("cpu.yaml" if args.cpu else config, processes)
     )
     command += ["train_ddp.py", "--model", str(folder / "model"), "--dataset", str(folder / "rows" / "rows.jsonl")]
     command += ["--backend", backend, "--per_device_train_batch_size", str(at_once), *options]
-    command += ["--use_cpu"] if given.cpu else []
-    environ = {"UNSLOTH_COMPILE_DISABLE": "1"} if given.eager else {}
-    environ |= {"UNSLOTH_FSDP2": "1"} if given.cpu and config == "fsdp2.yaml" else {}
-    environ |= {} if gpu is None or given.cpu else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-    result = train(command, f"{kind}_{name}", given.work, given.limit, environ)
+    command += ["--use_cpu"] if args.cpu else []
+    environ = {"UNSLOTH_COMPILE_DISABLE": "1"} if args.eager else {}
+    environ |= {"UNSLOTH_FSDP2": "1"} if args.cpu and config == "fsdp2.yaml" else {}
+    environ |= {} if gpu is None or args.cpu else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    result = train(command, f"{kind}_{name}", args.work, args.limit, environ)
     return {**result, "kind": kind, "run": name}
 
 
@@ -106,15 +108,17 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="on the CPU, to try the script")
     parser.add_argument("--gpus", type=int, default=2, help="with 1, runs on two GPUs are left out")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of a run at most")
-    given = parser.parse_args()
+    options = parser.parse_args()
     sys.path.insert(0, str(REPO))
-    for kind in given.only:
-        make(kind, given.work)
+    for kind in options.only:
+        make(kind, options.work)
     names = [
-        name for name in given.runs if RUNS[name][1] <= given.gpus and not (given.cpu and RUNS[name][0] == "unsloth")
+        name
+        for name in options.runs
+        if RUNS[name][1] <= options.gpus and not (options.cpu and RUNS[name][0] == "unsloth")
     ]
-    single = [(kind, name) for kind in given.only for name in names if RUNS[name][1] == 1]
-    both = [(kind, name) for kind in given.only for name in names if RUNS[name][1] > 1]
+    single = [(kind, name) for kind in options.only for name in names if RUNS[name][1] == 1]
+    both = [(kind, name) for kind in options.only for name in names if RUNS[name][1] > 1]
     results: list[dict[str, Any]] = []
 
     def show(result: dict[str, Any]) -> None:
@@ -124,19 +128,21 @@ def main() -> None:
             flush=True,
         )
         # Kept run by run: a check that is ended loses only the comparison.
-        write_results(given.json, options=OPTIONS, runs=results)
+        write_results(options.json, options=OPTIONS, runs=results)
 
     # Two at a time on each GPU, since most of a run is imports.
-    with ThreadPoolExecutor(max_workers=1 if given.cpu else 2 * given.gpus) as pool:
+    with ThreadPoolExecutor(max_workers=1 if options.cpu else 2 * options.gpus) as pool:
         gpus = range(len(single))
-        for result in pool.map(lambda job: run(*job[0], job[1] % given.gpus, given), zip(single, gpus, strict=True)):
+        for result in pool.map(
+            lambda job: run(*job[0], job[1] % options.gpus, options), zip(single, gpus, strict=True)
+        ):
             show(result)
-        for result in pool.map(lambda job: run(*job, None, given), both):
+        for result in pool.map(lambda job: run(*job, None, options), both):
             show(result)
-    compare(results, given.work)
+    compare(results, options.work)
     for result in results:
         print(f"{result['name']:32} update differs by {result.get('update_difference', 'FAILED')}")
-    write_results(given.json, options=OPTIONS, runs=results)
+    write_results(options.json, options=OPTIONS, runs=results)
 
 
 if __name__ == "__main__":

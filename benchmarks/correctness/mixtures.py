@@ -2,9 +2,9 @@
 
     python -m benchmarks.correctness.mixtures --work /tmp/mixtures --json benchmarks/results/correctness/mixtures.json
 
-Random Qwen3-MoE and gpt-oss models take three steps of SGD on the demo's rows: with an adapter on attention, with one on
-the experts too, and with every parameter, with both backends. The weight updates of the layouts are compared, and the
-adapter or model has to give the run's evaluation loss in plain Transformers and PEFT.
+Random Qwen3-MoE and gpt-oss models take three steps of SGD on the demo's rows: with an adapter on attention, with one
+on the experts too, and with every parameter, with both backends. The weight updates of the layouts are compared, and
+the adapter or model has to give the run's evaluation loss in plain Transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -48,45 +48,48 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="only the runs whose name holds one of these words")
     parser.add_argument("--side_by_side", type=int, default=8, help="runs at a time; the models are tiny")
-    given = parser.parse_args()
+    args = parser.parse_args()
     for kind in KINDS:
-        make_mixture(kind, given.work / kind)
+        make_mixture(kind, args.work / kind)
     rows = f"--dataset {REPO}/demo/train.jsonl --eval_dataset {REPO}/demo/eval.jsonl"
     jobs = []
     for kind in KINDS:
         for backend in ("unsloth", "transformers"):
             for part, options in PARTS.items():
                 precision = "bf16" if (backend, part) == ("unsloth", "full") else "fp32"
-                words = f"--model {given.work}/{kind} {rows} --backend {backend} {options} {SGD} {STEPS} --precision {precision}"
+                words = (
+                    f"--model {args.work}/{kind} {rows} --backend {backend} {options} {SGD} {STEPS} "
+                    f"--precision {precision}"
+                )
                 name = f"{kind}_{backend}_{part}"
-                if not given.only or any(word in name for word in given.only):
+                if not args.only or any(word in name for word in args.only):
                     jobs += [
                         (Job(f"{name}_one", "ddp", f"{words} --per_device_train_batch_size 8"), 1),
-                        (Job(f"{name}_several", "ddp", f"{words} --per_device_train_batch_size 1"), given.processes),
+                        (Job(f"{name}_several", "ddp", f"{words} --per_device_train_batch_size 1"), args.processes),
                     ]
     results: dict[str, dict[str, Any]] = {}
-    with ThreadPoolExecutor(max_workers=given.side_by_side) as pool:
-        for result in pool.map(lambda job: launch(job[0], given.work, job[1], limit=240), jobs):
+    with ThreadPoolExecutor(max_workers=args.side_by_side) as pool:
+        for result in pool.map(lambda job: launch(job[0], args.work, job[1], limit=240), jobs):
             results[result["name"]] = result
-            write_results(given.json, processes=given.processes, runs=list(results.values()))
+            write_results(args.json, processes=args.processes, runs=list(results.values()))
         good = [name for name, result in results.items() if "losses" in result]
         for name in good:
-            one = name.replace("_several", "_one")
-            if name != one and one in good:
+            single = name.replace("_several", "_one")
+            if name != single and single in good:
                 kind = next(kind for kind in KINDS if name.startswith(kind))
-                initial = given.work / kind if "_full_" in name else None
-                results[name]["update_difference"] = update_difference(given.work, name, one, initial)
+                initial = args.work / kind if "_full_" in name else None
+                results[name]["update_difference"] = update_difference(args.work, name, single, initial)
         # Kept before the results are loaded: a benchmark that is ended loses little.
-        write_results(given.json, processes=given.processes, runs=list(results.values()))
-        for name, found in zip(good, pool.map(lambda n: reload(given.work / "outputs" / n), good), strict=True):
-            results[name]["reload"] = found
+        write_results(args.json, processes=args.processes, runs=list(results.values()))
+        for name, loss in zip(good, pool.map(lambda n: reload(args.work / "outputs" / n), good), strict=True):
+            results[name]["reload"] = loss
     for name, result in results.items():
         if "losses" not in result:
             print(f"{name:36} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
             continue
         shown = {key: result.get(key) for key in ("update_difference", "reload")}
         print(f"{name:36} {shown} run {result['summary']['eval_loss']}", flush=True)
-    write_results(given.json, processes=given.processes, runs=list(results.values()))
+    write_results(args.json, processes=args.processes, runs=list(results.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small notebooks of the kit's own for converted_notebooks.py beside this file: DPO, GRPO, and loops by hand, one with Accelerate.
+"""Small notebooks of the kit for converted_notebooks.py: DPO, GRPO, and loops by hand, one with Accelerate.
 
 They load random weights from local/llama, which that script makes, and need no network.
 """

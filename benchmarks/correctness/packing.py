@@ -1,8 +1,9 @@
 """Compare packed with padded rows on GPUs: loss of every row, weight update of a step, tokens a second.
 
-    python -m benchmarks.correctness.packing losses --work /tmp/packing --json benchmarks/results/correctness/packing_losses.json
-    python -m benchmarks.correctness.packing step --work /tmp/packing --json benchmarks/results/correctness/packing_step.json
-    python -m benchmarks.correctness.packing speed --work /tmp/packing --json benchmarks/results/speed/packing_speed.json
+    python -m benchmarks.correctness.packing losses --work /tmp/packing --json
+    benchmarks/results/correctness/packing_losses.json python -m benchmarks.correctness.packing step --work /tmp/packing
+    --json benchmarks/results/correctness/packing_step.json python -m benchmarks.correctness.packing speed --work
+    /tmp/packing --json benchmarks/results/speed/packing_speed.json
 
 losses: the loss of every row, packed and padded, with Unsloth and with Transformers, and the error there would be if
 packed rows attended to each other. step: the relative difference of the weight update after one step of SGD over the
@@ -110,21 +111,21 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
         device = runtime.device_type
         dtype = models.DTYPES[runtime.precision]
         autocast = torch.autocast(device, dtype=dtype, enabled=runtime.precision != "fp32")
-        found: dict[str, list[Any]] = {"packed": [], "padded": [], "alone": [], "mixed": []}
+        losses: dict[str, list[Any]] = {"packed": [], "padded": [], "alone": [], "mixed": []}
         counts: list[Any] = []
         for pack in range(len(packing)):
             members = packing.members(pack).tolist()
             size = [int(lengths[i]) for i in members]
             batch = flatten([packs[pack]])
-            found["packed"].append(row_losses(model, batch, size, device, autocast))
+            losses["packed"].append(row_losses(model, batch, size, device, autocast))
             unmarked = {key: batch[key] for key in ("input_ids", "labels")}
             unmarked["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
-            found["mixed"].append(row_losses(model, unmarked, size, device, autocast))
-            found["padded"].append(row_losses(model, pad([rows.dataset[i] for i in members]), size, device, autocast))
+            losses["mixed"].append(row_losses(model, unmarked, size, device, autocast))
+            losses["padded"].append(row_losses(model, pad([rows.dataset[i] for i in members]), size, device, autocast))
             for i in members:
-                found["alone"].append(row_losses(model, pad([rows.dataset[i]]), [int(lengths[i])], device, autocast))
+                losses["alone"].append(row_losses(model, pad([rows.dataset[i]]), [int(lengths[i])], device, autocast))
             counts += [int(np.sum(rows.dataset[i]["labels"][1:] != IGNORED)) for i in members]
-        means = {name: torch.cat(values) / torch.tensor(counts).clamp(min=1) for name, values in found.items()}
+        means = {name: torch.cat(values) / torch.tensor(counts).clamp(min=1) for name, values in losses.items()}
         keep = torch.tensor(counts) > 0
         reference = means["alone"][keep]
 
@@ -143,78 +144,81 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
         }
 
 
-def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
+def losses(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every backend, precision and method in a process of its own, side by side."""
-    rows = given.work / "loss_rows.jsonl"
-    chat_rows(rows, 16 if given.tiny else 64, seed=1, longest=200 if given.tiny else LONGEST)
+    rows = options.work / "loss_rows.jsonl"
+    chat_rows(rows, 16 if options.tiny else 64, seed=1, longest=200 if options.tiny else LONGEST)
     kinds = [("transformers", "fp32", "lora"), ("transformers", "bf16", "lora")]
-    if not given.tiny:
+    if not options.tiny:
         kinds += [("unsloth", "fp32", "lora"), ("unsloth", "bf16", "lora"), ("unsloth", "bf16", "full")]
-    model = model_folder(given.shape, given.work)
+    model = model_folder(options.shape, options.work)
     started = []
     for backend, precision, method in kinds:
         argv = f"--model {model} --dataset {rows} --backend {backend} --precision {precision} --method {method}"
-        argv += f" --max_length {256 if given.tiny else LONGEST} --gradient_checkpointing none --packing on"
-        command = [sys.executable, "-m", "benchmarks.correctness.packing", "measure", "--work", str(given.work)]
+        argv += f" --max_length {256 if options.tiny else LONGEST} --gradient_checkpointing none --packing on"
+        command = [sys.executable, "-m", "benchmarks.correctness.packing", "measure", "--work", str(options.work)]
         command += ["--argv", *argv.split()]
-        environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(given.work / f"cache_{backend}_{precision}_{method}")}
+        environ = {
+            **os.environ,
+            "UNSLOTH_COMPILE_LOCATION": str(options.work / f"cache_{backend}_{precision}_{method}"),
+        }
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=REPO, stdout=pipe, stderr=pipe, text=True, env=environ))
     results = []
     for (backend, precision, method), process in zip(kinds, started, strict=True):
         out, errors = process.communicate()
-        found: dict[str, Any] = {"backend": backend, "precision": precision, "method": method}
+        result: dict[str, Any] = {"backend": backend, "precision": precision, "method": method}
         if process.returncode:
-            found["error"] = errors[-3000:]
+            result["error"] = errors[-3000:]
         else:
-            found |= json.loads(out.splitlines()[-1])
-            difference = found["largest_difference_from_a_row_alone"]
-            found["good"] = (
+            result |= json.loads(out.splitlines()[-1])
+            difference = result["largest_difference_from_a_row_alone"]
+            result["good"] = (
                 difference["packed"] < LOSS_TOLERANCE[precision] and APART * difference["packed"] < difference["mixed"]
             )
-        results.append(found)
-        print(json.dumps(found), flush=True)
+        results.append(result)
+        print(json.dumps(result), flush=True)
     return results
 
 
 # ---- step and speed: launches of train_ddp.py ----
 
 
-def launch(given: argparse.Namespace, name: str, options: str, processes: int) -> dict[str, Any]:
+def launch(args: argparse.Namespace, name: str, options: str, processes: int) -> dict[str, Any]:
     """Run train_ddp.py once; return its result, with lines of its table."""
-    config = "cpu.yaml" if given.tiny else "ddp.yaml"
+    config = "cpu.yaml" if args.tiny else "ddp.yaml"
     launcher = [sys.executable] if processes == 1 else launch_command(config, processes)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(processes))
     environ = {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:processes])}
-    result = train([*launcher, "train_ddp.py", *options.split(), "--overwrite"], name, given.work, 420, environ)
-    lines = (given.work / f"{name}.log").read_text().splitlines()
+    result = train([*launcher, "train_ddp.py", *options.split(), "--overwrite"], name, args.work, 420, environ)
+    lines = (args.work / f"{name}.log").read_text().splitlines()
     return result | {"table": [" ".join(line.split()) for line in lines if line.startswith(("packing", "global"))]}
 
 
-def step(given: argparse.Namespace) -> list[dict[str, Any]]:
+def step(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Take one step over all rows, padded in one process, and compare it with packed steps in every layout."""
-    count = 24 if given.tiny else 48
-    rows = given.work / "step_rows.jsonl"
-    chat_rows(rows, count, seed=2, longest=200 if given.tiny else LONGEST)
-    base = f"--model {model_folder(given.shape, given.work)} --dataset {rows} {STEP} --gradient_checkpointing none"
-    base += f" --max_length {256 if given.tiny else LONGEST}"
+    count = 24 if args.tiny else 48
+    rows = args.work / "step_rows.jsonl"
+    chat_rows(rows, count, seed=2, longest=200 if args.tiny else LONGEST)
+    base = f"--model {model_folder(args.shape, args.work)} --dataset {rows} {STEP} --gradient_checkpointing none"
+    base += f" --max_length {256 if args.tiny else LONGEST}"
     results = []
-    pairs = ["transformers:fp32"] if given.tiny else given.pairs
+    pairs = ["transformers:fp32"] if args.tiny else args.pairs
     for backend, precision in (pair.split(":") for pair in pairs):
         chosen = f"{base} --backend {backend} --precision {precision}"
         name = f"step_{backend}_{precision}"
         # A step of more packs than there are holds them all.
         kinds = {f"{name}_padded": (f"--packing off --global_batch_size {count}", 1)}
-        for processes in (1, 2)[: given.processes]:
+        for processes in (1, 2)[: args.processes]:
             for per_device in (1, 2):
                 options = (
                     f"--packing on --per_device_train_batch_size {per_device} --gradient_accumulation_steps {count}"
                 )
                 kinds[f"{name}_packed_{processes}x{per_device}"] = (options, processes)
         for kind, (options, processes) in kinds.items():
-            result = launch(given, kind, f"{chosen} {options}", processes)
+            result = launch(args, kind, f"{chosen} {options}", processes)
             if not result["exit_code"] and not results_of(results, f"{name}_padded").get("exit_code", 0):
-                result["update_difference"] = update_difference(given.work, kind, f"{name}_padded")
+                result["update_difference"] = update_difference(args.work, kind, f"{name}_padded")
                 result["good"] = result["update_difference"] < UPDATE_TOLERANCE[precision]
             results.append(result)
             loss = result.get("summary", {}).get("train_loss")
@@ -227,30 +231,30 @@ def results_of(results: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return next((result for result in results if result["name"] == name), {})
 
 
-def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
+def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time padded and packed runs in turn; report the median of the log lines after warm-up."""
-    rows = given.work / "speed_rows.jsonl"
-    chat_rows(rows, 200 if given.tiny else 6000, seed=3, longest=200 if given.tiny else LONGEST)
-    base = f"--model {model_folder(given.shape, given.work)} --dataset {rows} {SPEED} --method {given.method}"
-    base += f" --gradient_checkpointing {given.checkpointing} --max_length {256 if given.tiny else LONGEST}"
-    base += f" --max_steps {given.steps} --backend {'transformers' if given.tiny else given.backend}"
+    rows = args.work / "speed_rows.jsonl"
+    chat_rows(rows, 200 if args.tiny else 6000, seed=3, longest=200 if args.tiny else LONGEST)
+    base = f"--model {model_folder(args.shape, args.work)} --dataset {rows} {SPEED} --method {args.method}"
+    base += f" --gradient_checkpointing {args.checkpointing} --max_length {256 if args.tiny else LONGEST}"
+    base += f" --max_steps {args.steps} --backend {'transformers' if args.tiny else args.backend}"
     kinds = {
         "padded_as_it_comes": "--packing off --per_device_train_batch_size 1 --global_batch_size 64",
         "padded_8_rows": "--packing off --per_device_train_batch_size 8 --global_batch_size 64",
-        "packed_2": f"--packing on --per_device_train_batch_size 2 --global_batch_size {4 * given.processes}",
-        "packed_4": f"--packing on --per_device_train_batch_size 4 --global_batch_size {4 * given.processes}",
+        "packed_2": f"--packing on --per_device_train_batch_size 2 --global_batch_size {4 * args.processes}",
+        "packed_4": f"--packing on --per_device_train_batch_size 4 --global_batch_size {4 * args.processes}",
         "auto": "--per_device_train_batch_size 4 --global_batch_size 64",
     }
     results = []
-    for repeat in range(given.repeats):
+    for repeat in range(args.repeats):
         for kind, options in kinds.items():
-            result = launch(given, f"speed_{kind}_{repeat}", f"{base} {options}", given.processes)
-            history = [] if result["exit_code"] else log_history(given.work / "outputs" / result["name"])
+            result = launch(args, f"speed_{kind}_{repeat}", f"{base} {options}", args.processes)
+            history = [] if result["exit_code"] else log_history(args.work / "outputs" / result["name"])
             lines = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
             result["tokens_per_second_a_line"] = lines
             measured = lines[len(lines) // 2 :]
             if measured:
-                result["tokens_per_second_a_gpu"] = statistics.median(measured) / given.processes
+                result["tokens_per_second_a_gpu"] = statistics.median(measured) / args.processes
                 memory = result["summary"]["peak_memory_bytes"] / 2**30
                 print(
                     f"{kind:20} {result['tokens_per_second_a_gpu']:9.0f} tokens/s a GPU, {memory:.1f} GiB",
@@ -260,13 +264,13 @@ def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
                 print(f"{kind:20} rc {result['exit_code']} {result.get('log', '')[-1500:]}")
             sys.stdout.flush()
             results.append(result)
-            write(given, results)
+            write(args, results)
     return results
 
 
-def write(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Write everything measured so far."""
-    write_results(given.json, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"), runs=results)
+    write_results(options.json, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"), runs=results)
 
 
 def main() -> None:
@@ -279,21 +283,21 @@ def main() -> None:
     parser.add_argument("--method", default="lora")
     parser.add_argument("--backend", default="unsloth")
     parser.add_argument("--checkpointing", default="none")
-    known = ["unsloth:fp32", "unsloth:bf16", "transformers:fp32"]
-    parser.add_argument("--pairs", nargs="+", choices=known, default=known, help="step: backend and precision")
+    choices = ["unsloth:fp32", "unsloth:bf16", "transformers:fp32"]
+    parser.add_argument("--pairs", nargs="+", choices=choices, default=choices, help="step: backend and precision")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU")
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    if given.what == "measure":
-        print(json.dumps(measure_losses(given.argv)))
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.what == "measure":
+        print(json.dumps(measure_losses(options.argv)))
         return
-    given.json = given.json or given.work / f"packing_{given.what}.json"
-    results = {"losses": losses, "step": step, "speed": speed}[given.what](given)
-    write(given, results)
+    options.json = options.json or options.work / f"packing_{options.what}.json"
+    results = {"losses": losses, "step": step, "speed": speed}[options.what](options)
+    write(options, results)
     bad = [
         result for result in results if result.get("error") or result.get("exit_code") or result.get("good") is False
     ]

@@ -94,20 +94,20 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="*", default=["0", "1"])
     parser.add_argument("--at_once", type=int, default=3, help="runs that share a GPU")
     parser.add_argument("--limit", type=float, default=150, help="seconds of a run")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    names = given.only or [*CASES]
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    names = options.only or [*CASES]
     if any(CASES[name].long_rows for name in names):
-        have_model(SHAPE, given.work / SHAPE)
-        full_rows(given.work / "rows.jsonl", 128, seed=3, tokens=ROW_TOKENS)
+        have_model(SHAPE, options.work / SHAPE)
+        full_rows(options.work / "rows.jsonl", 128, seed=3, tokens=ROW_TOKENS)
     gpus: Queue[str] = Queue()
-    for gpu in given.gpus * given.at_once:
+    for gpu in options.gpus * options.at_once:
         gpus.put(gpu)
 
     def on_free_gpu(name: str, number: int) -> dict[str, Any]:
         gpu = gpus.get()
         try:
-            return train_once(name, number, given.work, gpu, given.limit)
+            return train_once(name, number, options.work, gpu, options.limit)
         finally:
             gpus.put(gpu)
 
@@ -118,10 +118,10 @@ def main() -> None:
         }
         results = []
         for name, runs in started.items():
-            results.append(compare(name, [run.result() for run in runs], given.work))
+            results.append(compare(name, [run.result() for run in runs], options.work))
             print(json.dumps({key: value for key, value in results[-1].items() if key != "runs"}), flush=True)
             # Kept case by case: a benchmark that is ended loses nothing.
-            write_results(given.json, shared_by=given.at_once, cases=results)
+            write_results(options.json, shared_by=options.at_once, cases=results)
 
 
 if __name__ == "__main__":

@@ -129,24 +129,24 @@ def weights(folder: Path) -> Any:
     return torch.cat([saved[key].double().flatten() for key in sorted(saved)])
 
 
-def difference(one: Path, other: Path) -> float:
+def difference(folder: Path, other: Path) -> float:
     """Return the norm of the difference over the norm of the first."""
-    first, second = weights(one), weights(other)
+    first, second = weights(folder), weights(other)
     return ((first - second).norm() / first.norm()).item()
 
 
-def play(case: Case, work: Path, given: str, gpu: str) -> dict[str, Any]:
+def play(case: Case, work: Path, model_options: str, gpu: str) -> dict[str, Any]:
     """Run the case; then run it again, and resume it from its checkpoint at the same time.
 
     Args:
-        given: options of its model and rows.
+        model_options: options of its model and rows.
     """
     result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
     result |= {"processes": case.processes, "resumed_with": case.resumed_with}
     checkpoint = work / "outputs" / f"{case.name}_whole" / "checkpoint-4"
 
     def run(kind: str, processes: int, extra: str = "") -> dict[str, Any]:
-        return launch(case, work, f"{case.name}_{kind}", processes, f"{given} {extra}", gpu)
+        return launch(case, work, f"{case.name}_{kind}", processes, f"{model_options} {extra}", gpu)
 
     result["runs"] = [run("whole", case.processes)]
     if result["runs"][0]["exit_code"]:
@@ -169,15 +169,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/resume_gpu"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="only these cases")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    cases = [case for case in CASES if not given.only or case.name in given.only]
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    cases = [case for case in CASES if not args.only or case.name in args.only]
     results, gpus = [], max(1, len(gpu_names()))
-    options = [prepared(case, given.work) for case in cases]
+    options = [prepared(case, args.work) for case in cases]
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
         started = [
-            pool.submit(play, case, given.work, own, str(number % gpus))
-            for number, (case, own) in enumerate(zip(cases, options, strict=True))
+            pool.submit(play, case, args.work, case_options, str(number % gpus))
+            for number, (case, case_options) in enumerate(zip(cases, options, strict=True))
         ]
         for ended in as_completed(started):
             results.append(ended.result())
@@ -186,7 +186,7 @@ def main() -> None:
             shown["log"] = [run["log"] for run in results[-1]["runs"] if "log" in run]
             print(shown, flush=True)
             # Kept case by case: a benchmark that is ended loses nothing.
-            write_results(given.json, runs=results)
+            write_results(args.json, runs=results)
 
 
 if __name__ == "__main__":

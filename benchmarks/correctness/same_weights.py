@@ -1,6 +1,7 @@
 """Train the demo in two checkouts of the kit on a CPU, and compare the adapters bit by bit.
 
-    python -m benchmarks.correctness.same_weights --before ../kit-before --json benchmarks/results/correctness/same_weights.json
+    python -m benchmarks.correctness.same_weights --before ../kit-before --json
+    benchmarks/results/correctness/same_weights.json
 
 Both checkouts run with this interpreter, so that the packages are the same. Cases: one and two processes, streamed
 rows, packed rows, and a run that is killed between two checkpoints and resumed by the same command.
@@ -61,9 +62,9 @@ def train(checkout: Path, processes: int, options: str, output: Path, name: str,
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    done = subprocess.run(started, cwd=checkout, env=environ, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed in {checkout}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    completed = subprocess.run(started, cwd=checkout, env=environ, capture_output=True, text=True, timeout=900)
+    if completed.returncode:
+        raise RuntimeError(f"{name} failed in {checkout}:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
     return output / name
 
 
@@ -85,20 +86,20 @@ def main() -> None:
     parser.add_argument("--known", type=Path, help="JSON of an earlier call, whose hashes of --before are taken")
     parser.add_argument("--only", help="run the cases whose name holds this text")
     parser.add_argument("--json", type=Path, help="where to write the hashes")
-    given = parser.parse_args()
-    known: dict[str, str] = {}
-    if given.known:
-        known = {row["case"]: row["before"] for row in json.loads(given.known.read_text())["cases"]}
+    args = parser.parse_args()
+    earlier_hashes: dict[str, str] = {}
+    if args.known:
+        earlier_hashes = {row["case"]: row["before"] for row in json.loads(args.known.read_text())["cases"]}
     rows: list[dict[str, Any]] = []
     for case, (processes, options) in CASES.items():
-        if given.only and given.only not in case:
+        if args.only and args.only not in case:
             continue
         for kill in (False, True) if case in KILLED else (False,):
             name = f"{case}{', killed and resumed' if kill else ''}"
             hashes = []
-            for checkout in (given.before.resolve(), given.after.resolve()):
-                if checkout == given.before.resolve() and name in known:
-                    hashes.append(known[name])
+            for checkout in (args.before.resolve(), args.after.resolve()):
+                if checkout == args.before.resolve() and name in earlier_hashes:
+                    hashes.append(earlier_hashes[name])
                     continue
                 output = Path(tempfile.mkdtemp(prefix="same_weights_"))
                 try:
@@ -111,8 +112,8 @@ def main() -> None:
                 f"{'same     ' if rows[-1]['same'] else 'DIFFERENT'}  {name}  {hashes[0][:12]} {hashes[1][:12]}",
                 flush=True,
             )
-    if given.json:
-        given.json.write_text(json.dumps({"command": " ".join(sys.argv), "cases": rows}, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps({"command": " ".join(sys.argv), "cases": rows}, indent=1) + "\n")
     sys.exit(0 if all(row["same"] for row in rows) else 1)
 
 

@@ -68,25 +68,25 @@ def one(gib: float, folder: Path, argv: list[str]) -> None:
 
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.mem_get_info(rank)[1], rank)
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
 
     def load_timed(load_model: Any, run: Any) -> Any:
         began = time.perf_counter()
         loaded = load_model(run)
-        found["seconds_to_load"] = time.perf_counter() - began
-        found["gib_loading"] = torch.cuda.max_memory_allocated() / 2**30
-        found["gib_loaded"] = torch.cuda.memory_allocated() / 2**30
+        measured["seconds_to_load"] = time.perf_counter() - began
+        measured["gib_loading"] = torch.cuda.max_memory_allocated() / 2**30
+        measured["gib_loaded"] = torch.cuda.memory_allocated() / 2**30
         return loaded
 
-    def finish_measured(finish: Any, *given: Any) -> None:
+    def finish_measured(finish: Any, *arguments: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        finish(*given)
-        found["seconds_to_save"] = time.perf_counter() - began
-        found["gib_saving"] = torch.cuda.max_memory_allocated() / 2**30
+        finish(*arguments)
+        measured["seconds_to_save"] = time.perf_counter() - began
+        measured["gib_saving"] = torch.cuda.max_memory_allocated() / 2**30
         # ru_maxrss counts KiB; pages of the model's files that a process has mapped count too.
-        found["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+        measured["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        (folder / f"rank_{rank}.json").write_text(json.dumps(measured))
 
     train_here(argv, load_model=load_timed, finish=finish_measured)
 
@@ -99,8 +99,8 @@ def measure(case: Case, work: Path, limit: float) -> dict[str, Any]:
     argv += f" --global_batch_size {2 * case.processes} --overwrite"
     command = [*torchrun(case.processes), "--module", "benchmarks.correctness.sharded_load"]
     command += ["--one", str(case.gib), "--work", str(folder), "--argv", *argv.split()]
-    done = train(command, "run", folder, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "4"})
-    result: dict[str, Any] = {**done, **asdict(case)}
+    run = train(command, "run", folder, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "4"})
+    result: dict[str, Any] = {**run, **asdict(case)}
     result["model_gib"] = sum(path.stat().st_size for path in (work / case.shape).glob("*.safetensors")) / 2**30
     if "summary" not in result:
         return result
@@ -124,26 +124,26 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=500, help="seconds that one job may take")
     parser.add_argument("--one", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        one(given.one, given.work, given.argv)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one, options.work, options.argv)
         return
-    given.work.mkdir(parents=True, exist_ok=True)
-    cases = [case for case in CASES if case.name in given.only]
-    full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=1024)
+    options.work.mkdir(parents=True, exist_ok=True)
+    cases = [case for case in CASES if case.name in options.only]
+    full_rows(options.work / "rows.jsonl", 64, seed=0, tokens=1024)
     makers = {
-        case.shape: make_model(case.shape, given.work / case.shape, sparse=case.sparse)
+        case.shape: make_model(case.shape, options.work / case.shape, sparse=case.sparse)
         for case in cases
-        if not (given.work / case.shape / "config.json").is_file()
+        if not (options.work / case.shape / "config.json").is_file()
     }
     results = []
     for case in cases:
         if case.shape in makers and makers[case.shape].wait():
             raise SystemExit(f"no model of shape {case.shape} could be made")
-        results.append(measure(case, given.work, given.limit))
+        results.append(measure(case, options.work, options.limit))
         print(json.dumps(results[-1], indent=1), flush=True)
-        if given.json:
-            write_results(given.json, runs=results)
+        if options.json:
+            write_results(options.json, runs=results)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m benchmarks.correctness.sharded_saving --work /tmp/sharded_saving --json FILE
 
-For each method: a run of eight steps on two GPUs; the same run, killed with SIGKILL once checkpoint-4 is there, and resumed
-on two GPUs, which has to give the same bits (every parameter in fp32: or differ no more than a second uninterrupted run
-does); the killed run resumed on one GPU without sharding; the evaluation loss of every result in plain Transformers and
-PEFT. On a CPU, --processes 2 --cpu tries the script itself.
+For each method: a run of eight steps on two GPUs; the same run, killed with SIGKILL once checkpoint-4 is there, and
+resumed on two GPUs, which has to give the same bits (every parameter in fp32: or differ no more than a second
+uninterrupted run does); the killed run resumed on one GPU without sharding; the evaluation loss of every result in
+plain Transformers and PEFT. On a CPU, --processes 2 --cpu tries the script itself.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="on the CPU, with gloo")
     parser.add_argument("--only", nargs="*", choices=METHODS, default=list(METHODS), help="only these methods")
     parser.add_argument("--side_by_side", type=int, default=5, help="methods at a time; the model is tiny")
-    given = parser.parse_args()
-    shutil.rmtree(given.work, ignore_errors=True)
-    given.work.mkdir(parents=True)
+    options = parser.parse_args()
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
     results = []
-    with ThreadPoolExecutor(max_workers=given.side_by_side) as pool:
-        futures = [pool.submit(play, method, given.work, given.processes, given.cpu) for method in given.only]
+    with ThreadPoolExecutor(max_workers=options.side_by_side) as pool:
+        futures = [pool.submit(play, method, options.work, options.processes, options.cpu) for method in options.only]
         for future in as_completed(futures):
             result = future.result()
             results.append(result)
@@ -119,7 +119,7 @@ def main() -> None:
                 for run in result["runs"]
             ]
             print(json.dumps(shown, indent=1), flush=True)
-            write_results(given.json, runs=results)
+            write_results(options.json, runs=results)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Compare ZeRO-2, ZeRO-3 and FSDP2 with DDP on GPUs: weight update, saved model, memory and seconds a step.
 
-    python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json benchmarks/results/correctness/sharding_parity.json
-    python -m benchmarks.correctness.sharding offload --work /tmp/sharding --json benchmarks/results/correctness/sharding_offload.json
-    python -m benchmarks.correctness.sharding cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
+    python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json
+    benchmarks/results/correctness/sharding_parity.json python -m benchmarks.correctness.sharding offload --work
+    /tmp/sharding --json benchmarks/results/correctness/sharding_offload.json python -m benchmarks.correctness.sharding
+    cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
 
 parity: trains the demo's model for three steps of SGD on the same rows with every sharding, method and backend, and
 compares weight update and loss with DDP's. Then loads the adapter or model in plain Transformers and PEFT, where it has
 to give the evaluation loss that the run reported. With --processes 4 also two copies, each on two GPUs (fsdp2-hybrid).
 offload: the same with parts in host memory, in three steps of AdamW, as DeepSpeed's optimizer there is Adam.
-cost: measures seconds a step and memory a GPU on random-weight models of real size. A mixture of experts (61 GB on disk)
-is measured only if it is named: --only qwen3_30b_a3b. With --processes 1 only CPU offload is measured, on one GPU.
+cost: measures seconds a step and memory a GPU on random-weight models of real size. A mixture of experts (61 GB on
+disk) is measured only if it is named: --only qwen3_30b_a3b. With --processes 1 only CPU offload is measured, on one
+GPU.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ CONFIGS = {
 }
 # Before the script: two copies on one machine, as if it were two nodes.
 LAUNCHER_OPTIONS = {"fsdp2-hybrid": ["--parallelism_config_dp_replicate_size", "2"]}
-# Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and DDP
-# are not caused by sharding.
+# Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and
+# DDP are not caused by sharding.
 METHODS = {
     "lora": ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-hybrid"],
     "qlora": ["ddp", "again", "single", "zero2", "fsdp2", "fsdp2-hybrid"],
@@ -112,7 +114,9 @@ def parity(
     """Run all pairs side by side, then compare each with DDP."""
     steps = f"{ADAM if offload else SGD} {STEPS}"
     jobs = [
-        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {steps} --precision {forced or precision(backend, method)} --per_device_train_batch_size {1 if sharding == 'single' else 2}")
+        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method "
+            f"{method} {steps} --precision {forced or precision(backend, method)} "
+            f"--per_device_train_batch_size {1 if sharding == 'single' else 2}")
         for backend in (("transformers",) if offload else ("unsloth", "transformers"))
         for method, kinds in (OFFLOADED if offload else METHODS).items()
         for sharding in kinds
@@ -131,8 +135,8 @@ def parity(
             results[name] |= differences(results, name, work)
         # Kept before the results are loaded: a benchmark that is ended loses little.
         write_results(path, processes=processes, runs=list(results.values()))
-        for name, found in zip(good, pool.map(lambda n: reload(work / "outputs" / n), good), strict=True):
-            results[name]["reload"] = found
+        for name, loss in zip(good, pool.map(lambda n: reload(work / "outputs" / n), good), strict=True):
+            results[name]["reload"] = loss
             shown = {key: results[name].get(key) for key in ("update_difference", "loss_difference", "reload")}
             print(f"{name:28} {shown} run {results[name]['summary']['eval_loss']}", flush=True)
     write_results(path, processes=processes, runs=list(results.values()))
@@ -157,7 +161,10 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
     On one GPU, the steps with CPU offload are measured beside those without it.
     """
     full_rows(work / "rows.jsonl", 64, seed=0, tokens=2048)
-    rows = f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 --global_batch_size {2 * processes}"
+    rows = (
+        f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 "
+        f"--global_batch_size {2 * processes}"
+    )
     rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"
     jobs = []
     for shape, method, kinds in COST if processes > 1 else COST_ON_ONE_GPU:
@@ -194,8 +201,8 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
             summary = result["summary"]
             print(
                 f"{name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
-                f"steps, {summary['peak_memory_bytes_loading'] / 2**30:.1f} GiB loading, loss {result['losses'][0]:.3f} -> "
-                f"{result['losses'][-1]:.3f}, whole run {result['seconds']:.0f} s",
+                f"steps, {summary['peak_memory_bytes_loading'] / 2**30:.1f} GiB loading, loss "
+                f"{result['losses'][0]:.3f} -> {result['losses'][-1]:.3f}, whole run {result['seconds']:.0f} s",
                 flush=True,
             )
         else:
@@ -217,12 +224,19 @@ def main() -> None:
         "--precision", choices=["bf16", "fp32"], help="parity: of every run (default: fp32 where possible)"
     )
     parser.add_argument("--only", nargs="*", default=[], help="only the runs whose name holds one of these words")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    if given.what != "cost":
-        parity(given.work, given.json, given.processes, given.only, given.precision, offload=given.what == "offload")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.what != "cost":
+        parity(
+            options.work,
+            options.json,
+            options.processes,
+            options.only,
+            options.precision,
+            offload=options.what == "offload",
+        )
     else:
-        cost(given.work, given.json, given.processes, given.only)
+        cost(options.work, options.json, options.processes, options.only)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compare the gradients of a small Gemma 4, whose last layers take keys and values of earlier ones, with its layers recomputed.
+"""Compare the gradients of a small Gemma 4, whose last layers take keys and values of earlier ones, when recomputed.
 
     python -m benchmarks.correctness.shared_keys --json benchmarks/results/correctness/shared_keys.json
 
@@ -21,7 +21,7 @@ def main() -> None:
     """Print and write the largest and the median relative difference of a weight's gradient."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     config = Gemma4TextConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
         head_dim=32, global_head_dim=32, vocab_size=128, vocab_size_per_layer_input=128, hidden_size_per_layer_input=16,
@@ -46,7 +46,7 @@ def main() -> None:
         )
         results.append({"reentrant": reentrant, "largest": off[-1], "median": off[len(off) // 2], "weights": len(off)})
         print(results[-1], flush=True)
-    write_results(given.json, results=results, versions=versions())
+    write_results(options.json, results=results, versions=versions())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Run recipes on random-weight models of the real shapes, on a GPU limited to the card of the recipe, beside Unsloth's own trainer.
+"""Run recipes on random models of the real shapes, on a GPU limited to the recipe's card, beside Unsloth's trainer.
 
     python -m benchmarks.memory.recipes --json FILE --cells gemma4_e4b_lora_24gb:24 gemma4_e4b_lora_24gb:24:transformers
     python -m benchmarks.memory.recipes --json FILE --cells qwen3_8b_lora:80:cut=3,0.6
 
 A cell is RECIPE:GB with further words: `unsloth` or `transformers` (backend), `peer` (Unsloth's own trainer at its
 notebook's settings), `tuned` (the same with packing and the checkpointing of --gradient_checkpointing),
-`cut=STEP,SHARE` (from that step on, the memory of passes is limited to a share of what they took), `t4` (what a T4 lacks
-is taken away: bf16, kernels for packed rows and flash attention; its kernels and its speed are not emulated), `--option=value`.
-Cells run side by side while their cards fit on the GPU, so times are upper bounds. Rows are chats (or pairs, or chats
-with images) of log-normal length, the longest of the recipe's max_length.
+`cut=STEP,SHARE` (from that step on, the memory of passes is limited to a share of what they took), `t4` (what a T4
+lacks is taken away: bf16, kernels for packed rows and flash attention; its kernels and its speed are not emulated),
+`--option=value`. Cells run side by side while their cards fit on the GPU, so times are upper bounds. Rows are chats (or
+pairs, or chats with images) of log-normal length, the longest of the recipe's max_length.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Cell:
 
     def cut(self) -> list[str]:
         """Return the options of `limited` for a cut."""
-        found = [word.removeprefix("cut=").split(",") for word in self.words if word.startswith("cut=")]
-        return ["--from_step", found[0][0], "--share", found[0][1]] if found else []
+        cuts = [word.removeprefix("cut=").split(",") for word in self.words if word.startswith("cut=")]
+        return ["--from_step", cuts[0][0], "--share", cuts[0][1]] if cuts else []
 
 
-def limited(given: argparse.Namespace) -> None:
+def limited(options: argparse.Namespace) -> None:
     """Run a script in this process with a part of the GPU's memory, and print what was held at most."""
     import atexit
     import runpy
@@ -98,34 +98,34 @@ def limited(given: argparse.Namespace) -> None:
     import torch
 
     total = torch.cuda.mem_get_info()[1]
-    if given.t4:
+    if options.t4:
         emulate_t4()
-    if given.gib:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, given.gib * 2**30 / total), 0)
+    if options.gib:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.gib * 2**30 / total), 0)
 
-    def held() -> None:
-        most = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        print("HELD", json.dumps(most), flush=True)
+    def print_peak() -> None:
+        peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        print("HELD", json.dumps(peak), flush=True)
 
-    atexit.register(held)
-    script, *argv = given.argv
+    atexit.register(print_peak)
+    script, *argv = options.argv
 
     def make_shrinking_trainer(make_trainer: Any, *args: Any) -> Any:
         trainer = make_trainer(*args)
         begin = trainer.step.begin
 
         def begin_and_shrink(*args: Any) -> Any:
-            if trainer.state.global_step + 1 == given.from_step:
-                most, least = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated()
+            if trainer.state.global_step + 1 == options.from_step:
+                peak, in_use = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated()
                 torch.cuda.empty_cache()
-                torch.cuda.set_per_process_memory_fraction((least + given.share * (most - least)) / total, 0)
+                torch.cuda.set_per_process_memory_fraction((in_use + options.share * (peak - in_use)) / total, 0)
             return begin(*args)
 
         trainer.step.begin = begin_and_shrink
         return trainer
 
     if script == "train_ddp.py":
-        train_here(argv, **({"make_trainer": make_shrinking_trainer} if given.from_step else {}))
+        train_here(argv, **({"make_trainer": make_shrinking_trainer} if options.from_step else {}))
         return
     sys.argv = [script, *argv]
     sys.path[0] = str(Path(script).resolve().parent)
@@ -176,13 +176,13 @@ def make_rows(work: Path) -> dict[str, Path]:
     return rows | {"images": work / "images/rows.jsonl"}
 
 
-def command_of(cell: Cell, given: argparse.Namespace, rows: dict[str, Path], own: Path) -> list[str]:
+def command_of(cell: Cell, args: argparse.Namespace, rows: dict[str, Path], folder: Path) -> list[str]:
     """Return the command line of a cell."""
     shape, kind = RECIPES[cell.recipe]
     gib = cell.gigabytes * 1e9 / 2**30 - CONTEXT_BYTES / 2**30 if cell.gigabytes else 0
     command = [sys.executable, "-m", "benchmarks.memory.recipes", "--limited", "--gib", str(gib), *cell.cut()]
     command += ["--t4", "--argv"] if "t4" in cell.words else ["--argv"]
-    model, options = str(given.work / shape), [w.replace("=", " ", 1).split() for w in cell.words if w.startswith("--")]
+    model, options = str(args.work / shape), [w.replace("=", " ", 1).split() for w in cell.words if w.startswith("--")]
     if cell.peer:
         script = REPO / "benchmarks/speed/peers" / ("dpo.py" if kind == "pairs" else "unsloth_sft.py")
         method = "qlora" if "qlora" in cell.recipe else "full" if "full" in cell.recipe else "lora"
@@ -197,41 +197,41 @@ def command_of(cell: Cell, given: argparse.Namespace, rows: dict[str, Path], own
             "--max_length",
             "2048",
         ]
-        command += ["--batch", "2", "--accumulation", "8", "--seconds", "15", "--json", str(own / "peer.json")]
+        command += ["--batch", "2", "--accumulation", "8", "--seconds", "15", "--json", str(folder / "peer.json")]
         command += (
             ["--packing", "--optim", "adamw_torch_fused", "--logging_steps", "5"] if "tuned" in cell.words else []
         )
         return command + [word for option in options for word in option]
     command += ["train_ddp.py", "--config", str(REPO / "recipes" / f"{cell.recipe}.yaml"), "--model", model]
-    command += ["--dataset", str(rows[kind]), "--max_steps", str(given.steps), "--logging_steps", "1", "--overwrite"]
-    command += ["--output_dir", str(own), "--run_name", "run", "--report_to", "none"]
-    command += ["--eval_dataset", str(given.work / "held_out.jsonl")] if kind == "chats" else []
-    command += ["--image_folder", str(given.work / "images")] if kind == "images" else []
+    command += ["--dataset", str(rows[kind]), "--max_steps", str(args.steps), "--logging_steps", "1", "--overwrite"]
+    command += ["--output_dir", str(folder), "--run_name", "run", "--report_to", "none"]
+    command += ["--eval_dataset", str(args.work / "held_out.jsonl")] if kind == "chats" else []
+    command += ["--image_folder", str(args.work / "images")] if kind == "images" else []
     backend = [word for word in cell.words if word in ("unsloth", "transformers")]
     command += ["--backend", *backend] if backend else []
     return command + [word for option in options for word in option]
 
 
-def run(cell: Cell, given: argparse.Namespace, rows: dict[str, Path]) -> dict[str, Any]:
+def run(cell: Cell, options: argparse.Namespace, rows: dict[str, Path]) -> dict[str, Any]:
     """Run a cell to its end; return what it measured."""
-    own = (given.work / "cells" / cell.name).absolute()
-    own.mkdir(parents=True, exist_ok=True)
+    cell_folder = (options.work / "cells" / cell.name).absolute()
+    cell_folder.mkdir(parents=True, exist_ok=True)
     caches = {
         "UNSLOTH_COMPILE_LOCATION": "unsloth",
         "TORCHINDUCTOR_CACHE_DIR": "inductor",
         "TRITON_CACHE_DIR": "triton",
     }
-    environ = {name: str(own / folder) for name, folder in caches.items()}
+    environ = {name: str(cell_folder / folder) for name, folder in caches.items()}
     began = time.time()
-    code = run_logged(command_of(cell, given, rows, own), own / "log.txt", given.seconds, environ)
-    lines = (own / "log.txt").read_text(errors="replace").splitlines()
+    code = run_logged(command_of(cell, options, rows, cell_folder), cell_folder / "log.txt", options.seconds, environ)
+    lines = (cell_folder / "log.txt").read_text(errors="replace").splitlines()
     result: dict[str, Any] = {"cell": cell.name, "exit_code": code, "seconds": round(time.time() - began, 1)}
-    held = [json.loads(line.removeprefix("HELD ")) for line in lines if line.startswith("HELD ")]
-    result |= {f"most_{name}_gib": round(value / 2**30, 2) for name, value in (held[-1] if held else {}).items()}
+    peaks = [json.loads(line.removeprefix("HELD ")) for line in lines if line.startswith("HELD ")]
+    result |= {f"most_{name}_gib": round(value / 2**30, 2) for name, value in (peaks[-1] if peaks else {}).items()}
     result["said"] = [" ".join(line.split()) for line in lines if line.startswith(SAID)]
-    run_folder = own / "run"
-    if (own / "peer.json").is_file():
-        measured = json.loads((own / "peer.json").read_text())
+    run_folder = cell_folder / "run"
+    if (cell_folder / "peer.json").is_file():
+        measured = json.loads((cell_folder / "peer.json").read_text())
         pace = sorted(tokens / seconds for tokens, seconds, _ in measured["intervals"])
         result |= {
             "tokens_per_second": round(pace[len(pace) // 2]),
@@ -254,36 +254,40 @@ def run(cell: Cell, given: argparse.Namespace, rows: dict[str, Path]) -> dict[st
             "tokens_per_second": round(pace[len(pace) // 2]),
             "seconds_of_parts": summary["seconds"],
         }
-        if given.reload and RECIPES[cell.recipe][1] == "chats":
+        if options.reload and RECIPES[cell.recipe][1] == "chats":
             result["reloaded"] = reload(run_folder)
     if code != 0:
         result["log"] = lines[-25:]
     return result
 
 
-def run_all(cells: list[Cell], given: argparse.Namespace, rows: dict[str, Path]) -> list[dict[str, Any]]:
+def run_all(cells: list[Cell], options: argparse.Namespace, rows: dict[str, Path]) -> list[dict[str, Any]]:
     """Run the cells side by side while their cards fit on the GPU."""
-    room, free, results = threading.Condition(), [float(given.gigabytes)], list[dict[str, Any]]()
+    room, free, results = threading.Condition(), [float(options.gigabytes)], list[dict[str, Any]]()
 
-    def one(cell: Cell) -> None:
+    def run_cell(cell: Cell) -> None:
         needed = cell.gigabytes or free[0]
         with room:
             room.wait_for(lambda: free[0] >= needed)
             free[0] -= needed
         try:
-            result = run(cell, given, rows)
+            result = run(cell, options, rows)
         finally:
             with room:
                 free[0] += needed
                 room.notify_all()
         results.append(result)
         write_results(
-            given.json, cells=results, versions=versions(), gpus=gpu_names(), VARLEN_SHIM=os.environ.get("VARLEN_SHIM")
+            options.json,
+            cells=results,
+            versions=versions(),
+            gpus=gpu_names(),
+            VARLEN_SHIM=os.environ.get("VARLEN_SHIM"),
         )
         print(json.dumps({key: value for key, value in result.items() if key != "seconds_of_parts"}), flush=True)
 
-    with ThreadPoolExecutor(given.at_once) as pool:
-        list(pool.map(one, cells))
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(run_cell, cells))
     return results
 
 
@@ -304,17 +308,17 @@ def main() -> None:
     parser.add_argument("--t4", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.limited:
-        limited(given)
+    options = parser.parse_args()
+    if options.limited:
+        limited(options)
         return
-    cells = [Cell.parse(text) for text in given.cells]
-    given.work.mkdir(parents=True, exist_ok=True)
-    rows = make_rows(given.work)
+    cells = [Cell.parse(text) for text in options.cells]
+    options.work.mkdir(parents=True, exist_ok=True)
+    rows = make_rows(options.work)
     shapes = dict.fromkeys(RECIPES[cell.recipe][0] for cell in cells)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda shape: make_shape(shape, given.work / shape), shapes))
-    results = run_all(cells, given, rows)
+        list(pool.map(lambda shape: make_shape(shape, options.work / shape), shapes))
+    results = run_all(cells, options, rows)
     sys.exit(1 if any(result["exit_code"] != 0 for result in results) else 0)
 
 

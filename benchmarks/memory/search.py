@@ -115,13 +115,13 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
     train_here(argv, **({"make_trainer": make_shrinking_trainer} if gib and from_step else {}))
 
 
-def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
+def run(case: Case, args: argparse.Namespace, gpu: str) -> dict[str, Any]:
     """Launch one case; return its choices and its result."""
-    options = case.options.format(work=given.work)
+    options = case.options.format(work=args.work)
     if "--dataset" not in options:
-        options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
+        options += f" --dataset {args.work}/rows.jsonl --max_length 2048"
     saves = OPTIONS.replace("--save_strategy no", "--save_steps 1") if case.config else OPTIONS
-    argv = f"--model {given.work}/{given.shape} {saves} {options} --overwrite".split()
+    argv = f"--model {args.work}/{args.shape} {saves} {options} --overwrite".split()
     command = [sys.executable, "-m"]
     if case.config:
         command = [*launch_command(case.config, case.processes), "--main_process_port", "0", "--module"]
@@ -133,7 +133,7 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     def start(from_step: int, argv: list[str]) -> dict[str, Any]:
         limits = ["--gib", str(case.gib or 0), "--from_step", str(from_step)]
         whole = [*command, "benchmarks.memory.search", "one", *limits, *rank, "--argv", *argv]
-        return train(whole, case.name, given.work, 240, {"CUDA_VISIBLE_DEVICES": gpu})
+        return train(whole, case.name, args.work, 240, {"CUDA_VISIBLE_DEVICES": gpu})
 
     result = start(case.from_step, argv)
     if case.config and case.from_step:
@@ -141,7 +141,7 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
         result = start(0, [word for word in argv if word != "--overwrite"]) | {"first_exit_code": ended["exit_code"]}
     result |= {"options": case.options, "gib": case.gib, "rank": case.rank, "from_step": case.from_step}
     words = ("activations", "packing", "global batch", "Out of memory", "train_ddp.py: error")
-    lines = (given.work / f"{case.name}.log").read_text().splitlines()
+    lines = (args.work / f"{case.name}.log").read_text().splitlines()
     result |= {
         "processes": case.processes,
         "said": [" ".join(line.split()) for line in lines if line.startswith(words)],
@@ -178,23 +178,23 @@ def main() -> None:
     parser.add_argument("--from_step", type=int, default=0)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
-    given = parser.parse_args()
-    if given.what == "one":
-        here = given.rank in (None, int(os.environ.get("RANK", 0)))
-        one(given.gib if here else None, given.from_step, given.argv)
+    options = parser.parse_args()
+    if options.what == "one":
+        limited = options.rank in (None, int(os.environ.get("RANK", 0)))
+        one(options.gib if limited else None, options.from_step, options.argv)
         return
-    given.work.mkdir(parents=True, exist_ok=True)
-    chat_rows(given.work / "rows.jsonl", 2000, seed=4)
-    full_rows(given.work / "long.jsonl", 24, seed=4, tokens=8192)
-    have_model(given.shape, given.work / given.shape)
-    cases = [case for case in CASES if not given.only or case.name in given.only]
-    with ThreadPoolExecutor(max_workers=given.at_once) as pool:
+    options.work.mkdir(parents=True, exist_ok=True)
+    chat_rows(options.work / "rows.jsonl", 2000, seed=4)
+    full_rows(options.work / "long.jsonl", 24, seed=4, tokens=8192)
+    have_model(options.shape, options.work / options.shape)
+    cases = [case for case in CASES if not options.only or case.name in options.only]
+    with ThreadPoolExecutor(max_workers=options.at_once) as pool:
         gpus = ["0,1" if case.processes == 2 else str(number % 2) for number, case in enumerate(cases)]
-        results = list(pool.map(lambda case, gpu: run(case, given, gpu), cases, gpus))
-    compare(cases, results, given.work)
+        results = list(pool.map(lambda case, gpu: run(case, options, gpu), cases, gpus))
+    compare(cases, results, options.work)
     for result in results:
         print({key: value for key, value in result.items() if key not in ("losses", "versions")}, flush=True)
-    write_results(given.json, runs=results, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"))
+    write_results(options.json, runs=results, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"))
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ class Measure:
 
         def estimate_all(estimates: Any, rungs: Any) -> Any:
             measure.estimate_all(estimates)
-            rung, reason = choose(estimates, rungs)
-            measure.chosen = f"{rung.kind}, {rung.rows}: {reason}"
-            return rung, reason
+            rung, rung_reason = choose(estimates, rungs)
+            measure.chosen = f"{rung.kind}, {rung.rows}: {rung_reason}"
+            return rung, rung_reason
 
         def replaced_step(model: Any, inputs: Any, divisor: Any = None) -> Any:
             return step(model, measure.micro_batch(), divisor)
@@ -115,12 +115,12 @@ class Measure:
         import torch
 
         # The callback comes when the step is counted.
-        done = self.trainer.state.global_step - 1
-        kind, size = self.cases[done // STEPS]
-        if done % STEPS:
+        steps_done = self.trainer.state.global_step - 1
+        kind, size = self.cases[steps_done // STEPS]
+        if steps_done % STEPS:
             name = f"{kind} {size}"
             self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
-        if done + 1 == STEPS * len(self.cases):
+        if steps_done + 1 == STEPS * len(self.cases):
             self.write()
 
     def write(self) -> None:
@@ -128,10 +128,10 @@ class Measure:
         runtime = self.trainer.runtime
         peaks = runtime.gather(self.peaks)
         if runtime.ranks.is_main:
-            highest = {name: max(one[name] for one in peaks) for name in self.peaks}
-            found = {"estimates": self.estimates, "peaks": highest, "obstacles": sorted(self.obstacles)}
-            found |= {"chosen": self.chosen, "seconds_an_estimate": self.seconds}
-            self.file.write_text(json.dumps(found))
+            highest = {name: max(peak[name] for peak in peaks) for name in self.peaks}
+            report = {"estimates": self.estimates, "peaks": highest, "obstacles": sorted(self.obstacles)}
+            report |= {"chosen": self.chosen, "seconds_an_estimate": self.seconds}
+            self.file.write_text(json.dumps(report))
         runtime.barrier()
         os._exit(0)
 
@@ -147,23 +147,24 @@ def one(file: Path, argv: list[str]) -> None:
     train_here(argv, make_trainer=make_measuring_trainer)
 
 
-def run(pair: tuple[str, str], backend: str, given: argparse.Namespace) -> dict[str, Any]:
+def run(pair: tuple[str, str], backend: str, options: argparse.Namespace) -> dict[str, Any]:
     """Launch one sharding, method and backend on all GPUs; return estimates, peaks and their ratios."""
     sharding, method = pair
     name = f"{sharding}_{method}_{backend}"
-    file = given.work / f"{name}.json"
+    file = options.work / f"{name}.json"
     file.unlink(missing_ok=True)
-    argv = f"--model {given.work}/{given.shape} --dataset {given.work}/rows.jsonl --method {method} --backend {backend}"
+    argv = f"--model {options.work}/{options.shape} --dataset {options.work}/rows.jsonl --method {method}"
+    argv += f" --backend {backend}"
     argv += f" {OPTIONS} --max_steps {STEPS * len(KINDS) * len(SIZES)}"
-    command = [*launch_command(f"{sharding}.yaml", given.processes), "--module", "benchmarks.memory.sharded", "one"]
-    result = train([*command, "--file", str(file), "--argv", *argv.split()], name, given.work, LIMIT)
+    command = [*launch_command(f"{sharding}.yaml", options.processes), "--module", "benchmarks.memory.sharded", "one"]
+    result = train([*command, "--file", str(file), "--argv", *argv.split()], name, options.work, LIMIT)
     if not file.is_file():
         return result
     # Nothing is saved, so that its log is part of the result of every run.
     result.pop("log", None)
     result |= json.loads(file.read_text())
-    known = {case: needed for case, needed in result["estimates"].items() if needed and result["peaks"].get(case)}
-    return {**result, "ratios": {case: round(needed / result["peaks"][case], 3) for case, needed in known.items()}}
+    estimated = {case: needed for case, needed in result["estimates"].items() if needed and result["peaks"].get(case)}
+    return {**result, "ratios": {case: round(needed / result["peaks"][case], 3) for case, needed in estimated.items()}}
 
 
 def main() -> None:
@@ -178,25 +179,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="only these, as fsdp2_lora_unsloth")
     parser.add_argument("--file", type=Path)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
-    given = parser.parse_args()
-    if given.what == "one":
-        one(given.file, given.argv)
+    options = parser.parse_args()
+    if options.what == "one":
+        one(options.file, options.argv)
         return
-    given.work.mkdir(parents=True, exist_ok=True)
-    full_rows(given.work / "rows.jsonl", 64, seed=4, tokens=TOKENS)
-    have_model(given.shape, given.work / given.shape)
+    options.work.mkdir(parents=True, exist_ok=True)
+    full_rows(options.work / "rows.jsonl", 64, seed=4, tokens=TOKENS)
+    have_model(options.shape, options.work / options.shape)
     jobs = [(pair, backend) for backend in BACKENDS for pair in PAIRS]
-    jobs = [job for job in jobs if not given.only or f"{job[0][0]}_{job[0][1]}_{job[1]}" in given.only]
+    jobs = [job for job in jobs if not options.only or f"{job[0][0]}_{job[0][1]}_{job[1]}" in options.only]
     results = []
-    with ThreadPoolExecutor(max_workers=given.at_once) as pool:
-        for result in pool.map(lambda job: run(*job, given), jobs):
+    with ThreadPoolExecutor(max_workers=options.at_once) as pool:
+        for result in pool.map(lambda job: run(*job, options), jobs):
             results.append(result)
             print({key: value for key, value in result.items() if key not in ("estimates", "peaks")}, flush=True)
-            write_results(given.json, runs=results, tokens=TOKENS, at_once=given.at_once)
+            write_results(options.json, runs=results, tokens=TOKENS, at_once=options.at_once)
     ratios = [ratio for result in results for ratio in result.get("ratios", {}).values()]
     if ratios:
         print(
-            f"estimate / peak: {min(ratios)} to {max(ratios)}; the headroom has to be above {max(0, 1 - min(ratios)):.3f}"
+            f"estimate / peak: {min(ratios)} to {max(ratios)}; the headroom has to be above "
+            f"{max(0, 1 - min(ratios)):.3f}"
         )
 
 

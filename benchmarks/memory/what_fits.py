@@ -70,7 +70,7 @@ def ways_to_train(shape: ModelShape, method: Method, gpu_gb: float, count: int) 
 
 def cell(name: str, shape: ModelShape, method: Method, gpu_gb: float, measured: dict[tuple, float]) -> str:
     """Return the fewest GPUs on which the plan says "fits", and before them the fewest on which it cannot tell."""
-    said: list[str] = []
+    parts: list[str] = []
     for count in COUNTS:
         ways = ways_to_train(shape, method, gpu_gb, count)
         by_verdict = {
@@ -81,17 +81,17 @@ def cell(name: str, shape: ModelShape, method: Method, gpu_gb: float, measured: 
             way = by_verdict["fits"][0]
             kinds = ("fsdp2", "in_shards") if way.sharding == "fsdp2" else (way.sharding,)
             mark = "*" if any((name, method, kind, count) in measured for kind in kinds) else ""
-            return "; ".join([*said, f"{count} {NAMES[way.sharding]} {way.memory.total / GIB:.0f}{mark}"])
-        if by_verdict["unknown"] and not any("≥" in one for one in said):
+            return "; ".join([*parts, f"{count} {NAMES[way.sharding]} {way.memory.total / GIB:.0f}{mark}"])
+        if by_verdict["unknown"] and not any("≥" in part for part in parts):
             way = min(by_verdict["unknown"], key=lambda way: way.memory.total)
             mark = "*" if (name, method, way.sharding, count) in measured else ""
-            said.append(f"{count}? {NAMES[way.sharding]} ≥{way.memory.total / GIB:.0f}{mark}")
-    return "; ".join(said) or "-"
+            parts.append(f"{count}? {NAMES[way.sharding]} ≥{way.memory.total / GIB:.0f}{mark}")
+    return "; ".join(parts) or "-"
 
 
 def read_measured() -> dict[tuple, float]:
     """Return measured peaks in GiB by model, method, sharding and number of GPUs."""
-    found = {}
+    peaks = {}
     for file in ("gpu_check_large", "memory_two", "sharding_cost", "sharding_cost_2"):
         for run in json.loads((RESULTS / f"{file}.json").read_text())["runs"]:
             summary = run.get("summary")
@@ -103,11 +103,11 @@ def read_measured() -> dict[tuple, float]:
             if (method, sharding) == ("full", "fsdp2"):
                 continue  # of a version that kept whole gradients between micro-batches
             peak = max(summary["peak_memory_bytes"], summary.get("peak_memory_bytes_loading", 0))
-            found[model, method, sharding, summary["world_size"]] = peak / GIB
+            peaks[model, method, sharding, summary["world_size"]] = peak / GIB
     for run in json.loads((RESULTS / "sharded_load.json").read_text())["runs"]:
         peak = max(run["gib_training"], run["gib_loading"], run["gib_saving"])
-        found[run["shape"], run["method"], "in_shards", run["processes"]] = peak
-    return found
+        peaks[run["shape"], run["method"], "in_shards", run["processes"]] = peak
+    return peaks
 
 
 def make_line(label: str, method: Method, measured: dict[tuple, float]) -> str:
@@ -139,8 +139,8 @@ def make_tables() -> str:
 
 def with_tables(page: str, tables: str) -> str:
     """Return the page with these tables between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
+    start, _, rest = page.partition(BEGIN)
+    return f"{start}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

@@ -34,5 +34,5 @@ def _run(page: Path, *options: str) -> str:
     with tempfile.TemporaryDirectory() as profile:
         fixed = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
         command = [browser, *fixed, f"--user-data-dir={profile}", *options, page.resolve().as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-    return done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    return process.stdout

@@ -23,9 +23,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1180)
     parser.add_argument("--height", type=int, default=1190)
     parser.add_argument("--dark", action="store_true")
-    given = parser.parse_args()
-    given.picture.parent.mkdir(parents=True, exist_ok=True)
-    take_picture(given.run / REPORT_FILE, given.picture, given.width, given.height, dark=given.dark)
+    options = parser.parse_args()
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
+    take_picture(options.run / REPORT_FILE, options.picture, options.width, options.height, dark=options.dark)
 
 
 if __name__ == "__main__":

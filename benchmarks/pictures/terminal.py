@@ -48,18 +48,18 @@ def run_on_terminal(command: list[str]) -> pyte.Screen:
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
-    taken = None
+    picture = None
     with contextlib.suppress(OSError):
         while data := os.read(master, 65536):
             stream.feed(data)
-            found = STEP.search("\n".join(screen.display))
-            if taken is None and found and _number(found[1]) >= SHARE * _number(found[2]):
-                taken, screen = screen, pyte.Screen(COLUMNS, LINES)
+            step = STEP.search("\n".join(screen.display))
+            if picture is None and step and _number(step[1]) >= SHARE * _number(step[2]):
+                picture, screen = screen, pyte.Screen(COLUMNS, LINES)
                 stream.attach(screen)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    if code or taken is None:
-        raise SystemExit(f"the run ended with exit code {code} and {'a' if taken else 'no'} picture")
-    return taken
+    if code or picture is None:
+        raise SystemExit(f"the run ended with exit code {code} and {'a' if picture else 'no'} picture")
+    return picture
 
 
 def _number(text: str) -> int:
@@ -101,8 +101,8 @@ def main() -> None:
     """Read the command line, run the demo and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    given = parser.parse_args()
-    target = given.file.resolve()
+    args = parser.parse_args()
+    target = args.file.resolve()
     with tempfile.TemporaryDirectory() as folder:
         options = ["--output_dir", folder, "--run_name", "people", "--save_steps", "40", "--logging_steps", "4"]
         screen = run_on_terminal([sys.executable, "-m", *LAUNCH.split(), *options])

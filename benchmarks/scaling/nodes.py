@@ -5,7 +5,8 @@
 
 CUDA_VISIBLE_DEVICES splits the GPUs, and NCCL_HOSTID makes NCCL treat the halves as two hosts, so that traffic between
 them crosses the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is compared
-with that of one launcher with as many processes. With --cpu each node has so many processes on the CPU, and only DDP is run.
+with that of one launcher with as many processes. With --cpu each node has so many processes on the CPU, and only DDP is
+run.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ def two_nodes(name: str, work: Path, port: int, arguments: list[str], half: int)
         for process in processes:
             process.terminate()
         raise
-    said = [(work / f"{name}_node{node}.log").read_text()[-6000:] for node in (0, 1)]
+    logs = [(work / f"{name}_node{node}.log").read_text()[-6000:] for node in (0, 1)]
     over_network = any("NET/Socket" in p.read_text() or "NET/IB" in p.read_text() for p in work.glob(f"{name}_nccl_*"))
     result = {"name": name, "command": " ".join(["bash cluster/node.sh", *arguments]), "codes": codes}
-    return result | {"seconds": round(time.perf_counter() - began, 1), "nccl_over_network": over_network, "said": said}
+    return result | {"seconds": round(time.perf_counter() - began, 1), "nccl_over_network": over_network, "said": logs}
 
 
 def main() -> None:
@@ -90,30 +91,30 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/nodes_gpu"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--cpu", type=int, default=0, help="processes of each node on the CPU [0: all GPUs]")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    output = ["--output_dir", str(given.work / "outputs")]
-    half = given.cpu or torch.cuda.device_count() // 2
-    ddp = [*OPTIONS.split(), *output, "--run_name", "nodes_ddp", *(["--cpu"] if given.cpu else [])]
-    results = [two_nodes("nodes_ddp", given.work, 6001, ddp, half)]
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    output = ["--output_dir", str(args.work / "outputs")]
+    half = args.cpu or torch.cuda.device_count() // 2
+    ddp = [*OPTIONS.split(), *output, "--run_name", "nodes_ddp", *(["--cpu"] if args.cpu else [])]
+    results = [two_nodes("nodes_ddp", args.work, 6001, ddp, half)]
     with ThreadPoolExecutor() as pool:
-        alone = Job("one_launcher", "cpu" if given.cpu else "ddp", OPTIONS)
-        reference = pool.submit(launch, alone, given.work, half * 2, limit=LIMIT)
+        alone = Job("one_launcher", "cpu" if args.cpu else "ddp", OPTIONS)
+        reference = pool.submit(launch, alone, args.work, half * 2, limit=LIMIT)
         others = []
-        for number, sharding in enumerate(() if given.cpu else ("zero2", "zero3", "fsdp2")):
+        for number, sharding in enumerate(() if args.cpu else ("zero2", "zero3", "fsdp2")):
             name = f"nodes_{sharding}"
             options = [*OPTIONS.split(), *output, "--run_name", name, "--sharding", sharding, "--no_preflight"]
-            others.append(pool.submit(two_nodes, name, given.work, 6101 + 10 * number, options, half))
+            others.append(pool.submit(two_nodes, name, args.work, 6101 + 10 * number, options, half))
         results += [other.result() for other in others]
-        one = reference.result()
-    print("one launcher", one["exit_code"], one.get("losses"), flush=True)
+        single = reference.result()
+    print("one launcher", single["exit_code"], single.get("losses"), flush=True)
     for result in results:
-        if result["codes"] == [0, 0] and "losses" in one:
-            result["update_difference"] = update_difference(given.work, result["name"], "one_launcher")
+        if result["codes"] == [0, 0] and "losses" in single:
+            result["update_difference"] = update_difference(args.work, result["name"], "one_launcher")
             del result["said"][1:]
         print({key: value for key, value in result.items() if key != "said"}, flush=True)
         print("\n".join(result["said"]), flush=True)
-    write_results(given.json, one_launcher=one, runs=results)
+    write_results(args.json, one_launcher=single, runs=results)
 
 
 if __name__ == "__main__":

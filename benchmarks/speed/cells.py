@@ -134,8 +134,10 @@ CONTESTANTS = {
 # About how many tokens a second a GPU does, to choose the kit's steps; a guess that is off makes a run longer or
 # shorter.
 EXPECTED = {
-    ("chat", "qwen3_1.7b"): 50_000, ("small", "qwen3_1.7b"): 40_000, ("full", "qwen3_1.7b"): 55_000, ("long", "qwen3_1.7b"): 40_000,
-    ("chat", "qwen3_8b"): 15_000, ("small", "qwen3_8b"): 13_000, ("full", "qwen3_8b"): 16_000, ("long", "qwen3_8b"): 13_000,
+    ("chat", "qwen3_1.7b"): 50_000, ("small", "qwen3_1.7b"): 40_000, ("full", "qwen3_1.7b"): 55_000,
+    ("long", "qwen3_1.7b"): 40_000,
+    ("chat", "qwen3_8b"): 15_000, ("small", "qwen3_8b"): 13_000, ("full", "qwen3_8b"): 16_000,
+    ("long", "qwen3_8b"): 13_000,
     ("longest", "qwen3_8b"): 8_000,
 }  # fmt: skip
 EXPECTED_OTHERS, EXPECTED_TINY = 30_000, 400
@@ -177,8 +179,8 @@ def parse_cells(words: list[str], repeats: int) -> list[Cell]:
         if len(parts) not in (4, 5):
             raise ValueError(f"{word} is not work:shape:method:contestant, with :2weak or :2strong for several GPUs")
         work, shape, method, contestant = parts[:4]
-        known = (WORKS, METHODS, CONTESTANTS)
-        for part, names in zip((work, method, contestant), known, strict=True):
+        choices = (WORKS, METHODS, CONTESTANTS)
+        for part, names in zip((work, method, contestant), choices, strict=True):
             if part not in names:
                 raise ValueError(f"{word}: there is no {part}; choose from {', '.join(names)}")
         cell = Cell(work, shape, method, contestant)
@@ -240,22 +242,22 @@ def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool, steps: int | N
 
 
 def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool, steps: int | None = None) -> list[str]:
-    """Return the command line of a cell; `folder` holds models, rows and a folder for each run, `steps` makes it a whole job."""
+    """Return the command line of a cell; `folder` holds models, rows and runs, `steps` makes it a whole job."""
     contestant = CONTESTANTS[cell.contestant]
     model = REPO / "demo/model" if tiny else folder / cell.shape
-    rows, own = folder / f"{cell.work}.jsonl", folder / cell.name
+    rows, outputs = folder / f"{cell.work}.jsonl", folder / cell.name
     if contestant.batch is None:
         # A CPU has no CUDA graphs.
         options = contestant.options[len(GRAPHS) :] if tiny and contestant.options[:2] == GRAPHS else contestant.options
         plan = kit_steps(cell, work, seconds, tiny, steps)
-        return [*_launcher(cell, tiny), *_kit_options(cell, work, model, rows, own, plan), *options]
+        return [*_launcher(cell, tiny), *_kit_options(cell, work, model, rows, outputs, plan), *options]
     batch = min(contestant.batch, work.global_batch)
     units = work.packs_a_step if contestant.options else work.global_batch
     accumulation = contestant.accumulation or max(1, round(units / batch))
     script = REPO / "benchmarks/speed/peers" / contestant.script
     words: list[Any] = [sys.executable, script, "--model", model, "--rows", rows, "--method", cell.method]
     words += ["--max_length", work.max_length, "--batch", batch, "--accumulation", accumulation]
-    words += ["--seconds", seconds, "--json", own / "result.json", *contestant.options]
+    words += ["--seconds", seconds, "--json", outputs / "result.json", *contestant.options]
     words += ["--warm_seconds", 1] if tiny else []
     words += ["--steps", steps] if steps else []
     return [str(word) for word in words]
@@ -268,17 +270,17 @@ def _launcher(cell: Cell, tiny: bool) -> list[str]:
     return [*launch_command("cpu.yaml" if tiny else "ddp.yaml", cell.processes), script]
 
 
-def _kit_options(cell: Cell, work: Work, model: Path, rows: Path, own: Path, plan: Steps) -> list[str]:
+def _kit_options(cell: Cell, work: Work, model: Path, rows: Path, outputs: Path, plan: Steps) -> list[str]:
     words: list[Any] = ["--model", model, "--dataset", rows, "--max_length", work.max_length, "--method", cell.method]
     words += ["--global_batch_size", cell.global_batch(work), "--max_steps", plan.steps]
     words += ["--logging_steps", plan.logging, "--save_strategy", "no", "--report_to", "none"]
-    words += ["--output_dir", own, "--run_name", "run", "--overwrite"]
+    words += ["--output_dir", outputs, "--run_name", "run", "--overwrite"]
     words += ["--learning_rate", "1e-5"] if cell.method == "full" else []
     return [str(word) for word in words]
 
 
-def estimate(cell: Cell, seconds: float, seen: dict[tuple[str, str, str], float]) -> float:
+def estimate(cell: Cell, seconds: float, measured_seconds: dict[tuple[str, str, str], float]) -> float:
     """Estimate the seconds of a run from an earlier one of its kind, or by a guess."""
-    known = seen.get((cell.contestant, cell.shape, cell.work))
+    measured = measured_seconds.get((cell.contestant, cell.shape, cell.work))
     setup = CONTESTANTS[cell.contestant].setup
-    return known or setup.get(cell.shape, max(setup.values())) + 1.2 * seconds + (10 if cell.processes > 1 else 0)
+    return measured or setup.get(cell.shape, max(setup.values())) + 1.2 * seconds + (10 if cell.processes > 1 else 0)

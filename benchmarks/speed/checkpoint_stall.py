@@ -1,9 +1,10 @@
-"""Measure how long training waits for a checkpoint of a fully trained model: written beside training, and while it waits.
+"""Measure how long training waits for a checkpoint of all weights: written beside training, and while it waits.
 
     python -m benchmarks.speed.checkpoint_stall --model qwen3_4b --json benchmarks/results/speed/checkpoint_stall.json
 
-One process trains every weight with adamw_8bit and saves three times. The stall is the time in the trainer's save, after the GPU
-has finished its step; the write is the time until the checkpoint is complete. A later save waits for the write before it.
+One process trains every weight with adamw_8bit and saves three times. The stall is the time in the trainer's save,
+after the GPU has finished its step; the write is the time until the checkpoint is complete. A later save waits for the
+write before it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from unsloth_ddp.utils.versions import versions
 PARTS = ("beside", "waiting")
 
 
-def options(model: Path, rows: Path, outputs: Path, given: argparse.Namespace) -> list[str]:
+def options(model: Path, rows: Path, outputs: Path, args: argparse.Namespace) -> list[str]:
     """Return train_ddp.py's options."""
-    save = given.steps // 3
+    save = args.steps // 3
     text = (
-        f"--method full --model {model} --dataset {rows} --optim {given.optim} --max_length 1024 --global_batch_size 4 "
+        f"--method full --model {model} --dataset {rows} --optim {args.optim} --max_length 1024 --global_batch_size 4 "
         f"--max_steps {3 * save + 2} --save_steps {save} --save_total_limit 1 --logging_steps 1 --report_to none "
         f"--output_dir {outputs} --run_name stall --overwrite --cuda_graphs off"
     )
     return text.split()
 
 
-def measure(part: str, argv: list[str], found: Path) -> None:
+def measure(part: str, argv: list[str], result_file: Path) -> None:
     """Train in this process, and write the seconds of each save, of its write, and of each step to `found`."""
     import torch
 
@@ -85,7 +86,7 @@ def measure(part: str, argv: list[str], found: Path) -> None:
     train_here(argv, make_trainer=make_trainer)
     between = [later - earlier for earlier, later in itertools.pairwise(steps)]
     result = {"stalls": stalls, "writes": writes, "median_step": statistics.median(between), "checkpoint_bytes": sizes}
-    found.write_text(json.dumps(result))
+    result_file.write_text(json.dumps(result))
 
 
 def main() -> None:
@@ -97,25 +98,25 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/checkpoint_stall"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=PARTS, help="measure this part in this process")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    rows, model = given.work / "rows.jsonl", Path(given.model)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    rows, model = args.work / "rows.jsonl", Path(args.model)
     if not model.is_dir():
-        model = given.work / given.model
-        have_model(given.model, model)
-    if given.part:
-        argv = options(model, rows, given.work / "outputs", given)
-        measure(given.part, argv, given.work / f"{given.part}.json")
+        model = args.work / args.model
+        have_model(args.model, model)
+    if args.part:
+        argv = options(model, rows, args.work / "outputs", args)
+        measure(args.part, argv, args.work / f"{args.part}.json")
         return
     full_rows(rows, 200, 0, 1024)
     results = {}
     for part in PARTS:
         command = [sys.executable, "-m", "benchmarks.speed.checkpoint_stall", *sys.argv[1:], "--part", part]
         subprocess.run(command, cwd=REPO, check=True)
-        results[part] = json.loads((given.work / f"{part}.json").read_text())
+        results[part] = json.loads((args.work / f"{part}.json").read_text())
         print(part, results[part], flush=True)
-    if given.json:
-        write_results(given.json, model=given.model, versions=versions(), **results)
+    if args.json:
+        write_results(args.json, model=args.model, versions=versions(), **results)
 
 
 if __name__ == "__main__":

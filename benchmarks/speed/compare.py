@@ -5,12 +5,13 @@
     python -m benchmarks.speed.compare run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit:2weak
     python -m benchmarks.speed.compare report --json benchmarks/results/speed/speed.json
 
-Workloads: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; small, 16 of these a step; full, rows of
-2048 tokens, 32 a step; long, rows of 8192 tokens, 8 a step; longest, rows of 32768 tokens, 2 a step; uneven, rows of log-normal
-length, 8 times as long as chats and cut at 8192, 32 a step. Models have Qwen3's shapes and random weights. Every run is a process
-of its own, with empty caches unless --warm_caches is given. Runs on one GPU go side by side, one per GPU; runs on several GPUs go
-alone. The kit is train_ddp.py with its defaults; cells.py and peers/ say how the others are set. Ends with a Markdown table and a
-picture beside the JSON; `report` makes both again from the JSON alone.
+Workloads: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; small, 16 of these a step;
+full, rows of 2048 tokens, 32 a step; long, rows of 8192 tokens, 8 a step; longest, rows of 32768 tokens, 2 a step;
+uneven, rows of log-normal length, 8 times as long as chats and cut at 8192, 32 a step. Models have Qwen3's shapes and
+random weights. Every run is a process of its own, with empty caches unless --warm_caches is given. Runs on one GPU go
+side by side, one per GPU; runs on several GPUs go alone. The kit is train_ddp.py with its defaults; cells.py and peers/
+say how the others are set. Ends with a Markdown table and a picture beside the JSON; `report` makes both again from the
+JSON alone.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(lines[-1]) if process.returncode == 0 and lines else None
 
 
-def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, Any]:
+def prepare(bench: Bench, cells: list[Cell], earlier: dict[str, Any]) -> dict[str, Any]:
     """Make models and rows, measure the matrix rate of each GPU; return what belongs in the results."""
     shapes = sorted({cell.shape for cell in cells}, reverse=True)
     makers = []
@@ -70,11 +71,11 @@ def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, 
         if not bench.tiny and not (bench.folder / shape / "tokenizer_config.json").is_file():
             gpu = {"CUDA_VISIBLE_DEVICES": bench.gpus[index % len(bench.gpus)]} if bench.gpus else None
             makers.append((shape, make_model(shape, bench.folder / shape, gpu)))
-    known = dict(kept.get("flops_a_token", {}))
+    flops = dict(earlier.get("flops_a_token", {}))
     counting = {
         shape: rate(["flops", str(REPO / "demo/model") if shape == TINY else shape], None)
         for shape in shapes
-        if not known.get(shape)
+        if not flops.get(shape)
     }
     for name in sorted({cell.work for cell in cells}):
         work, path = bench.works[name], bench.folder / f"{name}.jsonl"
@@ -86,75 +87,82 @@ def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, 
         if maker.wait():
             raise SystemExit(f"no model of shape {shape} could be made")
     # Counted before GPUs are timed, so that nothing is in their way.
-    known |= {shape: answer(process) for shape, process in counting.items()}
+    flops |= {shape: answer(process) for shape, process in counting.items()}
     timing = [rate(["matmul"], gpu) for gpu in bench.gpus or [None]]
-    return {"flops_a_token": known, "matmul": [answer(process) for process in timing]}
+    return {"flops_a_token": flops, "matmul": [answer(process) for process in timing]}
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure, and write the results after every run; return 1 if a run of this call failed."""
-    deadline = time.monotonic() + 60 * given.minutes
-    given.work.mkdir(parents=True, exist_ok=True)
-    cells = parse_cells(given.cells or default_order(), given.repeats)
-    if given.tiny:
+    deadline = time.monotonic() + 60 * options.minutes
+    options.work.mkdir(parents=True, exist_ok=True)
+    cells = parse_cells(options.cells or default_order(), options.repeats)
+    if options.tiny:
         cells = list(dict.fromkeys(Cell(**{**vars(cell), "shape": TINY}) for cell in cells))
-    kept = json.loads(given.json.read_text()) if given.json.is_file() else {}
+    earlier = json.loads(options.json.read_text()) if options.json.is_file() else {}
     # A run that the end of an earlier call cut off has not failed.
     results = [
-        one
-        for one in kept.get("cells", [])
-        if one["exit_code"] == 0 or not (given.retry or one["exit_code"] == CUT_OFF)
+        entry
+        for entry in earlier.get("cells", [])
+        if entry["exit_code"] == 0 or not (options.retry or entry["exit_code"] == CUT_OFF)
     ]
-    held = {one["name"] for one in results}
-    waiting = [cell for cell in cells if cell.name not in held]
-    gpus = [] if given.tiny else visible_gpus()
+    finished = {entry["name"] for entry in results}
+    waiting = [cell for cell in cells if cell.name not in finished]
+    gpus = [] if options.tiny else visible_gpus()
     bench = Bench(
-        given.work.resolve(), TINY_WORKS if given.tiny else WORKS, given.seconds, given.tiny, gpus, deadline,
-        lanes=given.lanes or len(gpus) or 1, warm_caches=given.warm_caches, steps=given.steps,
+        options.work.resolve(), TINY_WORKS if options.tiny else WORKS, options.seconds, options.tiny, gpus, deadline,
+        lanes=options.lanes or len(gpus) or 1, warm_caches=options.warm_caches, steps=options.steps,
     )  # fmt: skip
     if not waiting:
         print("every run is in the results already")
         return 0
-    bench.seen |= {
-        (one["contestant"], one["shape"], one["work"]): one["seconds"] for one in results if one["exit_code"] == 0
+    bench.measured_seconds |= {
+        (entry["contestant"], entry["shape"], entry["work"]): entry["seconds"]
+        for entry in results
+        if entry["exit_code"] == 0
     }
-    facts = prepare(bench, waiting, kept)
-    facts["matmul"] = [*kept.get("matmul", []), *facts["matmul"]]
+    facts = prepare(bench, waiting, earlier)
+    facts["matmul"] = [*earlier.get("matmul", []), *facts["matmul"]]
     facts |= {
         "versions": versions(),
         "VARLEN_SHIM": os.environ.get("VARLEN_SHIM"),
         "lanes": bench.lanes,
-        "seconds_a_run": given.seconds,
-        "steps_a_run": given.steps,
+        "seconds_a_run": options.seconds,
+        "steps_a_run": options.steps,
         "works": {name: vars(work) for name, work in bench.works.items()},
-        "calls": [*kept.get("calls", []), " ".join(sys.argv)],
+        "calls": [*earlier.get("calls", []), " ".join(sys.argv)],
     }
     failed = []
-    print(f"{len(waiting)} runs on {bench.lanes} lanes, ready after {deadline_used(deadline, given):.0f} s", flush=True)
+    print(
+        f"{len(waiting)} runs on {bench.lanes} lanes, ready after {deadline_used(deadline, options):.0f} s", flush=True
+    )
 
-    def done(result: dict[str, Any]) -> None:
+    def add_result(result: dict[str, Any]) -> None:
         results.append(result)
-        write_results(given.json, **facts, cells=results)
+        write_results(options.json, **facts, cells=results)
         if result["exit_code"] != 0:
             failed.append(result["name"])
         print(line(result), flush=True)
 
-    skipped = run_all(bench, waiting, done)
-    write_results(given.json, **facts, cells=results, left_out=skipped)
-    for name, reason in skipped.items():
-        print(f"left out: {name} ({reason})")
+    skipped = run_all(bench, waiting, add_result)
+    write_results(options.json, **facts, cells=results, left_out=skipped)
+    for name, why in skipped.items():
+        print(f"left out: {name} ({why})")
     return 1 if failed else 0
 
 
-def deadline_used(deadline: float, given: argparse.Namespace) -> float:
+def deadline_used(deadline: float, options: argparse.Namespace) -> float:
     """Return the seconds of this call that have passed."""
-    return 60 * given.minutes - (deadline - time.monotonic())
+    return 60 * options.minutes - (deadline - time.monotonic())
 
 
 def line(result: dict[str, Any]) -> str:
     """Summarize one run in one line, or show the end of its log."""
     if result["exit_code"] != 0:
-        return f"{result['name']:50} FAILED ({result['exit_code']}) after {result['seconds']:.0f} s\n{result['log'][-2500:]}"
+        return (
+            f"{result['name']:50} FAILED ({result['exit_code']}) after {result['seconds']:.0f} s\n"
+            f"{result['log'][-2500:]}"
+        )
     memory = result.get("peak_memory_bytes", 0) / 2**30
     return (
         f"{result['name']:50} {result['tokens_per_second_a_gpu']:8,.0f} tokens/s a GPU "
@@ -183,18 +191,20 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
     parser.add_argument("--markdown", type=Path, help="the table [beside the JSON]")
     parser.add_argument("--picture", type=Path, help="the picture [beside the JSON]")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        code = run(given) if given.what == "run" else 0
+        code = run(options) if options.what == "run" else 0
     except ValueError as error:
         sys.exit(str(error))
-    content = json.loads(given.json.read_text())
+    content = json.loads(options.json.read_text())
     if content["cells"]:
         whole = write_report(
-            content, given.markdown or given.json.with_suffix(".md"), given.picture or given.json.with_suffix(".png")
+            content,
+            options.markdown or options.json.with_suffix(".md"),
+            options.picture or options.json.with_suffix(".png"),
         )
         # A run has its results without a picture; who asks for the report asks for both.
-        code = code if whole or given.what == "run" else 1
+        code = code if whole or options.what == "run" else 1
     sys.exit(code)
 
 

@@ -20,16 +20,16 @@ def kit_intervals(history: Iterable[Mapping[str, Any]], warm: int) -> list[Inter
     lines = [entry for entry in history if "tokens_per_second" in entry and "loss" in entry]
     intervals, tokens, steps = [], 0.0, 0
     for entry in lines:
-        seen = entry["num_tokens"] - tokens
-        intervals.append((seen, seen / entry["tokens_per_second"], entry["step"] - steps))
+        counted = entry["num_tokens"] - tokens
+        intervals.append((counted, counted / entry["tokens_per_second"], entry["step"] - steps))
         tokens, steps = entry["num_tokens"], entry["step"]
     return intervals[warm:]
 
 
 def first_step_at(log: str) -> float | None:
     """Return the time (seconds since the epoch) at which train_ddp.py's log reports step 1."""
-    found = FIRST_STEP.search(log)
-    return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() if found else None
+    match = FIRST_STEP.search(log)
+    return datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() if match else None
 
 
 def figures(intervals: Sequence[Interval], processes: int) -> dict[str, float]:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.speed.fp8_full --shape qwen3_8b --json FILE
 
-Weights stay in bf16 and are rounded to FP8 in every pass, with one scale for each row, as inputs and gradients are. The kinds
-of training are bf16, FP8 for all three products of a layer, and FP8 except for the gradient of the weight. Layers are compiled
-one by one, as the kit does, and see packs of one row. Gradients are compared with those in fp32 of the same bf16 weights.
+Weights stay in bf16 and are rounded to FP8 in every pass, with one scale for each row, as inputs and gradients are. The
+kinds of training are bf16, FP8 for all three products of a layer, and FP8 except for the gradient of the weight. Layers
+are compiled one by one, as the kit does, and see packs of one row. Gradients are compared with those in fp32 of the
+same bf16 weights.
 """
 
 from __future__ import annotations
@@ -104,11 +105,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--row", type=int, default=2048, help="tokens of each sequence")
     parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = make_layers(given.shape, given.layers, device)
+    model = make_layers(options.shape, options.layers, device)
     size = model.config.hidden_size
-    x = torch.randn(given.tokens // given.row, given.row, size, device=device)
+    x = torch.randn(options.tokens // options.row, options.row, size, device=device)
     towards = torch.randn_like(x)
     # fp32 products of the values that the other kinds compute with.
     model.to(torch.bfloat16).float()
@@ -123,18 +124,18 @@ def main() -> None:
             if isinstance(module, nn.Linear) and kind != "bf16":
                 module.__class__ = TrainedLinear
                 module.all_three = kind == "fp8"
-        rounds = measure(model, x, towards, given.layers)
-        found = gradients(model)
-        off = ((found - exact).norm() / exact.norm()).item()
+        rounds = measure(model, x, towards, options.layers)
+        computed = gradients(model)
+        off = ((computed - exact).norm() / exact.norm()).item()
         result = {"kind": kind, "milliseconds_a_layer": statistics.median(rounds), "rounds": rounds}
         results.append(result | {"difference_of_weight_gradients": off})
         print(f"{kind:25} {result['milliseconds_a_layer']:8.3f} ms a layer, gradients differ by {off:.1e}", flush=True)
         write_results(
-            given.json,
-            shape=given.shape,
-            layers=given.layers,
-            tokens=given.tokens,
-            row=given.row,
+            options.json,
+            shape=options.shape,
+            layers=options.layers,
+            tokens=options.tokens,
+            row=options.row,
             device=torch.cuda.get_device_name() if device == "cuda" else "CPU",
             versions=versions(),
             kinds=results,

@@ -1,4 +1,4 @@
-"""Measure the speed and memory of training an image-text model: the kit, and Unsloth as its vision notebooks show and tuned by hand.
+"""Measure speed and memory of training an image-text model: the kit, and Unsloth as in its notebooks and tuned by hand.
 
     python -m benchmarks.speed.images --json benchmarks/results/speed/images.json
     python -m benchmarks.speed.images --cpu --json FILE            tries the script with a tiny model
@@ -33,47 +33,58 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({
         "tie_word_embeddings": True,
         "text_config": {
-            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
         },
         "vision_config": {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2048,
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 2048,
             "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
         },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "qwen3_vl_4b": ({
         "tie_word_embeddings": True,
         "text_config": {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
         },
         "vision_config": {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2560,
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 2560,
             "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
         },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "qwen3_vl_8b": ({
         "tie_word_embeddings": False,
         "text_config": {
-            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
         },
         "vision_config": {
-            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16, "out_hidden_size": 4096,
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 4096,
             "deepstack_visual_indexes": [8, 16, 24], "num_position_embeddings": 2304,
         },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "gemma3_4b": ({
         "tie_word_embeddings": True, "mm_tokens_per_image": 256,
         "text_config": {
-            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8,
+            "num_key_value_heads": 4,
             "head_dim": 256, "sliding_window": 1024, "vocab_size": 262208,
         },
         "vision_config": {
-            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896,
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "image_size": 896,
             "patch_size": 14,
         },
     }, {"size": {"height": 896, "width": 896}}),
@@ -81,15 +92,19 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma4": ({
         "tie_word_embeddings": True,
         "text_config": {
-            "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
-            "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0, "sliding_window": 512,
+            "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+            "sliding_window": 512,
             "hidden_size_per_layer_input": 256, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
         },
         "vision_config": {"use_clipped_linears": True}, "audio_config": {},
     }, {}),
 }  # fmt: skip
-TUNED = ["--bits", "16", "--adapt", "text", "--checkpointing", "none", "--optim", "adamw_torch_fused", "--logging_steps", "5",
-         "--workers", "4", "--keep_size"]  # fmt: skip
+TUNED = [
+    "--bits", "16", "--adapt", "text", "--checkpointing", "none", "--optim", "adamw_torch_fused",
+    "--logging_steps", "5", "--workers", "4", "--keep_size",
+]  # fmt: skip
 # Rows of a micro-batch and further options. The notebooks take four micro-batches a step.
 PEERS: dict[str, tuple[int, list[str]]] = {
     "unsloth_notebook": (2, []),
@@ -143,8 +158,8 @@ def write_rows(path: Path, count: int, *, tiny: bool) -> None:
     pairs = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
 
     def text(median: float) -> str:
-        wanted = max(1, round(rng.lognormvariate(math.log(median), 0.6) / 13))
-        return " ".join(message["content"] for pair in rng.choices(pairs, k=wanted) for message in pair)
+        pairs_a_row = max(1, round(rng.lognormvariate(math.log(median), 0.6) / 13))
+        return " ".join(message["content"] for pair in rng.choices(pairs, k=pairs_a_row) for message in pair)
 
     with path.open("w") as file:
         for number in range(count):
@@ -158,17 +173,17 @@ def write_rows(path: Path, count: int, *, tiny: bool) -> None:
             file.write(json.dumps({"messages": row}) + "\n")
 
 
-def kit(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[str, Any]:
+def kit(name: str, work: Path, rows: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train with the kit's defaults; the first log lines are not counted."""
-    steps, logging = (3, 1) if given.cpu else (given.steps, 5)
-    options = f"--model {work}/model --dataset {rows} --max_length {MAX_LENGTH} --global_batch_size {given.rows_a_step}"
+    steps, logging = (3, 1) if args.cpu else (args.steps, 5)
+    options = f"--model {work}/model --dataset {rows} --max_length {MAX_LENGTH} --global_batch_size {args.rows_a_step}"
     options += f" --max_steps {steps} --logging_steps {logging} --save_strategy no --compare_answers 0 --report_to none"
-    config = "cpu.yaml" if given.cpu else "single_gpu.yaml"
+    config = "cpu.yaml" if args.cpu else "single_gpu.yaml"
     words = [*launch_command(config, 1), "train_ddp.py", *options.split(), *KIT[name], "--overwrite"]
     words += [] if "--method" in words else ["--method", "lora"]
-    found = train(words, name, work, given.limit)
-    if "summary" not in found:
-        return {**found, "error": found["log"][-3000:]}
+    trained = train(words, name, work, args.limit)
+    if "summary" not in trained:
+        return {**trained, "error": trained["log"][-3000:]}
     history = [entry for entry in log_history(work / "outputs" / name) if "tokens_per_second" in entry]
     speeds = [entry["tokens_per_second"] for entry in history[min(2, len(history) - 1) :]]
     # Not from the steps: a step of packs has another number of rows.
@@ -178,28 +193,34 @@ def kit(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[st
     )
     tokens_a_row = all_tokens / all_rows
     peak = max(entry.get("peak_memory_bytes", 0) for entry in history)
-    return {**found, **figures(speeds, tokens_a_row, peak), "intervals": speeds}
+    return {**trained, **figures(speeds, tokens_a_row, peak), "intervals": speeds}
 
 
-def peer(name: str, work: Path, rows: Path, given: argparse.Namespace) -> dict[str, Any]:
+def peer(name: str, work: Path, rows: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train with Unsloth's own trainer."""
     batch, options = PEERS[name]
-    accumulation = max(1, given.rows_a_step // batch) if options else 4
+    accumulation = max(1, args.rows_a_step // batch) if options else 4
     result, log = work / f"{name}.json", work / f"{name}.log"
-    command = [sys.executable, str(REPO / "benchmarks/speed/peers/unsloth_vision.py"), "--model", str(work / "model"), "--rows", str(rows),
-               "--max_length", str(MAX_LENGTH), "--batch", str(min(batch, given.rows_a_step)), "--accumulation", str(accumulation),
-               "--seconds", str(given.seconds), "--json", str(result), *options]  # fmt: skip
-    environ = {"TRITON_INTERPRET": "1"} if given.cpu else {}
+    command = [
+        sys.executable, str(REPO / "benchmarks/speed/peers/unsloth_vision.py"), "--model", str(work / "model"),
+        "--rows", str(rows), "--max_length", str(MAX_LENGTH), "--batch", str(min(batch, args.rows_a_step)),
+        "--accumulation", str(accumulation), "--seconds", str(args.seconds), "--json", str(result), *options,
+    ]  # fmt: skip
+    environ = {"TRITON_INTERPRET": "1"} if args.cpu else {}
     result.unlink(missing_ok=True)
-    code = run_logged(command, log, given.limit, environ, cwd=work)
-    told = {"name": name, "command": " ".join(command[1:]), "exit_code": code}
+    code = run_logged(command, log, args.limit, environ, cwd=work)
+    command_facts = {"name": name, "command": " ".join(command[1:]), "exit_code": code}
     if not result.is_file():
-        return {**told, "error": log.read_text()[-3000:]}
-    found = json.loads(result.read_text())
-    tokens, steps = (sum(one[place] for one in found["intervals"]) for place in (0, 2))
-    speeds = [tokens / seconds for tokens, seconds, _ in found["intervals"]]
-    rows_a_step = min(batch, given.rows_a_step) * accumulation
-    return {**found, **told, **figures(speeds, tokens / (steps * rows_a_step), found.get("peak_memory_bytes", 0))}
+        return {**command_facts, "error": log.read_text()[-3000:]}
+    measured = json.loads(result.read_text())
+    tokens, steps = (sum(interval[place] for interval in measured["intervals"]) for place in (0, 2))
+    speeds = [tokens / seconds for tokens, seconds, _ in measured["intervals"]]
+    rows_a_step = min(batch, args.rows_a_step) * accumulation
+    return {
+        **measured,
+        **command_facts,
+        **figures(speeds, tokens / (steps * rows_a_step), measured.get("peak_memory_bytes", 0)),
+    }
 
 
 def figures(speeds: list[float], tokens_a_row: float, peak: int) -> dict[str, float]:
@@ -234,27 +255,32 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny images")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU, with a tiny model")
     parser.add_argument("--prepare", action="store_true", help="write the model and the rows, and end")
-    given = parser.parse_args()
+    options = parser.parse_args()
     sys.path.insert(0, str(REPO))
-    work, tiny = given.work.absolute() / given.model, given.tiny or given.cpu
+    work, tiny = options.work.absolute() / options.model, options.tiny or options.cpu
     rows = work / "rows" / "rows.jsonl"
-    if given.prepare:
+    if options.prepare:
         rows.parent.mkdir(parents=True, exist_ok=True)
         write_rows(rows, 32 if tiny else 1024, tiny=tiny)
-        write_model(given.model, work / "model", tiny=tiny)
+        write_model(options.model, work / "model", tiny=tiny)
         return
     if not (work / "model" / "tokenizer_config.json").is_file():
         # In a process of its own, which gives the GPU's memory back.
         words = [sys.executable, "-m", "benchmarks.speed.images", *sys.argv[1:], "--prepare"]
         subprocess.run(words, cwd=REPO, check=True)
     results: list[dict[str, Any]] = []
-    for name in given.only:
-        found = kit(name, work, rows, given) if name in KIT else peer(name, work, rows, given)
-        results.append({"name": name, **found})
+    for name in options.only:
+        result = kit(name, work, rows, options) if name in KIT else peer(name, work, rows, options)
+        results.append({"name": name, **result})
         shown = ("tokens_per_second", "rows_per_second", "tokens_a_row", "peak_gib", "error")
-        print(f"{name:20} { {key: found.get(key) for key in shown} }", flush=True)
+        print(f"{name:20} { {key: result.get(key) for key in shown} }", flush=True)
         write_results(
-            given.json, versions=versions(), model=given.model, rows_a_step=given.rows_a_step, tiny=tiny, runs=results
+            options.json,
+            versions=versions(),
+            model=options.model,
+            rows_a_step=options.rows_a_step,
+            tiny=tiny,
+            runs=results,
         )
 
 

@@ -35,7 +35,7 @@ class Phases:
 
     def __init__(self, folder: Path, scale: int) -> None:
         self.folder = folder
-        self.found: dict[str, Any] = {}
+        self.measured: dict[str, Any] = {}
         plan = [("plain", PLAIN), ("gpu", GPU_ONLY), ("stacks", WITH_STACKS)]
         self.begins, self.ends, at = {}, {}, WARM if scale > 1 else 2
         for name, steps in plan:
@@ -74,7 +74,7 @@ class Phases:
 
     def _end(self, name: str, steps: int) -> None:
         seconds = time.perf_counter() - self.phase_began
-        self.found[f"{name}_seconds_a_step"] = seconds / steps
+        self.measured[f"{name}_seconds_a_step"] = seconds / steps
         if self.profiler is None:
             return
         self.profiler.__exit__(None, None, None)
@@ -83,13 +83,13 @@ class Phases:
         events = json.loads(trace.read_text())["traceEvents"]
         trace.unlink()
         if name == "gpu":
-            self.found["gpu"] = gpu_summary(events, seconds, steps)
+            self.measured["gpu"] = gpu_summary(events, seconds, steps)
         else:
             averages = self.profiler.key_averages()
-            self.found["operators"] = operator_summary(
+            self.measured["operators"] = operator_summary(
                 [(a.key, a.count, a.self_cpu_time_total / 1e6) for a in averages], steps
             )
-            self.found["waits"] = waits(events, steps)
+            self.measured["waits"] = waits(events, steps)
         self.profiler = None
 
 
@@ -103,9 +103,9 @@ def profiled(phases: Phases) -> Callable[..., Any]:
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 phases.step_ended(state.global_step)
 
-        made = make_trainer(*args)
-        made.add_callback(Profile())
-        return made
+        trainer = make_trainer(*args)
+        trainer.add_callback(Profile())
+        return trainer
 
     return make_profiled_trainer
 
@@ -122,35 +122,36 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of the longest row")
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
     parser.add_argument("options", nargs="*", help="options of train_ddp.py, after --")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    model = REPO / "demo/model" if given.tiny else given.work / given.shape
-    rows = given.work / f"profile_{given.rows}.jsonl"
-    if not given.tiny:
-        have_model(given.shape, model)
-    longest = 200 if given.tiny else given.tokens
-    count = 100 if given.tiny else 2000
-    if given.rows == "chat":
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    model = REPO / "demo/model" if options.tiny else options.work / options.shape
+    rows = options.work / f"profile_{options.rows}.jsonl"
+    if not options.tiny:
+        have_model(options.shape, model)
+    longest = 200 if options.tiny else options.tokens
+    count = 100 if options.tiny else 2000
+    if options.rows == "chat":
         chat_rows(rows, count, seed=3, longest=longest)
     else:
         full_rows(rows, count, seed=3, tokens=longest)
     with tempfile.TemporaryDirectory() as folder:
-        phases = Phases(Path(folder), 1 if given.tiny else 2)
+        phases = Phases(Path(folder), 1 if options.tiny else 2)
         argv = ["--model", str(model), "--dataset", str(rows), "--max_length", str(longest)]
-        argv += ["--global_batch_size", "4" if given.tiny else "64", "--max_steps", str(phases.last)]
+        argv += ["--global_batch_size", "4" if options.tiny else "64", "--max_steps", str(phases.last)]
         argv += ["--save_strategy", "no", "--report_to", "none", "--output_dir", folder, "--run_name", "profiled"]
-        argv += given.options
+        argv += options.options
         train_here(argv, make_trainer=profiled(phases))
         summary = json.loads((Path(folder) / "profiled" / "summary.json").read_text())
     tokens = summary["tokens"] / summary["steps"]
-    write_results(given.json, options=argv, tokens_a_step=tokens, summary=summary, **phases.found)
-    shares = phases.found.get("gpu", {})
+    write_results(options.json, options=argv, tokens_a_step=tokens, summary=summary, **phases.measured)
+    shares = phases.measured.get("gpu", {})
     print(
-        f"{phases.found['plain_seconds_a_step']:.3f} s a step of {tokens:,.0f} tokens; GPU busy {shares.get('busy', 0):.0%}"
+        f"{phases.measured['plain_seconds_a_step']:.3f} s a step of {tokens:,.0f} tokens; GPU busy "
+        f"{shares.get('busy', 0):.0%}"
     )
-    for one in phases.found["waits"]:
-        where = " < ".join(one["stack"][:-4:-1]) or "no Python frame on its thread"
-        print(f"{one['count_a_step']:8.1f} a step  {one['name']}  {where}")
+    for wait in phases.measured["waits"]:
+        where = " < ".join(wait["stack"][:-4:-1]) or "no Python frame on its thread"
+        print(f"{wait['count_a_step']:8.1f} a step  {wait['name']}  {where}")
 
 
 if __name__ == "__main__":

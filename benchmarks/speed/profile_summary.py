@@ -58,7 +58,7 @@ def gpu_summary(events: Sequence[Event], seconds: float, steps: int) -> dict[str
 
 def operator_summary(averages: Iterable[tuple[str, int, float]], steps: int) -> list[dict[str, Any]]:
     """Return the operations that kept the CPU longest, from (name, count, own seconds)."""
-    longest = sorted(averages, key=lambda one: one[2], reverse=True)[:TOP]
+    longest = sorted(averages, key=lambda average: average[2], reverse=True)[:TOP]
     return [
         {"name": name[:SHORT], "count_a_step": count / steps, "milliseconds_a_step": 1000 * seconds / steps}
         for name, count, seconds in longest
@@ -67,27 +67,27 @@ def operator_summary(averages: Iterable[tuple[str, int, float]], steps: int) -> 
 
 def waits(events: Sequence[Event], steps: int) -> list[dict[str, Any]]:
     """Return every place that waits, how often a step, and its innermost Python frames, outermost first."""
-    asked = [event for event in events if event.get("cat") in ("cuda_runtime", "cpu_op") and event["name"] in WAITS]
-    stacks = _stacks(events, asked)
-    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for event, stack in zip(asked, stacks, strict=True):
-        found[event["name"], stack] += 1
+    waits = [event for event in events if event.get("cat") in ("cuda_runtime", "cpu_op") and event["name"] in WAITS]
+    stacks = _stacks(events, waits)
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for event, stack in zip(waits, stacks, strict=True):
+        counts[event["name"], stack] += 1
     return [
         {"name": name, "count_a_step": count / steps, "stack": list(stack)}
-        for (name, stack), count in found.most_common()
+        for (name, stack), count in counts.most_common()
     ]
 
 
-def _stacks(events: Sequence[Event], asked: Sequence[Event]) -> list[tuple[str, ...]]:
+def _stacks(events: Sequence[Event], waits: Sequence[Event]) -> list[tuple[str, ...]]:
     """Return the Python frames around each event on its thread, outermost first, at most the innermost FRAMES."""
     by_thread: dict[Any, list[tuple[float, int, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "python_function" and "dur" in event:
             # A frame that begins with an event is around it.
             by_thread[event["tid"]].append((event["ts"], 0, event))
-    for index, event in enumerate(asked):
+    for index, event in enumerate(waits):
         by_thread[event["tid"]].append((event["ts"], 1, index))
-    stacks: list[tuple[str, ...]] = [()] * len(asked)
+    stacks: list[tuple[str, ...]] = [()] * len(waits)
     for moments in by_thread.values():
         moments.sort(key=lambda moment: (moment[0], moment[1], -moment[2]["dur"] if moment[1] == 0 else 0))
         active: list[Event] = []

@@ -45,9 +45,9 @@ def flops(shape: str) -> dict[str, float]:
     from unsloth_ddp.sizing.count import read_model_shape
 
     with tempfile.TemporaryDirectory() as folder:
-        if known := shape in SHAPES or shape in OTHERS:
+        if has_config := shape in SHAPES or shape in OTHERS:
             make_config(shape).save_pretrained(folder)
-        counted = read_model_shape(Settings(model=folder if known else shape))
+        counted = read_model_shape(Settings(model=folder if has_config else shape))
     return {method: counted.flops_a_token(method) for method in ("lora", "qlora", "full")}
 
 
@@ -56,8 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["matmul", "flops"])
     parser.add_argument("shape", nargs="?")
-    given = parser.parse_args()
-    print(json.dumps(matmul() if given.what == "matmul" else flops(given.shape)))
+    options = parser.parse_args()
+    print(json.dumps(matmul() if options.what == "matmul" else flops(options.shape)))
 
 
 if __name__ == "__main__":

@@ -46,15 +46,15 @@ def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
     # Markup in a text may be refused.
     words = [word for text in texts for word in text.split() if re.fullmatch(r"[\w.,;:'()-]+", word)]
 
-    def text(least: int, most: int) -> str:
-        start = rng.randrange(len(words) - most)
-        return " ".join(words[start : start + rng.randint(least, most)])
+    def text(shortest: int, longest: int) -> str:
+        start = rng.randrange(len(words) - longest)
+        return " ".join(words[start : start + rng.randint(shortest, longest)])
 
     def ask() -> dict[str, Any]:
         return {"role": "user", "content": text(5, 60)}
 
-    def answer(least: int = 20) -> dict[str, Any]:
-        return {"role": "assistant", "content": text(least, 150)}
+    def answer(shortest: int = 20) -> dict[str, Any]:
+        return {"role": "assistant", "content": text(shortest, 150)}
 
     def chat() -> list[dict[str, Any]]:
         system = [{"role": "system", "content": text(5, 30)}] if rng.random() < 0.3 else []

@@ -42,21 +42,21 @@ class Summary:
 
 def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
     """Combine the repeats of a run."""
-    empty = [one for one in cells if not one.get("warm_caches")]
-    first = [one["seconds_to_first_step"] for one in empty if one.get("seconds_to_first_step")]
+    empty = [cell for cell in cells if not cell.get("warm_caches")]
+    first = [cell["seconds_to_first_step"] for cell in empty if cell.get("seconds_to_first_step")]
     return Summary(
         contestant=cells[0]["contestant"],
         processes=cells[0]["processes"],
         scaling=cells[0]["scaling"],
-        speed=statistics.median(one["tokens_per_second_a_gpu"] for one in cells),
-        lowest=min(one["lowest"] for one in cells),
-        highest=max(one["highest"] for one in cells),
-        tokens_a_step=statistics.median(one["tokens_a_step"] for one in cells),
+        speed=statistics.median(cell["tokens_per_second_a_gpu"] for cell in cells),
+        lowest=min(cell["lowest"] for cell in cells),
+        highest=max(cell["highest"] for cell in cells),
+        tokens_a_step=statistics.median(cell["tokens_a_step"] for cell in cells),
         first_step=statistics.median(first) if first else None,
-        memory=max(one.get("peak_memory_bytes", 0) for one in cells),
+        memory=max(cell.get("peak_memory_bytes", 0) for cell in cells),
         runs=len(cells),
         batch=describe_batch(cells[0].get("settings", {})),
-        head_share=statistics.median(one.get("head_share", 1.0) for one in cells),
+        head_share=statistics.median(cell.get("head_share", 1.0) for cell in cells),
     )
 
 
@@ -69,15 +69,15 @@ def describe_batch(settings: dict[str, Any]) -> str:
 
 def by_group(cells: Iterable[dict[str, Any]]) -> dict[Group, list[Summary]]:
     """Group the contestants by workload, shape and method, in the order in which contestants are listed."""
-    found: dict[Group, dict[tuple[str, int, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for one in cells:
-        if one["exit_code"] == 0:
-            key = one["contestant"], one["processes"], one["scaling"]
-            found[one["work"], one["shape"], one["method"]][key].append(one)
+    groups: dict[Group, dict[tuple[str, int, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for cell in cells:
+        if cell["exit_code"] == 0:
+            key = cell["contestant"], cell["processes"], cell["scaling"]
+            groups[cell["work"], cell["shape"], cell["method"]][key].append(cell)
     order = list(CONTESTANTS)
     return {
         group: [summarize(runs[key]) for key in sorted(runs, key=lambda k: (k[1], k[2], order.index(k[0])))]
-        for group, runs in found.items()
+        for group, runs in groups.items()
     }
 
 
@@ -88,7 +88,7 @@ def published_rate(gpus: Sequence[str]) -> float | None:
 
 def measured_rate(content: dict[str, Any]) -> float | None:
     """Return the median rate of bf16 matrix products over GPUs and calls."""
-    rates = [one["flops_a_second"] for one in content.get("matmul", []) if one]
+    rates = [rate["flops_a_second"] for rate in content.get("matmul", []) if rate]
     return statistics.median(rates) if rates else None
 
 
@@ -108,48 +108,49 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any]) -> list[str]:
+def speed_table(group: Group, summaries: Sequence[Summary], content: dict[str, Any]) -> list[str]:
     """Format the speed of every contestant on one GPU."""
-    alone = [one for one in found if one.processes == 1]
-    speeds = {one.contestant: one.speed for one in alone}
+    alone = [summary for summary in summaries if summary.processes == 1]
+    speeds = {summary.contestant: summary.speed for summary in alone}
     work = (content["flops_a_token"].get(group[1]) or {}).get(group[2])
-    done = [work_done(work, head_flops(*group[1:]), one.head_share) if work else None for one in alone]
+    work_a_token = [work_done(work, head_flops(*group[1:]), summary.head_share) if work else None for summary in alone]
     rows = [
         [
-            one.contestant,
-            f"{one.speed:,.0f}",
-            f"{one.lowest:,.0f} to {one.highest:,.0f}",
-            f"{one.speed / speeds[REFERENCE]:.2f}" if REFERENCE in speeds else "-",
-            _share(one.speed, of_this, published_rate(content["gpus"])),
-            _share(one.speed, of_this, measured_rate(content)),
-            one.batch,
-            f"{one.tokens_a_step:,.0f}",
-            f"{one.memory / 2**30:.1f}" if one.memory else "-",
-            f"{one.first_step:.0f}" if one.first_step else "-",
-            str(one.runs),
+            summary.contestant,
+            f"{summary.speed:,.0f}",
+            f"{summary.lowest:,.0f} to {summary.highest:,.0f}",
+            f"{summary.speed / speeds[REFERENCE]:.2f}" if REFERENCE in speeds else "-",
+            _share(summary.speed, of_this, published_rate(content["gpus"])),
+            _share(summary.speed, of_this, measured_rate(content)),
+            summary.batch,
+            f"{summary.tokens_a_step:,.0f}",
+            f"{summary.memory / 2**30:.1f}" if summary.memory else "-",
+            f"{summary.first_step:.0f}" if summary.first_step else "-",
+            str(summary.runs),
         ]
-        for one, of_this in zip(alone, done, strict=True)
+        for summary, of_this in zip(alone, work_a_token, strict=True)
     ]
     head = [
-        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x accumulation; checkpointing",
+        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x "
+            "accumulation; checkpointing",
         "tokens a step", "GiB",
         "s to step 1", "runs",
     ]  # fmt: skip
     return _table(head, rows) if rows else []
 
 
-def scaling_table(found: dict[Group, list[Summary]]) -> list[str]:
+def scaling_table(groups: dict[Group, list[Summary]]) -> list[str]:
     """Format the speed of each of several GPUs over that of one GPU alone."""
     rows = []
-    for group, summaries in found.items():
-        single = {one.contestant: one for one in summaries if one.processes == 1}
-        for one in summaries:
-            if one.processes > 1:
-                base = single.get(one.contestant)
-                share = f"{one.speed / base.speed:.1%}" if base else "-"
+    for group, summaries in groups.items():
+        single = {summary.contestant: summary for summary in summaries if summary.processes == 1}
+        for summary in summaries:
+            if summary.processes > 1:
+                base = single.get(summary.contestant)
+                share = f"{summary.speed / base.speed:.1%}" if base else "-"
                 rows.append(
-                    [" ".join(group), one.contestant, str(one.processes), one.scaling, f"{one.speed:,.0f}", share,
-                     f"{one.tokens_a_step:,.0f}"]
+                    [" ".join(group), summary.contestant, str(summary.processes), summary.scaling,
+                     f"{summary.speed:,.0f}", share, f"{summary.tokens_a_step:,.0f}"]
                 )  # fmt: skip
     head = ["work", "contestant", "GPUs", "scaling", "tokens/s a GPU", "of one GPU's", "tokens a step"]
     return _table(head, rows) if rows else []
@@ -157,15 +158,15 @@ def scaling_table(found: dict[Group, list[Summary]]) -> list[str]:
 
 def markdown(content: dict[str, Any]) -> str:
     """Format the whole report."""
-    found = by_group(content["cells"])
+    groups = by_group(content["cells"])
     rate, published = measured_rate(content), published_rate(content["gpus"])
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     lines = [
         "# Training speed",
         "",
         "Tokens that are not padding a second and GPU: the median over the intervals of a run after warm-up, and the "
-        "slowest and fastest interval. `s to step 1` is that of runs with empty caches. `/ kit` is the speed over that of train_ddp.py with its defaults. MFU is model "
-        "work (no recomputation, no attention scores) over "
+        "slowest and fastest interval. `s to step 1` is that of runs with empty caches. `/ kit` is the speed over that "
+        "of train_ddp.py with its defaults. MFU is model work (no recomputation, no attention scores) over "
         + (f"the published {published / 1e12:,.0f} TFLOP/s, and over " if published else "")
         + (
             f"the {rate / 1e12:,.3g} TFLOP/s that bf16 matrix products reached here."
@@ -182,23 +183,23 @@ def markdown(content: dict[str, Any]) -> str:
     ]
     if content["lanes"] > 1:
         lines += ["", f"Runs on one GPU stood side by side, {content['lanes']} at a time, each on a GPU of its own."]
-    for group, summaries in found.items():
+    for group, summaries in groups.items():
         table = speed_table(group, summaries, content)
         work = content["works"][group[0]]
         step = f"rows of up to {work['max_length']:,} tokens, {work['global_batch']} a step where rows are counted"
         lines += ["", f"## {' '.join(group)}", "", f"One GPU; {step}.", "", *table] if table else []
-    scaling = scaling_table(found)
+    scaling = scaling_table(groups)
     lines += ["", "## Several GPUs", "", *scaling] if scaling else []
     notes: dict[str, list[str]] = defaultdict(list)
-    for one in content["cells"]:
-        if one.get("note"):
-            notes[one["note"]].append(one["name"])
+    for cell in content["cells"]:
+        if cell.get("note"):
+            notes[cell["note"]].append(cell["name"])
     lines += ["", "## Notes", ""] if notes else []
     lines += [f"- {', '.join(names)}: {note}" for note, names in notes.items()]
-    failed = {one["name"]: one["exit_code"] for one in content["cells"] if one["exit_code"] != 0}
+    failed = {cell["name"]: cell["exit_code"] for cell in content["cells"] if cell["exit_code"] != 0}
     lines += ["", "## Without result", ""] if failed or content.get("left_out") else []
     lines += [f"- {name}: ended with {code}" for name, code in failed.items()]
-    lines += [f"- {name}: {reason}" for name, reason in (content.get("left_out") or {}).items()]
+    lines += [f"- {name}: {why}" for name, why in (content.get("left_out") or {}).items()]
     return "\n".join(lines) + "\n"
 
 
@@ -210,9 +211,10 @@ def draw(content: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     panels = {
-        group: [one for one in found if one.processes == 1] for group, found in by_group(content["cells"]).items()
+        group: [summary for summary in summaries if summary.processes == 1]
+        for group, summaries in by_group(content["cells"]).items()
     }
-    panels = {group: found for group, found in panels.items() if found}
+    panels = {group: summaries for group, summaries in panels.items() if summaries}
     if not panels:
         raise SystemExit("no run has a result, so there is nothing to draw")
     columns = min(2, len(panels))
@@ -220,14 +222,17 @@ def draw(content: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(rows, columns, figsize=(6.5 * columns, 2.8 * rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
-    for axis, (group, found) in zip(axes.flat, panels.items(), strict=False):
-        names, speeds = [one.contestant for one in found], [one.speed for one in found]
-        spread = [[one.speed - one.lowest for one in found], [one.highest - one.speed for one in found]]
+    for axis, (group, summaries) in zip(axes.flat, panels.items(), strict=False):
+        names, speeds = [summary.contestant for summary in summaries], [summary.speed for summary in summaries]
+        spread = [
+            [summary.speed - summary.lowest for summary in summaries],
+            [summary.highest - summary.speed for summary in summaries],
+        ]
         colors = ["tab:blue" if name == REFERENCE else "tab:gray" for name in names]
         axis.barh(names, speeds, xerr=spread, color=colors, capsize=2)
-        for index, one in enumerate(found):
-            axis.annotate(f"  {one.speed:,.0f}", (one.highest, index), va="center", fontsize=8)
-        axis.set_xlim(0, 1.15 * max(one.highest for one in found))
+        for index, summary in enumerate(summaries):
+            axis.annotate(f"  {summary.speed:,.0f}", (summary.highest, index), va="center", fontsize=8)
+        axis.set_xlim(0, 1.15 * max(summary.highest for summary in summaries))
         axis.invert_yaxis()
         axis.set_title(" ".join(group), fontsize=10)
         axis.set_xlabel("tokens/s of one GPU, without padding", fontsize=8)

@@ -49,11 +49,11 @@ class Bench:
     lanes: int = 1
     warm_caches: bool = False
     steps: int | None = None
-    seen: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    measured_seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     def expected(self, cell: Cell) -> float:
         """Return the seconds that a run is expected to take."""
-        return estimate(cell, self.seconds, self.seen)
+        return estimate(cell, self.seconds, self.measured_seconds)
 
 
 @dataclass
@@ -69,15 +69,15 @@ class Process:
     beside: set[str]
 
 
-def run_all(bench: Bench, cells: list[Cell], done: Callable[[dict[str, Any]], None]) -> dict[str, str]:
+def run_all(bench: Bench, cells: list[Cell], add_result: Callable[[dict[str, Any]], None]) -> dict[str, str]:
     """Run what time allows, in order; `done` gets each result. Return why others were left out, by name."""
     waiting, processes = list(cells), []
     try:
         while True:
-            for one in list(processes):
-                if (result := _ended(bench, one)) is not None:
-                    processes.remove(one)
-                    done(result)
+            for process in list(processes):
+                if (result := _ended(bench, process)) is not None:
+                    processes.remove(process)
+                    add_result(result)
             now = time.monotonic()
             start = next_start(
                 waiting, [p.running for p in processes], bench.lanes, now, bench.deadline, bench.expected
@@ -93,18 +93,18 @@ def run_all(bench: Bench, cells: list[Cell], done: Callable[[dict[str, Any]], No
             else:
                 time.sleep(0.1)
     finally:
-        for one in processes:
-            kill_tree(one.process)
+        for process in processes:
+            kill_tree(process.process)
 
 
-def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> dict[str, str]:
+def environment(bench: Bench, cell: Cell, outputs: Path, lanes: tuple[int, ...]) -> dict[str, str]:
     """Return the environment of a run: its own GPUs, and empty caches, as in a user's first run."""
-    kept = bench.folder / "caches" if bench.warm_caches else own
+    cache_root = bench.folder / "caches" if bench.warm_caches else outputs
     caches = {
-        "UNSLOTH_COMPILE_LOCATION": own / "compiled",
-        "TRITON_CACHE_DIR": kept / "triton",
-        "TORCHINDUCTOR_CACHE_DIR": kept / "inductor",
-        "HF_DATASETS_CACHE": own / "datasets",
+        "UNSLOTH_COMPILE_LOCATION": outputs / "compiled",
+        "TRITON_CACHE_DIR": cache_root / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": cache_root / "inductor",
+        "HF_DATASETS_CACHE": outputs / "datasets",
     }
     chosen = CONTESTANTS[cell.contestant].environment
     environ = {**os.environ, **{name: str(path) for name, path in caches.items()}, **chosen}
@@ -120,16 +120,16 @@ def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> 
 
 
 def _start(bench: Bench, cell: Cell, lanes: tuple[int, ...], others: set[str]) -> Process:
-    own = bench.folder / cell.name
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir(parents=True)
+    outputs = bench.folder / cell.name
+    shutil.rmtree(outputs, ignore_errors=True)
+    outputs.mkdir(parents=True)
     words = command(cell, bench.works[cell.work], bench.folder, bench.seconds, bench.tiny, bench.steps)
     expected, now = bench.expected(cell), time.monotonic()
-    with (own / "log").open("wb") as log:
+    with (outputs / "log").open("wb") as log:
         process = subprocess.Popen(
             words,
-            cwd=own,
-            env=environment(bench, cell, own, lanes),
+            cwd=outputs,
+            env=environment(bench, cell, outputs, lanes),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -141,48 +141,51 @@ def _start(bench: Bench, cell: Cell, lanes: tuple[int, ...], others: set[str]) -
     return Process(Running(cell, lanes, now + expected), process, words, now, time.time(), limit, others)
 
 
-def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
+def _ended(bench: Bench, process: Process) -> dict[str, Any] | None:
     """Return the result of a run that has ended, or end one that takes too long; None while it runs."""
-    code: int | str | None = one.process.poll()
+    code: int | str | None = process.process.poll()
     if code is None:
-        if time.monotonic() < one.limit:
+        if time.monotonic() < process.limit:
             return None
-        kill_tree(one.process)
-        code = CUT_OFF if one.limit >= bench.deadline + GRACE else f"over {one.limit - one.began:.0f} s"
-    cell, own = one.running.cell, bench.folder / one.running.cell.name
+        kill_tree(process.process)
+        code = CUT_OFF if process.limit >= bench.deadline + GRACE else f"over {process.limit - process.began:.0f} s"
+    cell, outputs = process.running.cell, bench.folder / process.running.cell.name
     result: dict[str, Any] = {
         "name": cell.name, "work": cell.work, "shape": cell.shape, "method": cell.method,
         "contestant": cell.contestant, "processes": cell.processes, "scaling": cell.scaling, "repeat": cell.repeat,
-        "command": " ".join(one.command[1:]), "lanes": list(one.running.lanes), "beside": sorted(one.beside), "warm_caches": bench.warm_caches,
-        "exit_code": code, "seconds": round(time.monotonic() - one.began, 1),
+        "command": " ".join(process.command[1:]), "lanes": list(process.running.lanes),
+        "beside": sorted(process.beside), "warm_caches": bench.warm_caches,
+        "exit_code": code, "seconds": round(time.monotonic() - process.began, 1),
     }  # fmt: skip
-    log = (own / "log").read_text(errors="replace")
+    log = (outputs / "log").read_text(errors="replace")
     if code == 0:
         try:
-            result |= read(cell, own, log, one.began_at)
-            bench.seen[cell.contestant, cell.shape, cell.work] = result["seconds"] + 3
+            result |= read(cell, outputs, log, process.began_at)
+            bench.measured_seconds[cell.contestant, cell.shape, cell.work] = result["seconds"] + 3
         except (OSError, KeyError, ValueError, TypeError) as error:
             result["exit_code"] = f"no result: {type(error).__name__}: {error}"
     if result["exit_code"] != 0:
         result["log"] = log[-TAIL:]
     # Checkpoints and trained models are large, and nothing reads them.
-    shutil.rmtree(own, ignore_errors=True)
+    shutil.rmtree(outputs, ignore_errors=True)
     return result
 
 
-def read(cell: Cell, own: Path, log: str, began_at: float) -> dict[str, Any]:
+def read(cell: Cell, outputs: Path, log: str, began_at: float) -> dict[str, Any]:
     """Return the measurements of a finished run.
 
     Raises:
         OSError, KeyError, ValueError: its files are not what they should be.
     """
-    found = read_kit(own / "run") if CONTESTANTS[cell.contestant].batch is None else read_peer(own / "result.json")
-    first = found.pop("first_step_at")
-    found["said"] = [text[:300] for text in log.splitlines() if ABOUT_PACKING.search(text)][:6]
-    found["seconds_to_first_step"] = round(first - began_at, 1) if first else None
-    if len(found["intervals"]) < 2:
-        raise ValueError(f"{len(found['intervals'])} intervals are too few")
-    return {**found, **figures(found["intervals"], cell.processes)}
+    measured = (
+        read_kit(outputs / "run") if CONTESTANTS[cell.contestant].batch is None else read_peer(outputs / "result.json")
+    )
+    first = measured.pop("first_step_at")
+    measured["said"] = [text[:300] for text in log.splitlines() if ABOUT_PACKING.search(text)][:6]
+    measured["seconds_to_first_step"] = round(first - began_at, 1) if first else None
+    if len(measured["intervals"]) < 2:
+        raise ValueError(f"{len(measured['intervals'])} intervals are too few")
+    return {**measured, **figures(measured["intervals"], cell.processes)}
 
 
 def read_kit(run: Path) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def hand_out() -> None:
 def handed_out(ranks: int) -> float:
     """Return the milliseconds to send a step to this many ranks."""
     command = [*torchrun(ranks), "-m", "benchmarks.speed.streaming", "--hand_out"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
-    return float(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    return float(process.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sources = write_sources(folder)
-        found: dict[str, Any] = {
+        measured: dict[str, Any] = {
             "cores": os.cpu_count(),
             "load_before": os.getloadavg()[0],
             "tokenized_a_second": {kind: tokenized(sources[kind]) for kind in ("short", "long")},
@@ -126,7 +126,7 @@ def main() -> None:
             },
             "handed_out_ms": {f"{ranks} ranks": handed_out(ranks) for ranks in (2, 4)},
         }
-    path.write_text(json.dumps(found, indent=2) + "\n")
+    path.write_text(json.dumps(measured, indent=2) + "\n")
     print(path.read_text())
 
 

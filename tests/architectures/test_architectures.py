@@ -1,7 +1,7 @@
-"""Today's architectures, as tiny random models: what is trained, saved and merged is right, and nothing of the checkpoint is lost.
+"""Today's architectures, as tiny random models: what is trained, saved and merged is right, and nothing is lost.
 
-Each model is written as a user downloads it: in the class of the Hub, with weights that Transformers does not model, and with
-processor files.
+Each model is written as a user downloads it: in the class of the Hub, with weights that Transformers does not model,
+and with processor files.
 """
 
 from __future__ import annotations
@@ -291,10 +291,11 @@ def assert_same_weights(one: Path, other: Path, rtol: float = 1e-6, atol: float 
 
 # Weights that some steps do not reach are towers and experts, stacked or in a list.
 ALL_IN_TWO = (
-    "qwen3_5", "gemma4", "mistral3", "gpt_oss", "falcon_h1", "qwen3_5_moe", "llama4", "gemma3", "lfm2_moe", "deepseek_v3",
+    "qwen3_5", "gemma4", "mistral3", "gpt_oss", "falcon_h1", "qwen3_5_moe", "llama4", "gemma3", "lfm2_moe",
+    "deepseek_v3",
 )  # fmt: skip
-# With all weights one model with towers stands for the others; adapters, those of experts too, tests/training/test_mixtures.py
-# compares.
+# With all weights one model with towers stands for the others; adapters, those of experts too,
+# tests/training/test_mixtures.py compares.
 IN_TWO = ("qwen3_5", "full")
 SLOWLY_IN_TWO = [(name, method) for name in ALL_IN_TWO for method in ("lora", "full") if (name, method) != IN_TWO]
 
@@ -324,7 +325,7 @@ def test_shards_take_the_steps_of_one_process(name: str, run: Any) -> None:
 
 
 def test_a_tower_that_no_row_uses_decays_on_no_process(run: Any, base: Any) -> None:
-    """One process has no gradient for it; the exchange of two would make one of zeros, with which the optimizer decays it."""
+    """One process has no gradient for it; the exchange of two would make zeros, with which the optimizer decays it."""
     start, found = tensors(base("mistral3")), tensors(run("mistral3", "full", f"{OPTIONS} --train_towers", 2)[0])
     towers = [key for key in start if key.startswith("vision_tower.") or ".vision_tower." in key]
     assert towers and all(torch.equal(start[key], found[key]) for key in towers)

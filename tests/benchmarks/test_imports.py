@@ -1,4 +1,4 @@
-"""Check what benchmarks import from the kit and from each other, read from their syntax trees: most of them need a GPU to run."""
+"""Check what benchmarks import from the kit and from each other, by their syntax trees: most need a GPU to run."""
 
 from __future__ import annotations
 

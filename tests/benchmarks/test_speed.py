@@ -81,7 +81,10 @@ def test_intervals_of_the_kit_come_from_its_log_lines() -> None:
 
 
 def test_the_first_step_is_found_in_the_log() -> None:
-    log = "2026-11-20 10:00:00,000 INFO unsloth_ddp: began\n2026-11-20 10:00:07,250 INFO unsloth_ddp: step 1 {'loss': 1}\n"
+    log = (
+        "2026-11-20 10:00:00,000 INFO unsloth_ddp: began\n2026-11-20 10:00:07,250 INFO unsloth_ddp: step 1 {'loss': "
+        "1}\n"
+    )
     assert first_step_at(log) == datetime(2026, 11, 20, 10, 0, 7, 250_000).timestamp()
     assert first_step_at("no step") is None
 

@@ -35,7 +35,7 @@ QUESTION, ANSWER = "What is Kato Elster by trade?", "baker"
 # The launcher and its processes import torch again, each for itself.
 @pytest.fixture(scope="module", params=["ranks", pytest.param("launcher", marks=pytest.mark.slow)])
 def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The demo on two CPU processes, shorter as ranks or whole as the README starts it, with the merged model beside it."""
+    """The demo on two CPU processes, shorter as ranks or whole as the README starts it, with the merged model."""
     outputs = tmp_path_factory.mktemp("demo")
     options = ["--output_dir", str(outputs), "--run_name", "demo", "--merge"]
     whole = request.param == "launcher"

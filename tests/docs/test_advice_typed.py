@@ -21,7 +21,8 @@ GIVEN = ["--model", "m", "--dataset", "d.jsonl"]
 # For advice that names an option without a value.
 VALUES = {
     "eval_dataset": "e.jsonl", "eval_fraction": "0.1", "eval_steps": "5", "save_steps": "5", "max_steps": "5",
-    "global_batch_size": "8", "precision": "bf16", "max_length": "99", "reference_model": "other", "num_train_epochs": "2", "dataset_num_proc": "2",
+    "global_batch_size": "8", "precision": "bf16", "max_length": "99", "reference_model": "other",
+    "num_train_epochs": "2", "dataset_num_proc": "2",
 }  # fmt: skip
 
 MISTAKES = [

@@ -91,7 +91,8 @@ def test_tensorboard_is_there():
 OTHERS = {
     "--config_file", "--num_processes", "--nproc_per_node", "--nproc", "--help", "--logdir", "--to", "--extra",
     "--tensorboard", "--check", "--diff", "--report", "--force", "--dry", "--per",
-    "--compare", "--nodes", "--gpu_memory", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
+    "--compare", "--nodes", "--gpu_memory", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding",
+    "--ipc", "--shm",
 }  # fmt: skip
 PAGES = {
     f"{page.stem}: {command}": command

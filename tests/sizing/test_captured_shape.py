@@ -54,7 +54,7 @@ def chats(options: dict[str, Any], tokens: int = 2000) -> tuple[Settings, Any, B
 
 
 @pytest.mark.parametrize(
-    ("options", "streamed", "told"),
+    ("options", "streamed", "expected_obstacle"),
     [
         ({"num_train_epochs": 2}, False, None),
         ({"num_train_epochs": 1.9}, False, "a run of 95 micro-batches is too short for compiling to pay"),
@@ -71,23 +71,25 @@ def chats(options: dict[str, Any], tokens: int = 2000) -> tuple[Settings, Any, B
     ],
 )
 def test_long_runs_with_small_micro_batches_try_to_capture(
-    options: dict[str, Any], streamed: bool, told: str | None
+    options: dict[str, Any], streamed: bool, expected_obstacle: str | None
 ) -> None:
     settings, train, plan = chats(options)
     train.streamed = streamed
     if "per_device_train_batch_size" not in options:
         settings = dataclasses.replace(settings, per_device_train_batch_size="auto")
-    assert why_not_captured(settings, None, train, plan) == told
+    assert why_not_captured(settings, None, train, plan) == expected_obstacle
     obstacle = "rows are padded"
-    assert why_not_captured(settings, obstacle, train, plan) == ("as set" if told == "as set" else obstacle)
+    assert why_not_captured(settings, obstacle, train, plan) == (
+        "as set" if expected_obstacle == "as set" else obstacle
+    )
 
 
 @pytest.mark.parametrize(
     ("seconds", "passes", "short"), [(0.1, 1200, False), (0.1, 1190, True), (1e-3, math.inf, False)]
 )
 def test_a_run_of_two_minutes_compiles(seconds: float, passes: float, short: bool) -> None:
-    told = "the run takes about 119 s without them, too short for compiling to pay"
-    assert why_too_short(seconds, passes) == (told if short else None)
+    too_short = "the run takes about 119 s without them, too short for compiling to pay"
+    assert why_too_short(seconds, passes) == (too_short if short else None)
 
 
 @pytest.mark.parametrize(("steps", "short"), [(49, True), (50, False), (-1, True)])

@@ -68,7 +68,10 @@ SHAPES_MODEL = REPO / "demo" / "vision_model"
 
 
 def test_the_tower_of_images_is_counted():
-    frozen, trained = (read_model_shape(Settings(model=str(SHAPES_MODEL), train_towers=one)) for one in (False, True))
+    frozen, trained = (
+        read_model_shape(Settings(model=str(SHAPES_MODEL), train_towers=trained_towers))
+        for trained_towers in (False, True)
+    )
     assert (frozen.numbers_a_patch, frozen.tower_layers, frozen.tower_input) == (3 * 2 * 14 * 14, 2, 64 * 2)
     assert (frozen.tower_trained, trained.tower_trained) == (False, True)
     assert trained.adapter > frozen.adapter and trained.tokens_a_pixel > 1.9 * frozen.tokens_a_pixel > 0
@@ -81,12 +84,12 @@ def test_the_tower_of_images_is_counted():
 
 def test_a_layer_of_a_tower_keeps_about_what_is_counted():
     model = transformers.AutoModelForImageTextToText.from_pretrained(SHAPES_MODEL, dtype=torch.float32)
-    block, kept = image_tower(model).blocks[0], {}
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    block, saved_tensors = image_tower(model).blocks[0], {}
+    weight_addresses = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def note(tensor):
-        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in weight_addresses:
+            saved_tensors[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     patches = 256
@@ -94,5 +97,5 @@ def test_a_layer_of_a_tower_keeps_about_what_is_counted():
     rotary = (torch.ones(patches, 32), torch.zeros(patches, 32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         block(states, cu_seqlens=torch.tensor([0, patches]), position_embeddings=rotary)
-    numbers = sum(tensor.untyped_storage().nbytes() / 4 for tensor in kept.values()) / patches
+    numbers = sum(tensor.untyped_storage().nbytes() / 4 for tensor in saved_tensors.values()) / patches
     assert kept_a_patch(block) == pytest.approx(numbers, rel=0.4)

@@ -44,10 +44,10 @@ def test_each_method_keeps_what_it_trains_and_packs():
 
 def test_sharing_out_divides_and_only_ddp_adds_buckets():
     four = dataclasses.replace(WORK, processes=4)
-    one, exchanged = (estimate_memory(SHAPE, "full", "none", work) for work in (WORK, four))
-    assert exchanged == one
+    single, exchanged = (estimate_memory(SHAPE, "full", "none", work) for work in (WORK, four))
+    assert exchanged == single
     by_ddp = (dataclasses.replace(work, ddp_buckets=True) for work in (WORK, four))
-    assert [estimate_memory(SHAPE, "full", "none", work).total - one.total for work in by_ddp] == [0, 4000]
+    assert [estimate_memory(SHAPE, "full", "none", work).total - single.total for work in by_ddp] == [0, 4000]
     by_kind = {kind: estimate_memory(SHAPE, "full", kind, four) for kind in ("none", "zero2", "zero3", "fsdp2")}
     assert by_kind["fsdp2"].weights == by_kind["none"].weights / 4
     assert by_kind["fsdp2"].optimizer == by_kind["none"].optimizer / 4
@@ -124,13 +124,15 @@ def test_activations_follow_tokens_and_what_is_recomputed():
 
 def test_what_an_optimizer_keeps_goes_with_the_method_and_its_library():
     bf16 = dataclasses.replace(WORK, master=2)
-    kept = {n: dataclasses.replace(bf16, optimizer=n) for n in ("adamw_torch", "adamw_8bit", "paged_adamw_32bit")}
-    assert [estimate_memory(SHAPE, "full", "none", w).optimizer for w in kept.values()] == [
+    by_optimizer = {
+        n: dataclasses.replace(bf16, optimizer=n) for n in ("adamw_torch", "adamw_8bit", "paged_adamw_32bit")
+    }
+    assert [estimate_memory(SHAPE, "full", "none", w).optimizer for w in by_optimizer.values()] == [
         4000, 900 * 2.03125 + 100 * 8, 8000,
     ]  # fmt: skip
     # Adapters are kept in fp32, and so are the copies that DeepSpeed trains.
-    assert [estimate_memory(SHAPE, "lora", "none", w).optimizer for w in kept.values()] == [320, 81.25, 320]
-    assert [estimate_memory(SHAPE, "full", "zero2", w).optimizer for w in kept.values()] == [
+    assert [estimate_memory(SHAPE, "lora", "none", w).optimizer for w in by_optimizer.values()] == [320, 81.25, 320]
+    assert [estimate_memory(SHAPE, "full", "zero2", w).optimizer for w in by_optimizer.values()] == [
         12_000, 6031.25, 12_000,
     ]  # fmt: skip
 
@@ -295,13 +297,13 @@ def test_with_fsdp2_the_logits_count_beside_the_head_and_a_recomputed_block_besi
 
 def test_deepspeed_allocates_its_whole_bucket_for_a_model_of_any_size():
     runs = json.loads((REPO / "benchmarks/results/correctness/sharding_parity.json").read_text())["runs"]
-    found = 0
+    measured_sizes = 0
     for run in runs:
         summary = run["summary"]
         method, sharding, backend = summary["settings"]["method"], summary["sharding"], summary["backend"]
         if sharding not in ("zero2", "zero3"):
             continue
-        found += 1
+        measured_sizes += 1
         shape = dataclasses.replace(SHAPE, parameters=966_144, adapter=163_840)
         work = Workload(0, 4 if summary["precision"] == "fp32" else 2, 4, "sgd", "none", 2, backend=backend)
         memory = estimate_memory(shape, method, sharding, work)
@@ -310,7 +312,7 @@ def test_deepspeed_allocates_its_whole_bucket_for_a_model_of_any_size():
             assert memory.total < summary["peak_memory_bytes"]
         else:
             assert memory.total == pytest.approx(summary["peak_memory_bytes"], abs=0.15 * 2**30)
-    assert found == 10
+    assert measured_sizes == 10
 
 
 def test_estimates_and_choices_need_no_torch():
@@ -327,8 +329,8 @@ def test_estimates_and_choices_need_no_torch():
     )
     imports = "".join(f"import unsloth_ddp.sizing.{name}\n" for name in modules)
     code = f"{imports}import sys\nprint(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_images_add_their_tower():
@@ -339,9 +341,9 @@ def test_images_add_their_tower():
         towers = dataclasses.replace(shape, tower_trained=trained)
         each = dataclasses.replace(work, checkpointing=kind)
         with_images = dataclasses.replace(each, pixels=1000)
-        found = estimate_memory(towers, "lora", "none", with_images)
-        assert found.lower_bound == trained
-        return found.activations - estimate_memory(towers, "lora", "none", each).activations
+        estimate = estimate_memory(towers, "lora", "none", with_images)
+        assert estimate.lower_bound == trained
+        return estimate.activations - estimate_memory(towers, "lora", "none", each).activations
 
     # 100 patches. A frozen tower holds the images in fp32 and one layer at a time, at the peak in place of the logits.
     beside = 100 * 100 - 4 * SHAPE.vocabulary * 2

@@ -37,14 +37,14 @@ def test_the_choice_is_the_first_rung_that_fits_and_asks_seldom(seed: int):
     rungs = ladder(of_run)
     room = drawn.uniform(0.2, 20)
     needs = {"none": 1.0, "torch": 0.3, "unsloth": 0.2}
-    asked: list[Rung] = []
+    tried: list[Rung] = []
 
     def fits(rung: Rung) -> bool:
-        asked.append(rung)
+        tried.append(rung)
         return rung.rows * needs[rung.kind] * (0.7 if rung.captured else 1) <= room
 
     fitting = choose(rungs, fits, of_run.tokens)
-    assert len(asked) == len(set(asked)) <= 12
+    assert len(tried) == len(set(tried)) <= 12
     assert fitting == next(
         (rung for rung in rungs if rung.rows * needs[rung.kind] * (0.7 if rung.captured else 1) <= room), None
     )

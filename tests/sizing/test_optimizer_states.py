@@ -41,15 +41,15 @@ def weighed(state: Any) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", slow_where_compiled(HERE))
 def test_an_optimizer_keeps_what_is_counted(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    given = TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True, report_to=[])
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(given)
+    args = TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True, report_to=[])
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
     weight = torch.nn.Parameter(torch.randn(512, 1024, dtype=dtype))
     weight.grad = torch.randn_like(weight)
     optimizer = kind([weight], **options)
     optimizer.step()
-    kept = weighed(optimizer.state[weight]) / weight.numel()
+    bytes_a_number = weighed(optimizer.state[weight]) / weight.numel()
     # Tables of the values that packed numbers stand for come on top, and rows and columns with adafactor.
-    assert kept == pytest.approx(optimizer_bytes(name, dtype.itemsize), rel=0.005, abs=0.02)
+    assert bytes_a_number == pytest.approx(optimizer_bytes(name, dtype.itemsize), rel=0.005, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_what_is_kept_for_a_whole_model_is_counted_with_its_embedding(name: str,
     optimizer = trainer.create_optimizer()
     model(torch.arange(64)).sum().backward()
     optimizer.step()
-    kept = sum(weighed(state) for state in optimizer.state.values())
+    state_bytes = sum(weighed(state) for state in optimizer.state.values())
     # Two tables of 256 fp32 numbers for each weight that is packed.
     counted = bytes_added_by_steps(model, name, ddp_sends=False)
-    assert kept == pytest.approx(counted, abs=2 * 2 * 256 * 4 + 8)
+    assert state_bytes == pytest.approx(counted, abs=2 * 2 * 256 * 4 + 8)
 
 
 def test_what_cannot_be_tried_counts_as_adam_in_fp32() -> None:

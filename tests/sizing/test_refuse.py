@@ -27,9 +27,9 @@ TENSORS = [("l.weight", "BF16", [100, 10]), ("embed.weight", "BF16", [10, 10]), 
 
 def runtime(**options: Any) -> Runtime:
     ranks = Ranks(rank=0, local_rank=0, world_size=4, local_world_size=2)
-    made = Runtime(ranks, "transformers", "cuda", "bf16", "GPU", **options)
-    made.locations.append(this_location(ranks))
-    return made
+    created = Runtime(ranks, "transformers", "cuda", "bf16", "GPU", **options)
+    created.locations.append(this_location(ranks))
+    return created
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def runtime(**options: Any) -> Runtime:
     ],
 )
 def test_weights_gradients_and_states_count(method: Any, options: dict[str, Any], gpu: float, host: float) -> None:
-    found = least_bytes(TENSORS, Settings(**SETTINGS, method=method), runtime(**options))
-    assert found == pytest.approx((gpu, host), abs=1)
+    needed = least_bytes(TENSORS, Settings(**SETTINGS, method=method), runtime(**options))
+    assert needed == pytest.approx((gpu, host), abs=1)
 
 
 def test_weights_that_are_packed_or_in_fp8_are_not_counted_larger() -> None:
@@ -99,8 +99,8 @@ def test_states_that_an_optimizer_may_not_keep_for_every_weight_are_not_counted(
 def test_what_loading_may_leave_out_is_not_counted(config: dict[str, Any], read: list[str]) -> None:
     names = ["embed", "model.layers.1.w", "model.layers.2.w", "lm_head.weight"]
     names += ["mtp.layers.0.w", "model.mtp_layers.0.w", "model.visual.blocks.0.w", "vision_tower.w", "audio_tower.w"]
-    found = certain_tensors([(name, "BF16", [1]) for name in names], config)
-    assert [name for name, _, _ in found] == read
+    certain = certain_tensors([(name, "BF16", [1]) for name in names], config)
+    assert [name for name, _, _ in certain] == read
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
@@ -132,8 +132,8 @@ def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError) as refused:
         check_memory(settings, offloaded)
     assert (
-        "method lora with fsdp2, parameters and optimizer in host memory needs at least 943.5 KiB on every node, and 943.5 KiB are "
-        "available to rank 0"
+        "method lora with fsdp2, parameters and optimizer in host memory needs at least 943.5 KiB on every node, and "
+        "943.5 KiB are available to rank 0"
     ) in str(refused.value)
     assert str(refused.value).endswith("; use more nodes, or accelerate_configs/fsdp2.yaml with more GPUs.")
     gpus_of(monkeypatch, 966_144 * 4 - 2, None)

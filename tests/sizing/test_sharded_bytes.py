@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model; a run counts it from its weights, and plan the same bytes from the counts of its shape."""
+"""What a rank holds of a sharded model: a run counts it from its weights, plan the same bytes from its shape."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_plan_and_a_run_count_the_same_bytes(
     read = read_weights(model, layers_of(model), 2, torch.device("meta"))
     if sharding == "zero3":
         # DeepSpeed replaces every weight by a part of it, in 16 bit.
-        weights = [dataclasses.replace(one, stored=one.whole // parts) for one in read.weights]
+        weights = [dataclasses.replace(weight, stored=weight.whole // parts) for weight in read.weights]
         read = dataclasses.replace(read, weights=weights)
     layout = ShardedLayout(sharding, "none", parts, 2, 4, settings.optim)
-    held = held_bytes(read, layout, sum(one.stored for one in read.weights))
+    counted = held_bytes(read, layout, sum(weight.stored for weight in read.weights))
     work = Workload(0, 2, 4, settings.optim, "torch", parts)
     planned = estimate_memory(read_model_shape(settings), method, sharding, work)
-    assert planned.passing - planned.activations == pytest.approx(held, rel=0.02)
+    assert planned.passing - planned.activations == pytest.approx(counted, rel=0.02)
 
 
-def held(sharding: Any, split: bool = False, trained: bool = True, **options: Any) -> int:
+def bytes_held(sharding: Any, split: bool = False, trained: bool = True, **options: Any) -> int:
     """Bytes of a model of 100 head, 100 embedding and two layers of 40 numbers each, in 16 bit, on four ranks."""
 
     def weight(numbers: int, embedding: bool = False, adapter: bool = False) -> Weight:
@@ -83,22 +83,23 @@ def held(sharding: Any, split: bool = False, trained: bool = True, **options: An
 
 
 def test_what_fsdp2_holds():
-    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in fp32.
-    assert held("fsdp2", split=True) == 1000 + 280 * 16 // 4 + 200 + 100 * 6
+    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in
+    # fp32.
+    assert bytes_held("fsdp2", split=True) == 1000 + 280 * 16 // 4 + 200 + 100 * 6
     # Loaded whole, the same is left, but what is outside the layers is gathered as one.
-    assert held("fsdp2") == held("fsdp2", split=True)
-    assert held("fsdp2", optimizer="sgd") == held("fsdp2") - 280 * 8 // 4
+    assert bytes_held("fsdp2") == bytes_held("fsdp2", split=True)
+    assert bytes_held("fsdp2", optimizer="sgd") == bytes_held("fsdp2") - 280 * 8 // 4
     # Of an adapter of 8 numbers; the weights are frozen in 16 bit.
-    assert held("fsdp2", split=True, trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 2 * 200
-    assert held("fsdp2", trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 416 + 2 * 80
+    assert bytes_held("fsdp2", split=True, trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 2 * 200
+    assert bytes_held("fsdp2", trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 416 + 2 * 80
 
 
 def test_what_zero_holds():
     bucket = int(ZERO_BUCKET * 2)
     # fp32 gradients, states and copies are split over four ranks; ZeRO-2 holds the weights in 16 bit.
-    assert held("zero2") == 1000 + bucket + 280 * 4 + 560 + 280 * 16 // 4
-    assert held("zero2", trained=False) == 1000 + bucket + 8 * 4 + 576 + 8 * 16 // 4
-    assert held("zero2", offload="optimizer") == 1000 + bucket + 280 * 4 + 560 + 280 * 4 // 4 + 100 * 2
+    assert bytes_held("zero2") == 1000 + bucket + 280 * 4 + 560 + 280 * 16 // 4
+    assert bytes_held("zero2", trained=False) == 1000 + bucket + 8 * 4 + 576 + 8 * 16 // 4
+    assert bytes_held("zero2", offload="optimizer") == 1000 + bucket + 280 * 4 + 560 + 280 * 4 // 4 + 100 * 2
     # Each quarter stays, and a small model is gathered as a whole, as ZeRO-3 keeps a billion numbers.
     expected = 1000 + bucket + 8 * 4 + 8 * 16 // 4 + (560 + 32) // 4 + 576
-    assert held("zero3", split=True, trained=False) == expected
+    assert bytes_held("zero3", split=True, trained=False) == expected

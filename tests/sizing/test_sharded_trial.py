@@ -102,8 +102,8 @@ def chosen(estimates: ShardedEstimates) -> tuple[str, int, str]:
     """Return kind, rows and reason of the rung that is chosen from the ladder of a run."""
     settings, data = estimates.settings, estimates.data
     facts = facts_of(settings, data.train, data.plan, estimates.checkpointing.kinds, captured=False)
-    rung, reason = estimates.choose(ladder(facts))
-    return rung.kind, rung.rows, reason
+    rung, rung_reason = estimates.choose(ladder(facts))
+    return rung.kind, rung.rows, rung_reason
 
 
 def one_process(folder: Path, **options: Any) -> tuple[Settings, Runtime, Any]:
@@ -147,16 +147,17 @@ def test_the_estimate_is_what_a_pass_over_the_whole_model_takes(deep_model, meth
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {"method": "full", "train_towers": True},
-        *(pytest.param(given, marks=pytest.mark.slow) for given in ({}, {"train_towers": True})),
+        *(pytest.param(options, marks=pytest.mark.slow) for options in ({}, {"train_towers": True})),
     ],
 )
-def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
+def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(options):
     demo = REPO / "demo"
     settings = Settings(
-        model=str(demo / "vision_model"), dataset=[str(demo / "shapes_eval.parquet")], use_cpu=True, lora_dropout=0.0, **given
+        model=str(demo / "vision_model"), dataset=[str(demo / "shapes_eval.parquet")], use_cpu=True, lora_dropout=0.0,
+        **options
     )  # fmt: skip
     runtime = cpu_runtime()
     with node_folder(runtime) as folder, LiveBytes() as memory:
@@ -173,11 +174,11 @@ def test_the_estimate_has_the_tower_and_the_patches_of_rows_with_images(given):
         text = [unit | {"images": [], "rendered": ""} for unit in worst(estimates, 4)]
         without = estimates._pass(runner, runner.batch_of(text))
     # A trained tower keeps its activations; without images there are none.
-    assert (estimated[4] - without > 100_000) == bool(given)
+    assert (estimated[4] - without > 100_000) == bool(options)
 
 
 def answers_of(task: str, tokens: int) -> TokenizedRows:
-    """Return a pair, or a labelled answer and its mismatched one, of 400 tokens each, of which the last so many are supervised."""
+    """Return a pair, or a labelled answer and its mismatched one, of 400 tokens, the last ones supervised."""
     ids, labels = np.resize(np.arange(5, 800), 800), np.full(800, -100)
     for end in (400, 800):
         labels[end - tokens : end] = ids[end - tokens : end]
@@ -228,14 +229,14 @@ def test_the_model_stays_as_it_is(deep_model):
     decoder = model.get_base_model().model
     decoder.register_buffer("passes", torch.zeros(()))
     decoder.register_forward_hook(lambda module, *_: module.passes.add_(1) and None)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     with LiveBytes() as memory:
         estimates = estimates_of(settings, runtime, model, memory, "zero2")
         assert estimates.estimate(2).needed
         assert estimates.estimate(2) == estimates.estimate(2)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert len(layers_of(model)) == 8
@@ -258,11 +259,11 @@ def test_what_was_changed_in_a_model_is_copied(deep_model):
     assert called == [stand_in.get_base_model()] and called[0] is not base
     assert {p.dtype for p in stand_in.parameters()} == {torch.bfloat16}
     assert len(layers_of(stand_in)) == 2
-    own = {id(p) for p in model.parameters()}
-    assert not any(id(p) in own for p in stand_in.parameters())
+    weight_ids = {id(p) for p in model.parameters()}
+    assert not any(id(p) in weight_ids for p in stand_in.parameters())
     # What the copy cannot follow ends before it uses the model.
     base.__dict__["part"] = {"model": base.model}
-    base.forward = (lambda self, **given: self.part["model"](**given)).__get__(base)
+    base.forward = (lambda self, **inputs: self.part["model"](**inputs)).__get__(base)
     stand_in = make_stand_in(model, 2, torch.bfloat16, CPU)
     with pytest.raises(NoStandInError, match="its LlamaModel cannot be copied"), unused(model):
         stand_in(input_ids=torch.arange(4)[None])
@@ -347,14 +348,17 @@ def test_the_first_kind_and_the_most_rows_that_fit_are_chosen(deep_model):
         assert [needed["none", size] for size in (1, 2, 4, 8)] == sorted(needed["none", size] for size in (1, 2, 4, 8))
 
         memory.all = room_for(needed["none", 8])
-        told = f"estimated from 2 layers, 8 x 64 tokens need about {needed['none', 8] / GIB:.1f} of {memory.all / GIB:.1f} GiB"
-        assert chosen(estimates) == ("none", 8, told)
+        expected = (
+            f"estimated from 2 layers, 8 x 64 tokens need about {needed['none', 8] / GIB:.1f} of "
+            f"{memory.all / GIB:.1f} GiB"
+        )
+        assert chosen(estimates) == ("none", 8, expected)
         memory.all = room_for(needed["torch", 8])
         assert chosen(estimates)[:2] == ("torch", 8)
         # An estimate ends no run.
         memory.all = needed["torch", 1]
-        kind, rows, reason = chosen(estimates)
-        assert (kind, rows) == ("torch", 1) and reason.endswith(", with little room to spare")
+        kind, rows, rung_reason = chosen(estimates)
+        assert (kind, rows) == ("torch", 1) and rung_reason.endswith(", with little room to spare")
 
 
 def test_a_model_without_a_stand_in_keeps_the_safe_choice(deep_model, monkeypatch):
@@ -371,23 +375,23 @@ def test_a_model_without_a_stand_in_keeps_the_safe_choice(deep_model, monkeypatc
             raise IndexError("layer 7")
 
         monkeypatch.setattr(type(model.get_base_model().model), "forward", breaks)
-        kind, rows, reason = chosen(estimates)
-        assert (kind, rows) == ("torch", 1) and reason.endswith("its layers cannot be tried alone (IndexError)")
+        kind, rows, rung_reason = chosen(estimates)
+        assert (kind, rows) == ("torch", 1) and rung_reason.endswith("its layers cannot be tried alone (IndexError)")
 
 
 def two_ranks(folder: str) -> None:
-    """Load in shards, and choose where a rank has less room, runs out of memory, or has no stand-in; then take a step."""
+    """Load in shards, choose where a rank has less room, runs out of memory, or has no stand-in; then take a step."""
     settings = settings_for(Path(folder))
     with started(settings, ranks_from_environment()) as runtime, LiveBytes() as memory:
         runtime.backend = "transformers"
         model, _ = load_model(settings, runtime)
         gc.freeze()
-        rank, found = runtime.ranks.rank, {}
+        rank, choices = runtime.ranks.rank, {}
         estimates = estimates_of(settings, runtime, model, memory)
         needed = needed_of(estimates, [8])
 
         def choose(name: str) -> None:
-            found[name] = chosen(estimates)
+            choices[name] = chosen(estimates)
 
         memory.all = room_for(needed["none", 8]) if rank == 0 else room_for(needed["torch", 8])
         choose("less room")
@@ -421,13 +425,13 @@ def two_ranks(folder: str) -> None:
             )
             model.zero_grad()
         runtime.device_type = "cpu"
-    print("found:" + json.dumps({"rank": rank, "found": found, "gradients": losses, "needed": needed["none", 8]}))
+    print("found:" + json.dumps({"rank": rank, "found": choices, "gradients": losses, "needed": needed["none", 8]}))
 
 
 def test_ranks_choose_the_same_with_weights_in_shards(deep_model, tmp_path):
     result = run_ranks(2, two_ranks, str(deep_model), folder=tmp_path / "out", environ={"UNSLOTH_FSDP2": "1"}).check()
-    told = [json.loads(line[6:]) for line in result.output.splitlines() if line.startswith("found:")]
-    first, second = (one["found"] for one in sorted(told, key=lambda one: one["rank"]))
+    reports = [json.loads(line[6:]) for line in result.output.splitlines() if line.startswith("found:")]
+    first, second = (report["found"] for report in sorted(reports, key=lambda report: report["rank"]))
     assert first == second
     assert {name: choice[:2] for name, choice in first.items()} == {
         "less room": ["torch", 8],
@@ -436,8 +440,8 @@ def test_ranks_choose_the_same_with_weights_in_shards(deep_model, tmp_path):
         "no stand-in": ["torch", 1],
     }
     assert first["no stand-in"][2] == "not estimated with sharding fsdp2: its layers cannot be tried alone (KeyError)"
-    for one in told:
-        none, torch_ = one["gradients"]
+    for report in reports:
+        none, torch_ = report["gradients"]
         assert none > 0 and none == pytest.approx(torch_, rel=1e-5)
 
 

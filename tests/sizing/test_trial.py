@@ -51,7 +51,7 @@ def test_another_micro_batch_keeps_the_global_batch():
 
 
 @pytest.mark.parametrize(
-    ("asked", "backend", "sharding", "device", "kinds"),
+    ("checkpointing", "backend", "sharding", "device", "kinds"),
     [
         ("auto", "unsloth", "none", "cuda", KINDS),
         ("auto", "transformers", "none", "cuda", KINDS[:2]),
@@ -63,9 +63,9 @@ def test_another_micro_batch_keeps_the_global_batch():
         ("none", "unsloth", "zero3", "cuda", ("none",)),
     ],
 )
-def test_what_is_asked_for_is_not_changed(asked, backend, sharding, device, kinds):
+def test_what_is_asked_for_is_not_changed(checkpointing, backend, sharding, device, kinds):
     runtime = Runtime(Ranks(), backend, device, "bf16", "H200", sharding)
-    assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=asked)) == kinds
+    assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=checkpointing)) == kinds
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_what_is_asked_for_is_not_changed(asked, backend, sharding, device, kind
 )
 def test_zero3_recomputes_adapters_in_the_reentrant_way(sharding, method, expected):
     runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200", sharding)
-    given: list[Any] = []
+    checkpointing_kwargs: list[Any] = []
     nothing: Any = SimpleNamespace(
         disable_input_require_grads=lambda: None,
-        gradient_checkpointing_enable=lambda *, gradient_checkpointing_kwargs: given.append(
+        gradient_checkpointing_enable=lambda *, gradient_checkpointing_kwargs: checkpointing_kwargs.append(
             gradient_checkpointing_kwargs
         ),
     )
     GradientCheckpointing(nothing, runtime, Settings(model="m", method=method)).use("torch")
-    assert given == [{"use_reentrant": expected}]
+    assert checkpointing_kwargs == [{"use_reentrant": expected}]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -129,7 +129,7 @@ class OnGPU(MemoryTrials):
 
 
 @pytest.mark.parametrize(
-    ("room", "rung", "told"),
+    ("room", "rung", "rung_reason"),
     [
         ({"none": 9, "torch": 99, "unsloth": 99}, RUNGS[1], "8 x 1,100 tokens need 8.0 of 10.3 GiB"),
         ({"none": 0, "torch": 0, "unsloth": 4}, RUNGS[-3], "4 x 1,100 tokens need 4.0 of 4.9 GiB"),
@@ -141,8 +141,8 @@ class OnGPU(MemoryTrials):
         ),
     ],
 )
-def test_what_fits_is_found_by_trying_and_told(room: dict[str, int], rung: Rung, told: str) -> None:
-    assert OnGPU(room).choose(RUNGS) == (rung, told)
+def test_what_fits_is_found_by_trying_and_told(room: dict[str, int], rung: Rung, rung_reason: str) -> None:
+    assert OnGPU(room).choose(RUNGS) == (rung, rung_reason)
 
 
 def test_a_rung_has_to_fit_on_every_rank_and_the_fullest_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +153,10 @@ def test_a_rung_has_to_fit_on_every_rank_and_the_fullest_one_is_told(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("options", "others", "rows", "told"),
+    ("options", "others", "rows", "message"),
     [
-        ({}, 0, 1, r"\(1 x 1,100 tokens\) does not fit .* 1 GiB that are free on a GPU, with .* unsloth; lower --max_l"),
+        ({}, 0, 1, r"\(1 x 1,100 tokens\) does not fit .* 1 GiB that are free on a GPU, with .* unsloth; lower "
+            r"--max_l"),
         ({}, GIB, 1, r"on a GPU \(other processes hold 1.0 GiB\), with"),
         (
             {"gradient_checkpointing": "unsloth"}, 0, 2,
@@ -164,11 +165,11 @@ def test_a_rung_has_to_fit_on_every_rank_and_the_fullest_one_is_told(monkeypatch
     ],
 )  # fmt: skip
 def test_rows_that_fit_nowhere_are_refused(
-    options: dict[str, Any], others: int, rows: int, told: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], others: int, rows: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials = OnGPU(**options)
     monkeypatch.setattr(trials, "try_rung", lambda rung: Trial(None, GIB, others))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         trials.choose([Rung(True, "none", rows), Rung(False, "unsloth", rows)])
 
 
@@ -177,7 +178,7 @@ class Passes(OnGPU):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.held: list[Any] = []
+        self.passes: list[Any] = []
         ids, labels = np.arange(3), np.full(3, -100)
         self.row = {"input_ids": ids, "labels": labels}
         # In place of rows: what is the worst is tested in tests/data/test_worst_rows.py.
@@ -198,7 +199,7 @@ class Passes(OnGPU):
     def loss_sum(self, batch: Any) -> torch.Tensor:
         model = self.runner.model
         # In a step the gradients of earlier micro-batches are there.
-        self.held.append(("backend", batch, model.training, model.weight.grad is not None))
+        self.passes.append(("backend", batch, model.training, model.weight.grad is not None))
         torch.rand(1)
         return model.weight.sum()
 
@@ -210,10 +211,10 @@ def test_a_trial_is_a_pass_of_a_step_and_leaves_everything_as_it_was(monkeypatch
     trials, state = Passes(monkeypatch), torch.get_rng_state()
     trials.runner.model.eval()
     assert trials.try_rung(Rung(False, "none", 2)) == Trial(30 + 2 * 8, 70, 20)
-    assert trials.held == [("backend", [trials.row] * 2, True, True)]
+    assert trials.passes == [("backend", [trials.row] * 2, True, True)]
     # A micro-batch that is computed in passes needs what one of them needs.
     trials.try_rung(Rung(False, "none", 4, passes=2))
-    assert trials.held[1][1] == [trials.row] * 2
+    assert trials.passes[1][1] == [trials.row] * 2
     assert not trials.runner.model.training and trials.runner.model.weight.grad is None
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -235,26 +236,26 @@ def test_only_a_lack_of_memory_is_an_answer(error: RuntimeError, monkeypatch: py
 
 
 def test_a_captured_rung_is_tried_with_its_pass_and_the_head_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials, asked = Passes(monkeypatch), list[Rung]()
+    trials, tried = Passes(monkeypatch), list[Rung]()
 
     def captured_pass(rung: Rung) -> Any:
-        asked.append(rung)
+        tried.append(rung)
         # It has buffers of its own for the gradients. A model that cannot be called so is tried as the backend computes
         # it.
         return (
-            None if rung.rows == 1 else lambda b: trials.held.append(("captured", b, trials.runner.model.weight.grad))
+            None if rung.rows == 1 else lambda b: trials.passes.append(("captured", b, trials.runner.model.weight.grad))
         )
 
     trials.captured_pass = captured_pass
     rungs = [Rung(True, "torch", 2), Rung(True, "torch", 1), Rung(False, "torch", 2)]
     assert [trials.try_rung(rung).needed for rung in rungs] == [46] * 3
-    assert asked == rungs[:2]
-    assert trials.held[0] == (
+    assert tried == rungs[:2]
+    assert trials.passes[0] == (
         "captured",
         [{"input_ids": trials.row["input_ids"], "labels": trials.row["input_ids"]}] * 2,
         None,
     )
-    assert trials.held[1:] == [("backend", [trials.row] * rows, True, True) for rows in (1, 2)]
+    assert trials.passes[1:] == [("backend", [trials.row] * rows, True, True) for rows in (1, 2)]
 
 
 @pytest.mark.parametrize(("ddp_sends", "copies"), [(False, 0), (True, 1)])

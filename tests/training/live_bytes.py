@@ -17,8 +17,8 @@ class LiveBytes(DeviceMemory, TorchDispatchMode):
 
     def __init__(self, room: int = 2**40) -> None:
         TorchDispatchMode.__init__(self)
-        self.all, self.live, self.most = room, 0, 0
-        self.known: set[int] = set()
+        self.all, self.live, self.peak_bytes = room, 0, 0
+        self.counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -29,15 +29,15 @@ class LiveBytes(DeviceMemory, TorchDispatchMode):
 
     def _note(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self.known or not size:
+        if key in self.counted or not size:
             return
-        self.known.add(key)
+        self.counted.add(key)
         self.live += size
-        self.most = max(self.most, self.live)
+        self.peak_bytes = max(self.peak_bytes, self.live)
         weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:
-        self.known.discard(key)
+        self.counted.discard(key)
         self.live -= size
 
     def room(self) -> int:
@@ -47,7 +47,7 @@ class LiveBytes(DeviceMemory, TorchDispatchMode):
         return self.live
 
     def reset_peak(self) -> None:
-        self.most = self.live
+        self.peak_bytes = self.live
 
     def peak(self) -> int:
-        return self.most
+        return self.peak_bytes

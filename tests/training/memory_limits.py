@@ -36,9 +36,9 @@ def run_cases(argv: list[str], folder: str, seeds: list[int], steps: int) -> Non
         trainer = stages.make_trainer(run, config, model, tokenizer, data)
         stages.begin(run, trainer, None)
         steps_of = StepsOfTrainer(trainer, run.runtime, steps)
-        taken = [steps_of.compare(seed) for seed in seeds]
+        outcomes = [steps_of.compare(seed) for seed in seeds]
         steps_of.evaluate_in_parts()
-        print(f"{len(seeds)} cases: {sorted(set(taken))}", flush=True)
+        print(f"{len(seeds)} cases: {sorted(set(outcomes))}", flush=True)
 
 
 class StepsOfTrainer:
@@ -107,12 +107,12 @@ class StepsOfTrainer:
             # Gradients that were sent before memory ran out are those of the rung before: with more passes their sums
             # are rounded otherwise.
             level = 1
-        here = rank == self.rank
-        short = self.take(Allocator(number, index, level, where) if here else None)
-        assert self.step.level == (level if here else 0), (seed, self.step.level, level)
-        wanted = self.take(lower=(number, level) if here else None)
-        for one, other in zip(short, wanted, strict=True):
-            assert torch.equal(one, other), (
+        limited_rank = rank == self.rank
+        short = self.take(Allocator(number, index, level, where) if limited_rank else None)
+        assert self.step.level == (level if limited_rank else 0), (seed, self.step.level, level)
+        expected = self.take(lower=(number, level) if limited_rank else None)
+        for weight, other in zip(short, expected, strict=True):
+            assert torch.equal(weight, other), (
                 f"seed {seed}: step {number}, micro-batch {index}, {where}, {self.ladder[level]}"
             )
         return f"{self.ladder[level]} in {where}"
@@ -141,22 +141,22 @@ class Allocator:
         self.step, self.index, self.level, self.where = step, index, level, where
 
     @contextmanager
-    def limited(self, taken: StepsOfTrainer, step: int, index: int) -> Any:
+    def limited(self, trained_steps: StepsOfTrainer, step: int, index: int) -> Any:
         if step != self.step or index != self.index:
             yield
             return
-        start_of: Callable[[], Any] = lambda: taken.step._start  # noqa: E731
+        start_of: Callable[[], Any] = lambda: trained_steps.step._start  # noqa: E731
 
         def short(*_: Any) -> None:
             if torch.is_grad_enabled() or self.where == "backward":
-                in_that_one = start_of() is not None and start_of().done >= self.index
-                if in_that_one and taken.step.level < self.level:
+                in_that_one = start_of() is not None and start_of().batches_computed >= self.index
+                if in_that_one and trained_steps.step.level < self.level:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
         if self.where == "forward":
-            handle = taken.trainer.model.register_forward_pre_hook(short)
+            handle = trained_steps.trainer.model.register_forward_pre_hook(short)
         else:
-            handle = taken.trained[len(taken.trained) // 2].register_hook(short)
+            handle = trained_steps.trained[len(trained_steps.trained) // 2].register_hook(short)
         try:
             yield
         finally:

@@ -69,10 +69,14 @@ def computed(kind: str, *, copies: bool, recompute: bool) -> tuple[list[float], 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_and_gradients_are_to_the_bit_those_of_autocast(kind: str, recompute: bool) -> None:
-    losses, found = computed(kind, copies=True, recompute=recompute)
-    expected, wanted = computed(kind, copies=False, recompute=recompute)
+    losses, gradients = computed(kind, copies=True, recompute=recompute)
+    expected, expected_gradients = computed(kind, copies=False, recompute=recompute)
     assert losses == expected
-    assert found.dtype == torch.float32 and torch.equal(found, wanted) and wanted.norm() > 0
+    assert (
+        gradients.dtype == torch.float32
+        and torch.equal(gradients, expected_gradients)
+        and expected_gradients.norm() > 0
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -82,7 +86,7 @@ def test_a_pass_multiplies_by_the_copies(recompute: bool) -> None:
     captured = CapturedStep(model, forward, AUTOCAST, torch.bfloat16, DEVICE)
     used = []
     for layer in captured.adapters.layers:
-        layer.register_forward_pre_hook(lambda layer, given: used.append(layer.weight.dtype))
+        layer.register_forward_pre_hook(lambda layer, inputs: used.append(layer.weight.dtype))
     captured.run(batches()[0], torch.ones(()))
     # Where layers are computed again, too.
     assert used == [torch.bfloat16] * len(captured.adapters.layers) * (1 + recompute)
@@ -127,8 +131,8 @@ def test_only_trained_matrices_of_adapters_are_copied() -> None:
     model = model_of("lora")
     frozen = next(p for name, p in model.named_parameters() if "lora_A" in name).requires_grad_(False)
     copied = {id(weight) for weight in AdapterCopies(model, torch.bfloat16).weights}
-    wanted = {id(p) for name, p in model.named_parameters() if ".lora_" in name and p is not frozen}
-    assert copied == wanted
+    trained_ids = {id(p) for name, p in model.named_parameters() if ".lora_" in name and p is not frozen}
+    assert copied == trained_ids
 
 
 def test_a_layer_of_another_class_under_such_a_name_is_not_copied() -> None:

@@ -39,7 +39,7 @@ def test_the_first_trained_weight_that_is_not_finite_is_found(name: str, value: 
 
 
 @pytest.mark.parametrize(
-    ("rank", "held", "found"),
+    ("rank", "shard", "broken"),
     [
         (0, [1.0, math.nan, 1.0, 1.0], "a"),
         (1, [1.0, math.inf, 1.0, 1.0], "a"),
@@ -49,13 +49,13 @@ def test_the_first_trained_weight_that_is_not_finite_is_found(name: str, value: 
     ],
 )
 def test_with_zero3_a_rank_looks_at_its_own_part_without_what_fills_it_up(
-    rank: int, held: list[float], found: str | None
+    rank: int, shard: list[float], broken: str | None
 ) -> None:
     model: Any = Weights()
     # DeepSpeed leaves the parameter itself empty.
     model.a.data = torch.ones(0)
-    model.a.ds_tensor, model.a.ds_numel = torch.tensor(held), 6
-    assert first_broken(model, rank) == found
+    model.a.ds_tensor, model.a.ds_numel = torch.tensor(shard), 6
+    assert first_broken(model, rank) == broken
 
 
 def train_into_infinity(argv: list[str], cwd: str, step: int) -> None:
@@ -74,32 +74,32 @@ def train_into_infinity(argv: list[str], cwd: str, step: int) -> None:
 
     make = DDPTrainer.__init__
 
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def begin_broken(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         self.add_callback(Break())
 
-    DDPTrainer.__init__ = made  # type: ignore[method-assign]
+    DDPTrainer.__init__ = begin_broken  # type: ignore[method-assign]
     train(argv, cwd)
 
 
 @pytest.mark.parametrize(
-    ("save", "environ", "kept"),
+    ("save", "environ", "steps_saved"),
     [("--save_steps 1", {}, [1]), ("--save_strategy no", {}, []), ("--save_steps 1", {"UNSLOTH_FSDP2": "1"}, [1])],
 )
 def test_a_run_with_broken_weights_ends_before_it_saves_them(
-    job: Any, place: Path, save: str, environ: dict[str, str], kept: list[int]
+    job: Any, place: Path, save: str, environ: dict[str, str], steps_saved: list[int]
 ) -> None:
-    name = f"broken{len(environ)}{len(kept)}"
+    name = f"broken{len(environ)}{len(steps_saved)}"
     printed = job(f"{OPTIONS} {save}", name, 2, code=1, target=train_into_infinity, args=(2,), environ=environ).output
     run = place / "outputs" / name
-    after = 2 if kept else 4
+    after = 2 if steps_saved else 4
     assert (
         printed.count(f"error: After step {after} the trained weights contain NaN or infinity (first in base_model.")
         == 1
     )
-    last = f"{run}/checkpoint-1 is the last complete checkpoint" if kept else "there is no checkpoint"
+    last = f"{run}/checkpoint-1 is the last complete checkpoint" if steps_saved else "there is no checkpoint"
     assert f"{last}. Start again with another --run_name and a lower --learning_rate" in printed
-    assert manifest_steps(run) == kept
+    assert manifest_steps(run) == steps_saved
     assert not [*run.glob("*.safetensors"), *run.glob("summary.json")]
 
 

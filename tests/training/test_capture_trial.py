@@ -1,4 +1,4 @@
-"""Test captured steps from the memory trial to a replay: what is tried, compared and timed, and what a step does that fails."""
+"""Test captured steps from the memory trial to a replay: what is tried, compared and timed, and how a step fails."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ def tried(trial: CaptureTrial, rung: Rung) -> torch.Tensor:
     compute(batch)
     # Their memory is free for what is tried next.
     assert not trial._last[1].gradients._flat
-    found = gradients(trial.runner.model)
+    flat = gradients(trial.runner.model)
     trial.runner.model.zero_grad()
-    return found
+    return flat
 
 
 def ordinary_gradients(trial: CaptureTrial) -> torch.Tensor:
     trial.runner.loss_sum(trial.runner.batch_of([Rows().examples[0]])).backward()
-    found = gradients(trial.runner.model)
+    flat = gradients(trial.runner.model)
     trial.runner.model.zero_grad()
-    return found
+    return flat
 
 
 @pytest.mark.parametrize("kind", ["none", "torch"])
@@ -98,12 +98,12 @@ def test_memory_is_tried_with_the_pass_that_is_captured_afterwards(kind: str, mo
     monkeypatch.setitem(sys.modules, "unsloth.models._utils", unsloth)
     # Compiling takes long on a CPU.
     monkeypatch.setattr(PackedForward, "compiled_layers", compiled_layers)
-    found = tried(trial, Rung(True, kind, 1))
+    captured_gradients = tried(trial, Rung(True, kind, 1))
     assert trial._last is not None
     step = trial._last[1]
     assert step.forward.recompute == (kind == "torch") and (compiled, dropped) == ([step.forward], [model])
-    wanted = ordinary_gradients(trial)
-    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    expected = ordinary_gradients(trial)
+    assert (captured_gradients - expected).norm() < 0.05 * expected.norm()
     # Another kind takes the same step, and another size another one.
     tried(trial, Rung(True, "none", 1))
     assert trial._last[1] is step
@@ -200,7 +200,7 @@ def test_flash_attention_4_is_used_where_its_trial_succeeds(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "expected_obstacle"),
     [
         ({"backend": 1.0, "replayed": 0.9}, None), ({"backend": 1.0, "replayed": 1.01}, None),
         ({"backend": 1.0, "replayed": 1.5}, "a replayed pass takes 1.500 s, and the backend's 1.000 s"),
@@ -209,7 +209,7 @@ def test_flash_attention_4_is_used_where_its_trial_succeeds(
     ],
 )  # fmt: skip
 def test_a_replayed_pass_that_is_slower_is_not_used(
-    seconds: dict[str, float], told: str | None, monkeypatch: pytest.MonkeyPatch
+    seconds: dict[str, float], expected_obstacle: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial, computed = trial_of(model_of("lora"), timed=True), list[str]()
     replayed = CapturedStep.run
@@ -228,7 +228,7 @@ def test_a_replayed_pass_that_is_slower_is_not_used(
     monkeypatch.setattr(CapturedStep, "run", run)
     monkeypatch.setattr(capture_trial, "_seconds", timed)
     step, obstacle = trial.capture(Rung(True, "none", 1))
-    assert obstacle == told and (step is None) == (told is not None)
+    assert obstacle == expected_obstacle and (step is None) == (expected_obstacle is not None)
     assert all(p.grad is None for p in trial.runner.model.parameters())
 
 
@@ -271,8 +271,8 @@ def test_a_step_that_goes_down_captures_anew_with_more_recomputing(kind: str) ->
     step, (batch, _), _ = step_of(kind)
     captured = step.captured
     assert captured is not None and captured.forward.recompute == (kind == "torch") and not captured.in_trial
-    one, model = begin(step, [batch]), captured.model
-    loss = step.micro_batch(compute, model, batch, one, last=True).clone()
+    divisor, model = begin(step, [batch]), captured.model
+    loss = step.micro_batch(compute, model, batch, divisor, last=True).clone()
     assert captured.graphs
     lower = [str(rung) for rung in step.ladder]
     assert lower[:-2] == ["CUDA graphs and gradient checkpointing none"] * (kind == "none") + [
@@ -281,7 +281,7 @@ def test_a_step_that_goes_down_captures_anew_with_more_recomputing(kind: str) ->
     if kind == "none":
         step.follow([1])
         assert step.captured is captured and not captured.graphs and captured.forward.recompute
-        assert torch.equal(step.micro_batch(compute, model, batch, one, last=True), loss)
+        assert torch.equal(step.micro_batch(compute, model, batch, divisor, last=True), loss)
     step.follow([len(lower) - 3])
     assert step.captured is None and "padded_batch" not in step.collate([Rows().examples[0]])
 
@@ -292,26 +292,26 @@ def test_a_capture_that_fails_while_training_is_reported_and_the_step_is_compute
     step, batches, _ = step_of("none")
     captured = step.captured
     assert captured is not None
-    one, model, computed = begin(step, batches), captured.model, list[Any]()
+    divisor, model, computed = begin(step, batches), captured.model, list[Any]()
 
     def broken(*_: object) -> None:
         raise CaptureFailed("operation failed during capture")
 
-    def count(*given: Any) -> torch.Tensor:
-        computed.append(given[1])
-        return compute(*given)
+    def count(*arguments: Any) -> torch.Tensor:
+        computed.append(arguments[1])
+        return compute(*arguments)
 
-    step.micro_batch(count, model, batches[0], one, last=False)
+    step.micro_batch(count, model, batches[0], divisor, last=False)
     monkeypatch.setattr(captured, "run", broken)
     # Other processes than the main one have no standard output.
     with quiet():
-        step.micro_batch(count, model, batches[1], one, last=True)
+        step.micro_batch(count, model, batches[1], divisor, last=True)
     assert step.captured is None and computed == batches
     assert "Micro-batches are no longer replayed: operation failed during capture" in capsys.readouterr().err
-    found = gradients(model)
+    flat = gradients(model)
     model.zero_grad()
     sum(ordinary_sum(model, batch) for batch in batches).backward()
-    torch.testing.assert_close(found, gradients(model))
+    torch.testing.assert_close(flat, gradients(model))
 
 
 def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing(
@@ -320,26 +320,26 @@ def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing
     step, (first, larger), _ = step_of("none")
     captured = step.captured
     assert captured is not None
-    model, held = captured.model, list[int]()
-    monkeypatch.setattr(gc, "collect", lambda: held.append(len(captured.graphs)))
+    model, graphs_left = captured.model, list[int]()
+    monkeypatch.setattr(gc, "collect", lambda: graphs_left.append(len(captured.graphs)))
 
     def short(model: Any, batch: dict[str, Any], divisor: torch.Tensor) -> torch.Tensor:
         if step.rung.kind == "none":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         return compute(model, batch, divisor)
 
-    one = begin(step, [first, larger])
-    step.micro_batch(short, model, first, one, last=False)
+    step_divisor = begin(step, [first, larger])
+    step.micro_batch(short, model, first, step_divisor, last=False)
     assert captured.graphs
     # Memory runs out in the second micro-batch, which is larger than what was captured.
     del larger["padded_batch"]
-    step.micro_batch(short, model, larger, one, last=True)
-    assert held[0] == 0 and step.rung == Rung(True, "torch", 1) and captured.forward.recompute
-    found = gradients(model)
+    step.micro_batch(short, model, larger, step_divisor, last=True)
+    assert graphs_left[0] == 0 and step.rung == Rung(True, "torch", 1) and captured.forward.recompute
+    flat = gradients(model)
     model.zero_grad()
     sum(ordinary_sum(model, batch) for batch in (first, larger)).backward()
-    wanted = gradients(model)
-    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    expected = gradients(model)
+    assert (flat - expected).norm() < 0.05 * expected.norm()
 
 
 def test_an_evaluation_without_memory_takes_that_of_the_graphs_first() -> None:

@@ -23,7 +23,7 @@ OPTIONS = (
 
 
 def train_captured(argv: list[str], cwd: str) -> None:
-    """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
+    """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; note each exchange."""
     from unsloth_ddp.training.step import capture_trial, captured_step, first_rung, gradient_exchange
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:
@@ -35,17 +35,17 @@ def train_captured(argv: list[str], cwd: str) -> None:
     noted: dict[str, Any] = {"replayed": 0, "exchanges": 0, "in_place": True, "bytes": 0}
 
     def noted_average(self: gradient_exchange.GradientExchange) -> None:
-        before = storages(p.grad for p in self.bucket_of)
+        addresses = storages(p.grad for p in self.bucket_of)
         average(self)
         after = storages(p.grad for p in self.bucket_of)
-        noted["in_place"] &= before == after == storages(self.buffers.flat)
+        noted["in_place"] &= addresses == after == storages(self.buffers.flat)
         noted["exchanges"] += 1
         noted["bytes"] = sum(after.values())
 
-    def noted_replay(self: captured_step.CapturedStep, *given: Any) -> Any:
+    def noted_replay(self: captured_step.CapturedStep, *arguments: Any) -> Any:
         noted["replayed"] += 1
         assert storages(self.gradients.flat)
-        return replay(self, *given)
+        return replay(self, *arguments)
 
     gradient_exchange.GradientExchange.average = noted_average  # type: ignore[method-assign]
     captured_step.CapturedStep.run = noted_replay  # type: ignore[method-assign]
@@ -79,11 +79,11 @@ def test_captured_full_training_on_two_processes_is_that_of_one(
         assert weights.keys() == initial.keys()
         return torch.cat([(weights[key] - initial[key]).flatten().double() for key in sorted(weights)])
 
-    one = updates("one", 1, train)
-    assert one.norm() > 0.1
+    single = updates("one", 1, train)
+    assert single.norm() > 0.1
     for name, target in (("ordinary", train), ("captured", train_captured)):
         two = updates(name, 2, target)
-        assert (two - one).norm() / one.norm() < TOLERANCE, name
+        assert (two - single).norm() / single.norm() < TOLERANCE, name
     assert json.loads((tmp_path / "outputs/captured/summary.json").read_text())["cuda_graphs"] is True
     trained = sum(weight.numel() * 4 for weight in initial.values())
     for rank in range(2):

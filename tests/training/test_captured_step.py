@@ -74,7 +74,7 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
         model.gradient_checkpointing_enable({"use_reentrant": False})
     expected = sum(ordinary_sum(model, batch) for batch in batches()) / 7
     expected.backward()
-    wanted = gradients(model)
+    reference = gradients(model)
     captured, divisor = captured_of(model, recompute=recompute), torch.tensor(7.0)
     for turn in range(3):
         # As the optimizer does between steps.
@@ -88,7 +88,7 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
             else:
                 total += captured.run(batch, divisor)[0]
         torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradients(model), reference, rtol=1e-4, atol=1e-6)
 
 
 def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
@@ -102,12 +102,12 @@ def assert_same_gradients(shape: FixedShape, ordinary: list[dict[str, Any]], cap
     """Check that captured micro-batches of a shape have the gradients of ordinary ones."""
     model = model_of("lora")
     sum(ordinary_sum(model, batch) for batch in ordinary).backward()
-    wanted = gradients(model)
+    expected = gradients(model)
     model.zero_grad()
     step = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
     for batch in captured:
         step.run(batch, torch.ones(()))
-    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_peak_before_a_new_graph_is_kept_once_training_began(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +127,8 @@ def test_the_peak_before_a_new_graph_is_kept_once_training_began(monkeypatch: py
 def test_a_capture_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(model_of("lora"))
     captured.run(batches()[0], torch.ones(()))
-    before = gradients_of(captured)
-    assert before.any()
+    initial = gradients_of(captured)
+    assert initial.any()
 
     def record(compute: Any, warm_up: int) -> None:
         for flat in captured.gradients.flat:
@@ -137,10 +137,10 @@ def test_a_capture_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch
 
     monkeypatch.setattr(captured, "_capture_on_gpu", record)
     captured._capture_beside_gradients(lambda: None, 1)
-    assert torch.equal(gradients_of(captured), before)
+    assert torch.equal(gradients_of(captured), initial)
     with pytest.raises(CaptureFailed, match="no such layer"):
         captured._capture_beside_gradients(fail, 1)
-    assert torch.equal(gradients_of(captured), before)
+    assert torch.equal(gradients_of(captured), initial)
 
     def short(tensor: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -148,7 +148,7 @@ def test_a_capture_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch
     with monkeypatch.context() as changed, pytest.raises(CaptureFailed, match="CUDA out of memory"):
         changed.setattr(torch.Tensor, "clone", short)
         captured._capture_beside_gradients(lambda: None, 1)
-    assert torch.equal(gradients_of(captured), before)
+    assert torch.equal(gradients_of(captured), initial)
 
 
 def test_a_capture_that_fails_does_not_stay_open_in_the_generator_and_the_allocator(
@@ -166,9 +166,9 @@ def test_a_capture_that_fails_does_not_stay_open_in_the_generator_and_the_alloca
     generator = SimpleNamespace(
         clone_state=lambda: "copy", graphsafe_set_state=lambda state: calls.append(("generator", state))
     )
-    given: dict[str, Any] = {"CUDAGraph": object, "graph_pool_handle": lambda: (0, 7), "graph": graph}
-    given |= {"synchronize": lambda _: None, "current_stream": lambda _: None, "current_device": lambda: 0}
-    for name, value in (given | {"default_generators": (generator,)}).items():
+    stand_ins: dict[str, Any] = {"CUDAGraph": object, "graph_pool_handle": lambda: (0, 7), "graph": graph}
+    stand_ins |= {"synchronize": lambda _: None, "current_stream": lambda _: None, "current_device": lambda: 0}
+    for name, value in (stand_ins | {"default_generators": (generator,)}).items():
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("endAllocateToPool", "releasePool"):
         monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *at, name=name: calls.append((name, *at)), raising=False)
@@ -237,9 +237,9 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
 def test_micro_batches_padded_to_several_sizes_have_the_gradients_of_ordinary_ones() -> None:
     shape = dataclasses.replace(SHAPE, smaller=(128,))
     collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
-    given = [collate([pack_of(of)]) for of in ([60, 50], [128, 100], [9])]
-    assert [batch["padded_batch"].tokens for batch in given] == [128, 256, 128]
-    assert_same_gradients(shape, given, given)
+    padded = [collate([pack_of(of)]) for of in ([60, 50], [128, 100], [9])]
+    assert [batch["padded_batch"].tokens for batch in padded] == [128, 256, 128]
+    assert_same_gradients(shape, padded, padded)
 
 
 def test_counts_come_with_the_loss() -> None:
@@ -252,33 +252,33 @@ def test_the_check_accepts_the_same_pass_and_names_another_one() -> None:
     model = model_of("lora")
     model.base_model.model.lm_head.weight.grad = None
     captured, batch = captured_of(model), batches()[1]
-    assert check_capture(captured, batch, lambda one: ordinary_sum(model, one)) is None
+    assert check_capture(captured, batch, lambda rows: ordinary_sum(model, rows)) is None
     assert all(p.grad is None for p in model.parameters())
-    reason = check_capture(captured, batch, lambda one: 1.02 * ordinary_sum(model, one))
-    assert reason is not None and reason.startswith("its loss would differ by 2.0e-02")
+    difference = check_capture(captured, batch, lambda rows: 1.02 * ordinary_sum(model, rows))
+    assert difference is not None and difference.startswith("its loss would differ by 2.0e-02")
     other = batches()[2]
-    reason = check_capture(
-        captured, batch, lambda one: ordinary_sum(model, one) + 0 * ordinary_sum(model, other).square() + _bent(model)
+    difference = check_capture(
+        captured, batch, lambda rows: ordinary_sum(model, rows) + 0 * ordinary_sum(model, other).square() + _bent(model)
     )
-    assert reason is not None and reason.startswith("its gradients would differ by")
+    assert difference is not None and difference.startswith("its gradients would differ by")
     wide = check_capture(
         captured,
         batch,
-        lambda one: ordinary_sum(model, one) + _bent(model),
+        lambda rows: ordinary_sum(model, rows) + _bent(model),
         TOLERANCES._replace(gradients=float("inf")),
     )
     assert wide is None
 
 
-@pytest.mark.parametrize(("factor", "reason"), [(1.01, None), (1.03, "its loss would differ by 2.9e-02")])
-def test_losses_in_fp8_may_differ_more(factor: float, reason: str | None) -> None:
+@pytest.mark.parametrize(("factor", "difference"), [(1.01, None), (1.03, "its loss would differ by 2.9e-02")])
+def test_losses_in_fp8_may_differ_more(factor: float, difference: str | None) -> None:
     model = model_of("lora")
     captured, batch = captured_of(model), batches()[1]
     fp8, bf16 = (
-        check_capture(captured, batch, lambda one: factor * ordinary_sum(model, one), allowed)
+        check_capture(captured, batch, lambda rows: factor * ordinary_sum(model, rows), allowed)
         for allowed in (FP8_TOLERANCES, TOLERANCES)
     )
-    assert fp8 == reason and str(bf16).startswith("its loss would differ by")
+    assert fp8 == difference and str(bf16).startswith("its loss would differ by")
 
 
 @pytest.mark.parametrize(("part", "off"), [("loss", 0.004), ("loss", 0.006), ("gradients", 0.04), ("gradients", 0.06)])
@@ -286,28 +286,28 @@ def test_the_check_allows_half_a_percent_of_the_loss_and_five_of_the_gradients(p
     model = model_of("lora")
     captured, batch = captured_of(model), batches()[1]
 
-    def ordinary(one: dict[str, Any]) -> torch.Tensor:
-        loss = ordinary_sum(model, one)
+    def ordinary(micro_batch: dict[str, Any]) -> torch.Tensor:
+        loss = ordinary_sum(model, micro_batch)
         changed = loss / (1 + off)
         # The other part stays as it is.
         return changed.detach() + loss - loss.detach() if part == "loss" else loss.detach() + changed - changed.detach()
 
-    reason = check_capture(captured, batch, ordinary)
-    assert (reason is None) == (off in (0.004, 0.04))
-    assert reason is None or reason.startswith(f"its {part} would differ by {off:.1e}")
+    difference = check_capture(captured, batch, ordinary)
+    assert (difference is None) == (off in (0.004, 0.04))
+    assert difference is None or difference.startswith(f"its {part} would differ by {off:.1e}")
 
 
 def test_the_check_counts_gradients_that_the_backend_does_not_compute() -> None:
     model = model_of("lora")
     captured, batch = captured_of(model), batches()[1]
 
-    def of_one_weight(one: dict[str, Any]) -> torch.Tensor:
-        loss, weight = ordinary_sum(model, one), captured.trained[0]
+    def of_one_weight(micro_batch: dict[str, Any]) -> torch.Tensor:
+        loss, weight = ordinary_sum(model, micro_batch), captured.trained[0]
         (gradient,) = torch.autograd.grad(loss, [weight])
         return loss.detach() + ((weight - weight.detach()) * gradient).sum()
 
-    reason = check_capture(captured, batch, of_one_weight)
-    assert reason is not None and reason.startswith("its gradients would differ by")
+    difference = check_capture(captured, batch, of_one_weight)
+    assert difference is not None and difference.startswith("its gradients would differ by")
 
 
 def test_code_compiled_by_unsloth_before_is_dropped_and_the_captured_pass_is_kept(
@@ -321,15 +321,15 @@ def test_code_compiled_by_unsloth_before_is_dropped_and_the_captured_pass_is_kep
         model.zero_grad(set_to_none=True)
         order.append("dropped")
 
-    def ordinary(one: dict[str, Any]) -> torch.Tensor:
+    def ordinary(micro_batch: dict[str, Any]) -> torch.Tensor:
         order.append("ordinary")
         # Nothing that it would compile is used again.
         assert torch._dynamo.eval_frame._stance.stance == "force_eager"
-        return ordinary_sum(model, one)
+        return ordinary_sum(model, micro_batch)
 
     run = captured.run
     monkeypatch.setitem(sys.modules, "unsloth.models._utils", SimpleNamespace(_unsloth_reset_stray_compile_cache=drop))
-    monkeypatch.setattr(captured, "run", lambda *given: (order.append("captured"), run(*given))[1])
+    monkeypatch.setattr(captured, "run", lambda *arguments: (order.append("captured"), run(*arguments))[1])
     assert check_capture(captured, batch, ordinary) is None
     assert order == ["ordinary", "dropped", "captured"]
 
@@ -354,14 +354,14 @@ def test_dropout_is_left_out_of_the_check_and_back_afterwards() -> None:
     captured, batch = captured_of(model), batches()[1]
     with without_dropout(model) as dropped:
         assert dropped
-        assert check_capture(captured, batch, lambda one: ordinary_sum(model, one)) is None
+        assert check_capture(captured, batch, lambda rows: ordinary_sum(model, rows)) is None
     first, second = (captured.run(batch, torch.ones(()))[0].item() for _ in range(2))
     assert first != second
     with without_dropout(model_of("lora")) as dropped:
         assert not dropped
 
 
-def fail(*given: Any) -> None:
+def fail(*arguments: Any) -> None:
     raise ValueError("no such layer")
 
 
@@ -369,8 +369,8 @@ def test_a_pass_that_fails_is_named() -> None:
     model = model_of("lora")
     captured = captured_of(model)
     captured.forward.layers[1].register_forward_pre_hook(fail)
-    reason = check_capture(captured, batches()[0], lambda one: one["labels"].sum() * _bent(model))
-    assert reason == "trying it failed: no such layer"
+    obstacle = check_capture(captured, batches()[0], lambda rows: rows["labels"].sum() * _bent(model))
+    assert obstacle == "trying it failed: no such layer"
 
 
 def test_models_whose_head_is_no_plain_matrix_are_refused() -> None:
@@ -390,9 +390,9 @@ def test_the_head_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.
     try:
         for count in (128, 384, 3000):
             hidden, labels = torch.randn(count, 8), every[:count]
-            found = head_loss(hidden, weight, labels, torch.float32)
-            wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
-            torch.testing.assert_close(found, wanted)
+            computed = head_loss(hidden, weight, labels, torch.float32)
+            expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+            torch.testing.assert_close(computed, expected)
         assert counters["stats"]["unique_graphs"] == 1
     finally:
         torch._dynamo.reset()
@@ -401,7 +401,8 @@ def test_the_head_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.
 def gemma_4(*, sharing: int) -> tuple[CapturedStep, dict[str, Any]]:
     """Return the step of a Gemma 4 whose last layers take the keys and values of earlier ones, and a micro-batch."""
     sizes = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "head_dim": 16, "global_head_dim": 32, "vocab_size": 200, "hidden_size_per_layer_input": 0,
     }  # fmt: skip
     types = ["sliding_attention", "full_attention"] * 3
@@ -471,12 +472,12 @@ def test_heads_and_decoders_of_todays_models_give_the_models_own_loss(
         # Larger weights, so that a cap changes the logits.
         parameter.data.mul_(3 if parameter.dim() > 1 else 1)
     batch = batches()[0]
-    wanted = ordinary_sum(model, batch)
-    wanted.backward()
+    expected = ordinary_sum(model, batch)
+    expected.backward()
     weights = [(p, p.grad.clone()) for p in text_decoder(model).parameters() if p.grad is not None]
     model.zero_grad()
     loss, _ = captured_of(model).run(batch, torch.ones(()))
-    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
     off = sum(float((p.grad - g).square().sum()) for p, g in weights) / sum(float(g.square().sum()) for _, g in weights)
     assert off < 1e-8
 
@@ -493,8 +494,10 @@ def test_the_head_in_chunks_is_cross_entropy(monkeypatch: pytest.MonkeyPatch, tr
     ours = head_loss(hidden, weight, labels, torch.float32, changed)
     logits = hidden @ weight.t() * changed.factor
     logits = torch.tanh(logits / changed.cap) * changed.cap if changed.cap else logits
-    wanted = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    expected = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     inputs = [hidden, weight] if trained else [hidden]
-    torch.testing.assert_close(ours, wanted)
-    for one, other in zip(torch.autograd.grad(ours * 3, inputs), torch.autograd.grad(wanted * 3, inputs), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(ours, expected)
+    for gradient, other in zip(
+        torch.autograd.grad(ours * 3, inputs), torch.autograd.grad(expected * 3, inputs), strict=True
+    ):
+        torch.testing.assert_close(gradient, other)

@@ -49,19 +49,19 @@ def test_layers_of_decoder_and_tower_are_compiled_unless_a_trial_differs(model, 
     compiled: list[str] = []
 
     def compile(call: Any, *, dynamic: bool, options: Any) -> Any:
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             compiled.append(type(call.__self__).__name__)
-            return call(*given, **named) * scale
+            return call(*arguments, **named) * scale
 
         return run
 
     monkeypatch.setattr(torch, "compile", compile)
     runner, batch = runner_of(model), batch_of(model)
-    reason = compile_layers(runner, batch)
+    obstacle = compile_layers(runner, batch)
     assert set(compiled) == {"Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"}
     assert kinds_of_layers(model) == 2
     assert all(p.grad is None for p in model.parameters())
-    assert (reason is None) == (scale == 1.0), reason
+    assert (obstacle is None) == (scale == 1.0), obstacle
     compiled.clear()
     # Evaluation has rows of other kinds, and generation one token at a time.
     runner.loss_sum(batch)
@@ -89,8 +89,8 @@ def test_only_long_runs_that_images_keep_from_graphs_compile_their_layers() -> N
     long = Settings(max_steps=200)
 
     def may(settings: Settings = long, against: str = IMAGES_DIFFER, rows: Any = train, **where: Any) -> bool:
-        given = {"precision": "bf16", "sharding": "none", "kinds": 2} | where
-        return may_compile_layers(settings, rows, plan, against, **given)
+        facts = {"precision": "bf16", "sharding": "none", "kinds": 2} | where
+        return may_compile_layers(settings, rows, plan, against, **facts)
 
     assert may()
     assert not may(dataclasses.replace(long, max_steps=199))

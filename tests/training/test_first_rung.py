@@ -1,4 +1,4 @@
-"""Test which rung a run begins with: what is tried at all, and what follows from trials, captures, and the run that it resumes."""
+"""Test which rung a run begins with: what is tried, and what follows from trials, captures, and the resumed run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Choice:
             checkpointing=SimpleNamespace(kinds=kinds_here(self.runtime, settings), use=lambda kind: None),
             task=task,
             use_task=lambda task: self.events.append(("task", task)),
-            begin_with=lambda *given: self.begun.append(given),
+            begin_with=lambda *decided: self.begun.append(decided),
         )
         model = model_of_layers([torch.nn.Linear(1, 1)])
         captured = SimpleNamespace(in_trial=True, shape=None, forward=SimpleNamespace(flash_attention_4=False))
@@ -113,8 +113,8 @@ def packs(tokens: int = 1024, count: int = 64, **changed: Any) -> Any:
 
 
 def settings_of(**options: Any) -> Settings:
-    given = {"max_length": 1024, "num_train_epochs": 100, **options}
-    return Settings(model="m", dataset=["d"], **given)
+    values = {"max_length": 1024, "num_train_epochs": 100, **options}
+    return Settings(model="m", dataset=["d"], **values)
 
 
 CAPTURED, BACKEND = Rung(True, "none", 8), Rung(False, "none", 16)
@@ -168,7 +168,7 @@ def test_what_fits_only_as_the_backend_computes_it_is_not_captured(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("options", "tokens", "seconds", "told"),
+    ("options", "tokens", "seconds", "obstacle"),
     [
         ({"cuda_graphs": "off"}, 1024, 9, "as set"),
         ({"gradient_checkpointing": "unsloth"}, 1024, 9, "gradient checkpointing unsloth moves the inputs"),
@@ -188,12 +188,12 @@ def test_what_fits_only_as_the_backend_computes_it_is_not_captured(monkeypatch: 
     ],
 )  # fmt: skip
 def test_what_is_not_captured_is_known_before_memory_is_tried(
-    options: dict[str, Any], tokens: int, seconds: float, told: str | None, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tokens: int, seconds: float, obstacle: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = Choice(monkeypatch, settings_of(**options), packs(tokens), seconds=seconds)
     decision = choice.choose()
-    assert decision.graphs.startswith(told or SAME_GIVEN)
-    assert any(rung.captured for rung in [decision.rung, *choice.tried]) == (told is None)
+    assert decision.graphs.startswith(obstacle or SAME_GIVEN)
+    assert any(rung.captured for rung in [decision.rung, *choice.tried]) == (obstacle is None)
     # Gradients of passes on the default stream could not be captured later; nothing else needs another stream.
     possible = choice.first.obstacle is None and options.get("cuda_graphs") != "off"
     assert ("stream" in choice.events) is possible
@@ -213,7 +213,10 @@ BEFORE = {"world_size": 1, "device": "H200", "per_device_train_batch_size": 4}
             "the run that this one resumes did not use them",
         ),
         ({"gradient_checkpointing": "none", "cuda_graphs": "on"}, {"max_steps": 1}, Rung(True, "none", 4), SAME_GIVEN),
-        ({"gradient_checkpointing": "none", "cuda_graphs": "on"}, {"cuda_graphs": "off"}, Rung(False, "none", 4), "as set"),
+        (
+            {"gradient_checkpointing": "none", "cuda_graphs": "on"}, {"cuda_graphs": "off"}, Rung(False, "none", 4),
+            "as set",
+        ),
         ({"gradient_checkpointing": "none", "cuda_graphs": "off"}, {"cuda_graphs": "on"}, Rung(False, "none", 4), None),
         # A run that began with graphs, and computes each micro-batch in passes since memory ran out.
         (
@@ -246,7 +249,7 @@ def test_every_rank_tries_what_the_main_process_would(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("device", "sharding", "options", "resumed", "rung", "reason"),
+    ("device", "sharding", "options", "resumed", "rung", "rung_reason"),
     [
         ("cpu", "none", {}, {}, Rung(False, "none", 1), "the default on a CPU"),
         ("cpu", "fsdp2", {}, {}, Rung(False, "torch", 1), "the default on a CPU"),
@@ -261,12 +264,18 @@ def test_every_rank_tries_what_the_main_process_would(monkeypatch: pytest.Monkey
     ],
 )  # fmt: skip
 def test_nothing_is_tried_where_there_is_nothing_to_choose(
-    device: str, sharding: Any, options: Any, resumed: Any, rung: Rung, reason: str, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    sharding: Any,
+    options: Any,
+    resumed: Any,
+    rung: Rung,
+    rung_reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = Runtime(Ranks(), "transformers", device, "bf16", "H200", sharding)  # type: ignore[arg-type]
     choice = Choice(monkeypatch, settings_of(cuda_graphs="off", **options), packs(), runtime=runtime)
     decision = choice.choose(resumed)
-    assert (decision.rung, decision.reason, choice.tried) == (rung, reason, [])
+    assert (decision.rung, decision.rung_reason, choice.tried) == (rung, rung_reason, [])
 
 
 def test_a_run_begins_below_the_rung_that_ran_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,21 +284,21 @@ def test_a_run_begins_below_the_rung_that_ran_out_of_memory(monkeypatch: pytest.
     last = Rung(False, "none", 8)
     resumed = BEFORE | {"gradient_checkpointing": "none", "per_device_train_batch_size": 8}
     decision = choice.choose(resumed, last)
-    assert decision.reason == f"memory ran out with {last}"
+    assert decision.rung_reason == f"memory ran out with {last}"
     assert (decision.rung, choice.tried) == (Rung(False, "torch", 8), [])
 
 
 @pytest.mark.parametrize(
-    ("differs", "told"), [(None, "the layers are compiled instead"), ("x", "nor are the layers compiled: x")]
+    ("differs", "outcome"), [(None, "the layers are compiled instead"), ("x", "nor are the layers compiled: x")]
 )
 def test_layers_are_compiled_where_images_keep_them_from_graphs(
-    differs: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+    differs: str | None, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = packs(processing=object())
     choice = Choice(monkeypatch, settings_of(), data)
     monkeypatch.setattr(first_rung, "compile_layers", lambda runner, batch: differs)
     monkeypatch.setattr(first_rung, "leave_uncompiled", lambda model: choice.events.append("left"))
-    assert choice.choose().graphs.endswith(f"so micro-batches in shape; {told}".removeprefix("so "))
+    assert choice.choose().graphs.endswith(f"so micro-batches in shape; {outcome}".removeprefix("so "))
     assert ("left" in choice.events) is bool(differs)
 
 

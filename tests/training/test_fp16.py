@@ -53,9 +53,9 @@ def trained(tmp_path_factory, tiny_model, uneven_rows):
     return run
 
 
-def update_difference(one: Path, other: Path) -> float:
+def update_difference(first: Path, other: Path) -> float:
     """Return the largest difference of two adapters as a share of the largest weight of B, which begins at zero."""
-    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (first, other))
     largest = max(a[name].abs().max().item() for name in a if "lora_B" in name)
     assert largest > 1e-3
     return max((a[name].float() - b[name].float()).abs().max().item() for name in a) / largest

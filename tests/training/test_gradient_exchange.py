@@ -119,12 +119,12 @@ def compare(folder: str, breaks_at: int | None, replays: tuple[int, ...] = ()) -
         exchange.average()
     else:
         step(mine, exchange.last_pass, begin_pass=exchange.begin_pass)
-    found = gradients(mine)
-    assert storages(found.values()) == storages(exchange.buffers.flat)
-    assert torch.equal(found.pop("unused"), torch.zeros(3))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    averaged = gradients(mine)
+    assert storages(averaged.values()) == storages(exchange.buffers.flat)
+    assert torch.equal(averaged.pop("unused"), torch.zeros(3))
+    assert averaged.keys() == expected.keys() and all(torch.equal(averaged[name], expected[name]) for name in averaged)
     assert not exchange.sent
-    Path(folder, f"compared_{rank}").write_text(" ".join(found))
+    Path(folder, f"compared_{rank}").write_text(" ".join(averaged))
     dist.destroy_process_group()
 
 
@@ -175,14 +175,18 @@ def test_gradients_keep_their_values_and_move_to_their_buffers() -> None:
     buffers.hold()
     (flat,) = buffers.flat
     assert flat.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
-    held = model.weight.grad, model.bias.grad
+    held_gradients = model.weight.grad, model.bias.grad
     assert model.weight.grad.stride() == model.weight.stride()
     model(torch.ones(1, 3)).sum().backward()
-    assert model.weight.grad is held[0] and model.bias.grad is held[1] and flat.tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
+    assert (
+        model.weight.grad is held_gradients[0]
+        and model.bias.grad is held_gradients[1]
+        and flat.tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
+    )
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
     buffers.hold()
-    assert flat.tolist() == [1] * 8 and model.weight.grad is held[0]
+    assert flat.tolist() == [1] * 8 and model.weight.grad is held_gradients[0]
     model.zero_grad()
     buffers.hold()
     assert flat.tolist() == [0] * 8

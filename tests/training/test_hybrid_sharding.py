@@ -36,23 +36,23 @@ def node_of(rank: int) -> dict[str, str]:
 def run(job, place) -> Any:
     """Train once with each method and layout, and return the folder and what was printed; DDP's ranks do not matter."""
     write_jsonl(place / "hybrid_rows.jsonl", demo_rows()[40:48])
-    done: dict[tuple[str, bool], tuple[Path, str]] = {}
+    runs: dict[tuple[str, bool], tuple[Path, str]] = {}
 
     def train_once(method: str, *, hybrid: bool) -> tuple[Path, str]:
-        if (method, hybrid) not in done:
+        if (method, hybrid) not in runs:
             name = f"{method}-{'hybrid' if hybrid else 'ddp'}"
             more = {"environ": HYBRID, "environ_of": node_of} if hybrid else {}
             printed = job(f"{OPTIONS} {METHODS[method]}", name, 4 if hybrid else 2, **more).output
-            done[method, hybrid] = place / "outputs" / name, printed
-        return done[method, hybrid]
+            runs[method, hybrid] = place / "outputs" / name, printed
+        return runs[method, hybrid]
 
     return train_once
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
-    assert len(found) == 1
-    return next(iter(found.values()))
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    assert len(files) == 1
+    return next(iter(files.values()))
 
 
 # Four processes for each run.
@@ -64,14 +64,14 @@ METHOD = pytest.mark.parametrize("method", ["lora", "full"])
 def test_steps_norms_and_losses_are_those_of_ddp(run, method):
     (hybrid, printed), (ddp, _) = run(method, hybrid=True), run(method, hybrid=False)
     assert "fsdp2, 2 copies, each split over 2 processes" in printed
-    found, expected = weights(hybrid), weights(ddp)
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-6), name
-    for one, other in zip(history(hybrid), history(ddp), strict=True):
-        assert one.keys() == other.keys()
-        for key in {"loss", "grad_norm", "eval_loss"} & one.keys():
-            assert one[key] == pytest.approx(other[key], rel=1e-5), key
+    sharded, expected = weights(hybrid), weights(ddp)
+    assert sharded.keys() == expected.keys()
+    for name in sharded:
+        assert torch.allclose(sharded[name], expected[name], rtol=0, atol=1e-6), name
+    for line, other in zip(history(hybrid), history(ddp), strict=True):
+        assert line.keys() == other.keys()
+        for key in {"loss", "grad_norm", "eval_loss"} & line.keys():
+            assert line[key] == pytest.approx(other[key], rel=1e-5), key
 
 
 @METHOD
@@ -83,9 +83,9 @@ def test_a_checkpoint_holds_one_copy(run, method):
     parts = [path.name for path in sorted((checkpoint / "weights").iterdir())]
     assert parts == ["shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]
     shards = Shards(checkpoint / "weights")
-    held = [load_file(checkpoint / "weights" / part) for part in parts]
+    shards_read = [load_file(checkpoint / "weights" / part) for part in parts]
     for name in shards.names:
-        assert sum(part[name].numel() for part in held if name in part) == shards.shape(name).numel(), name
+        assert sum(part[name].numel() for part in shards_read if name in part) == shards.shape(name).numel(), name
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -105,9 +105,9 @@ def test_fewer_processes_resume_with_plain_fsdp2(run, job, method):
     printed = job(f"{OPTIONS} {METHODS[method]}", resumed.name, 2, environ={"UNSLOTH_FSDP2": "1"}).output
     assert "world_size 4 -> 2" in printed
     assert "copies 2 -> 1" in printed
-    found, expected = weights(resumed), weights(folder)
-    for name in found:
-        assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-6), name
+    continued, expected = weights(resumed), weights(folder)
+    for name in continued:
+        assert torch.allclose(continued[name], expected[name], rtol=0, atol=1e-6), name
 
 
 @METHOD
@@ -132,7 +132,7 @@ def test_a_model_that_was_loaded_whole_is_split_in_the_same_way(run, job, method
     whole = folder.parent / f"{folder.name}-whole"
     more = {"environ": HYBRID, "environ_of": node_of, "target": train_loaded_whole}
     job(f"{OPTIONS} {METHODS[method]}", whole.name, 4, **more)
-    found, expected = ends(whole), ends(folder)
-    assert found["shards"].keys() == expected["shards"].keys()
+    split, expected = ends(whole), ends(folder)
+    assert split["shards"].keys() == expected["shards"].keys()
     for name, tensor in weights(whole).items():
         assert torch.allclose(tensor, weights(folder)[name], rtol=0, atol=1e-6), name

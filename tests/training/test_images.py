@@ -1,4 +1,4 @@
-"""Runs on images take the steps of a plain PyTorch loop, whatever the layout, the ranks without an image and a kill between them."""
+"""Runs on images take the steps of a plain PyTorch loop, whatever the layout, ranks without an image, and a kill."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from unsloth_ddp.data.sources.checked_rows import checked_rows
 RATE, FULL_RATE = 0.5, 0.2
 # 13 rows: the second step of an epoch holds 5, and one rank of two has micro-batches without an image.
 NUMBERS = (1, 0, 3, 2, 1, 0, 1, 3, 0, 0, 1, 0, 0)
-# Tokens of a pack, with which the rows make six, and the rate of runs with packs, where larger steps make more of the rounding
-# of fp32.
+# Tokens of a pack, with which the rows make six, and the rate of runs with packs, where larger steps make more of the
+# rounding of fp32.
 CAPACITY, PACKED_RATE = {"gemma4": 250}, {"gemma4": 0.1}
 PACKED = "--packing on --max_length"
 
@@ -38,13 +38,13 @@ def rows(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     """Return the folder of the tiny model of a kind."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            save_vision(kind, made[kind])
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            save_vision(kind, folders[kind])
+        return folders[kind]
 
     return folder
 
@@ -100,7 +100,13 @@ class ImageLoop(PlainLoop):
             for part in message["content"]:
                 if part["type"] == "image":
                     images.append(Image.open(folder / (part.get("image") or part["path"])).convert("RGB"))
-        chat = [{"role": m["role"], "content": [{k: v for k, v in p.items() if k in ("type", "text")} for p in m["content"]]} for m in messages]  # fmt: skip
+        chat = [
+            {
+                "role": m["role"],
+                "content": [{k: v for k, v in p.items() if k in ("type", "text")} for p in m["content"]],
+            }
+            for m in messages
+        ]
         text = self.processor.apply_chat_template(chat, tokenize=False)
         inputs = self.processor(text=[text], images=images or None, add_special_tokens=False, return_tensors="pt")
         inputs = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
@@ -127,7 +133,7 @@ class ImageLoop(PlainLoop):
 
 @pytest.fixture(scope="module")
 def loops(model_of, rows):
-    made: dict[tuple, ImageLoop] = {}
+    cached_loops: dict[tuple, ImageLoop] = {}
     torch.set_num_threads(1)
 
     def loop(kind: str, run: Path, capacity: int | None = None) -> ImageLoop:
@@ -135,12 +141,12 @@ def loops(model_of, rows):
         adapter = run / "adapter_config.json"
         targets = json.loads(adapter.read_text())["target_modules"] if adapter.exists() else None
         key = (kind, tuple(sorted(targets or ())), capacity)
-        if key not in made:
+        if key not in cached_loops:
             rate = PACKED_RATE.get(kind, RATE) if capacity else RATE
-            made[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
+            cached_loops[key] = ImageLoop(model_of(kind), rows, targets, capacity, rate if targets else FULL_RATE)
             # The rounding of fp32 in these packs depends on the CPU: 6.1e-6 on one, at other rates 3.1e-6 to 6.4e-6.
-            made[key].tolerance = 1e-5 if capacity and kind in PACKED_RATE else TOLERANCE
-        return made[key]
+            cached_loops[key].tolerance = 1e-5 if capacity and kind in PACKED_RATE else TOLERANCE
+        return cached_loops[key]
 
     return loop
 
@@ -186,9 +192,13 @@ def test_a_row_has_the_loss_of_a_plain_loop_alone_and_beside_all_others(kind, mo
 @pytest.mark.parametrize(
     ("kind", "processes", "per_device"),
     [
-        ("qwen3_vl", 2, 1), pytest.param("qwen3_vl", 1, 8, marks=pytest.mark.slow), pytest.param("gemma3", 2, 2, marks=pytest.mark.slow),
+        ("qwen3_vl", 2, 1), pytest.param("qwen3_vl", 1, 8, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, 2, marks=pytest.mark.slow),
         pytest.param("qwen3_vl", 4, 2, marks=pytest.mark.slow), pytest.param("gemma3", 4, 1, marks=pytest.mark.slow),
-        *(pytest.param(kind, *layout, marks=pytest.mark.slow) for kind in ("qwen3_5", "gemma4", "mistral3", "internvl") for layout in ((1, 8), (2, 2))),
+        *(
+            pytest.param(kind, *layout, marks=pytest.mark.slow)
+            for kind in ("qwen3_5", "gemma4", "mistral3", "internvl") for layout in ((1, 8), (2, 2))
+        ),
     ],
 )  # fmt: skip
 def test_a_run_on_images_takes_the_step_of_a_plain_loop(kind, processes, per_device, job, loops, rows):
@@ -201,7 +211,10 @@ def test_a_run_on_images_takes_the_step_of_a_plain_loop(kind, processes, per_dev
     [
         ("qwen3_vl", 2, 1, ""), pytest.param("qwen3_vl", 2, 2, "--method full --train_towers", marks=pytest.mark.slow),
         *(pytest.param("qwen3_vl", *layout, "", marks=pytest.mark.slow) for layout in ((1, 4), (4, 1))),
-        *(pytest.param(kind, *layout, "", marks=pytest.mark.slow) for kind in ("gemma3", "gemma4", "mistral3", "internvl") for layout in ((1, 4), (2, 1))),
+        *(
+            pytest.param(kind, *layout, "", marks=pytest.mark.slow)
+            for kind in ("gemma3", "gemma4", "mistral3", "internvl") for layout in ((1, 4), (2, 1))
+        ),
     ],
 )  # fmt: skip
 def test_packs_with_images_take_the_step_of_a_plain_loop(kind, processes, per_device, extra, job, loops, rows):
@@ -217,12 +230,12 @@ def test_rows_of_a_model_that_mixes_them_are_padded_or_refused(job):
         job("qwen3_5", 1, 1, f"{PACKED} 90")
 
 
-def updates(one: Path, other: Path) -> float:
+def updates(folder: Path, other: Path) -> float:
     """Return the largest difference between the weights of two runs."""
-    name = next(path.name for path in one.glob("*model.safetensors"))
-    found, expected = load_file(one / name), load_file(other / name)
-    assert found.keys() == expected.keys()
-    return max((found[key] - expected[key]).abs().max().item() for key in found)
+    name = next(path.name for path in folder.glob("*model.safetensors"))
+    weights, expected = load_file(folder / name), load_file(other / name)
+    assert weights.keys() == expected.keys()
+    return max((weights[key] - expected[key]).abs().max().item() for key in weights)
 
 
 @pytest.mark.parametrize(
@@ -234,18 +247,18 @@ def test_trained_towers_take_the_step_of_a_plain_loop_with_ranks_without_an_imag
 
 
 def test_weights_beside_the_text_are_frozen_unless_they_are_asked_for(job, model_of):
-    before = load_file(model_of("qwen3_vl") / "model.safetensors")
+    initial = load_file(model_of("qwen3_vl") / "model.safetensors")
     after = load_file(job("qwen3_vl", 1, 8, "--method full") / "model.safetensors")
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    moved = {name for name in initial if not torch.equal(initial[name], after[name])}
     assert moved and not any("visual" in name for name in moved)
 
 
 @pytest.mark.slow
 def test_one_part_beside_the_text_is_trained_alone(job, loops, model_of):
     folder = job("qwen3_vl", 2, 1, "--train_towers projector")
-    assert {key.split(".visual.")[1].split(".")[0] for key in load_file(folder / "adapter_model.safetensors") if ".visual." in key} == {
-        "merger", "deepstack_merger_list",
-    }  # fmt: skip
+    weights = load_file(folder / "adapter_model.safetensors")
+    parts = {key.split(".visual.")[1].split(".")[0] for key in weights if ".visual." in key}
+    assert parts == {"merger", "deepstack_merger_list"}
     loops("qwen3_vl", folder).assert_equal(folder)
 
 

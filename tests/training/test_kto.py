@@ -25,12 +25,12 @@ WEIGHTS = (1.5, 0.75)
 def labelled(tmp_path_factory) -> Path:
     """Return 13 rows of very different lengths; some mismatched rows are cut."""
     rows = [row["messages"] for row in demo_rows()][:13]
-    found = []
+    labelled_rows = []
     for number, row in enumerate(rows):
         answer = {"role": "assistant", "content": " ".join(["Oslo"] * (number % 4 * 4)) + row[1]["content"]}
-        asked = {"role": "user", "content": row[0]["content"] + " please" * (number % 5)}
-        found.append({"prompt": [asked], "completion": [answer], "label": number % 3 != 0})
-    return write_jsonl(tmp_path_factory.mktemp("labelled") / "labelled.jsonl", found)
+        question = {"role": "user", "content": row[0]["content"] + " please" * (number % 5)}
+        labelled_rows.append({"prompt": [question], "completion": [answer], "label": number % 3 != 0})
+    return write_jsonl(tmp_path_factory.mktemp("labelled") / "labelled.jsonl", labelled_rows)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def job(tmp_path_factory, tiny_model, labelled):
     def run(processes: int, per_device: int, extra: str = "", name: str = "", environ=None) -> Path:
         name = name or f"{processes}x{per_device}{extra.replace(' ', '')}"
         options = (
-            f"--task kto --model {tiny_model} --dataset {labelled} --learning_rate {RATE} --max_length {MOST} --beta {BETA} "
-            f"--desirable_weight {WEIGHTS[0]} --undesirable_weight {WEIGHTS[1]} "
+            f"--task kto --model {tiny_model} --dataset {labelled} --learning_rate {RATE} --max_length {MOST} --beta "
+            f"{BETA} --desirable_weight {WEIGHTS[0]} --undesirable_weight {WEIGHTS[1]} "
             f"{'' if 'streaming' in extra else f'--eval_dataset {labelled}'} {extra}"
         )
         return run_once(cwd, name, processes, per_device, options, environ)
@@ -54,22 +54,25 @@ class KtoLoop(AnswerLoop):
     metrics = (
         "loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected",
     )  # fmt: skip
-    rate, most = RATE, MOST
+    rate, most_tokens = RATE, MOST
 
-    def __init__(self, *paths: Path, **given: Any) -> None:
-        super().__init__(*paths, **given)
-        assert max(one["kl"] for one in self.logged) > 0.01, self.logged
+    def __init__(self, *paths: Path, **options: Any) -> None:
+        super().__init__(*paths, **options)
+        assert max(line["kl"] for line in self.logged) > 0.01, self.logged
 
     def read(self, rows: list[dict[str, Any]]) -> list[list[Answer]]:
         """Return the answer of each row, and that of its mismatched row."""
         self.labels = [row["label"] for row in rows]
-        own = [self.tokens(row["prompt"], row["completion"]) for row in rows]
-        cycle = np.arange(len(own))
+        answers = [self.tokens(row["prompt"], row["completion"]) for row in rows]
+        cycle = np.arange(len(answers))
         np.random.default_rng(0).shuffle(cycle)
         partner = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
-        mixed = [(ids[:start] + own[partner[i]][0][own[partner[i]][1] :], start) for i, (ids, start) in enumerate(own)]
+        mixed = [
+            (ids[:start] + answers[partner[i]][0][answers[partner[i]][1] :], start)
+            for i, (ids, start) in enumerate(answers)
+        ]
         assert any(len(ids) > MOST for ids, _ in mixed), "no mismatched row is cut"
-        return [[one, (ids[:MOST], start)] for one, (ids, start) in zip(own, mixed, strict=True)]
+        return [[answer, (ids[:MOST], start)] for answer, (ids, start) in zip(answers, mixed, strict=True)]
 
     def measure(self, rows) -> dict[str, torch.Tensor]:
         with torch.no_grad():
@@ -152,8 +155,8 @@ def test_a_streamed_run_does_not_depend_on_the_layout_and_ends_like_a_whole_one(
     whole, other = job(2, 2, options, f"streamed-{packing}"), job(1, 4, options, f"streamed-one-{packing}")
     resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", f"streamed-resumed-{packing}")
     assert_same_end(whole, resumed, KtoLoop.metrics)
-    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, other))
-    assert all(torch.allclose(expected[name], found[name], rtol=1e-4, atol=1e-6) for name in expected)
+    expected, streamed = (load_file(folder / "adapter_model.safetensors") for folder in (whole, other))
+    assert all(torch.allclose(expected[name], streamed[name], rtol=1e-4, atol=1e-6) for name in expected)
     kls = [entry["kl"] for entry in history(whole)]
     assert kls == pytest.approx([entry["kl"] for entry in history(other)], rel=1e-4, abs=1e-6) and max(kls) > 0.01
 
@@ -177,8 +180,8 @@ def train_and_stop_before_an_evaluation_measures(argv: list[str], cwd: str) -> N
 
 def test_a_stop_interrupts_the_pass_that_computes_the_kl_of_an_evaluation(tiny_model, labelled, tmp_path):
     argv = (
-        f"--task kto --model {tiny_model} --dataset {labelled} --eval_dataset {labelled} --run_name stopped --max_steps 2 "
-        "--eval_steps 1 --per_device_eval_batch_size 3 --report_to none --gradient_checkpointing none"
+        f"--task kto --model {tiny_model} --dataset {labelled} --eval_dataset {labelled} --run_name stopped "
+        "--max_steps 2 --eval_steps 1 --per_device_eval_batch_size 3 --report_to none --gradient_checkpointing none"
     ).split()
     stop = train_and_stop_before_an_evaluation_measures
     result = run_ranks(1, stop, argv, str(tmp_path), folder=tmp_path / "out", timeout=600)

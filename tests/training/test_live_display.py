@@ -42,21 +42,21 @@ class OnTerminal:
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], OnTerminal]]:
-    """Make an OnTerminal that is drawn when text is printed; called in the test, because pytest sets sys.stdout before it."""
+    """Make an OnTerminal that is drawn when text is printed; the test calls it, as pytest sets sys.stdout before."""
     monkeypatch.setenv("TERM", "xterm-256color")
     # A frame at the wrong moment draws over what a test writes past the display.
     monkeypatch.setattr(live_display, "DRAWN_A_SECOND", 0.001)
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
-    made: list[OnTerminal] = []
+    terminals: list[OnTerminal] = []
 
     def begin() -> OnTerminal:
-        made.append(OnTerminal(monkeypatch))
-        return made[0]
+        terminals.append(OnTerminal(monkeypatch))
+        return terminals[0]
 
     yield begin
-    for one in made:
-        one.display.end()
+    for terminal in terminals:
+        terminal.display.end()
 
 
 def frames(rows: list[str]) -> list[int]:
@@ -75,13 +75,13 @@ def test_what_is_printed_stands_above_one_display(show) -> None:
     print("of a line")
     shown.display.end()
     print("below", flush=True)
-    seen = shown.end()
-    (top,) = frames(seen.rows)
-    said = seen.rows[:top]
-    assert said[0] == "first line" and said[-2:] == ["a library warns", "two halves of a line"]
-    assert " ".join(said[1:-2]) == warning and all(len(row) <= 100 for row in said)
-    assert seen.rows[top].endswith("35%") and seen.rows[top + 1 :] == ["below"]
-    assert not seen.cursor_hidden
+    screen = shown.end()
+    (top,) = frames(screen.rows)
+    printed = screen.rows[:top]
+    assert printed[0] == "first line" and printed[-2:] == ["a library warns", "two halves of a line"]
+    assert " ".join(printed[1:-2]) == warning and all(len(row) <= 100 for row in printed)
+    assert screen.rows[top].endswith("35%") and screen.rows[top + 1 :] == ["below"]
+    assert not screen.cursor_hidden
 
 
 def test_a_process_that_is_killed_leaves_the_terminal_in_order(show) -> None:
@@ -93,8 +93,10 @@ def test_a_process_that_is_killed_leaves_the_terminal_in_order(show) -> None:
         # As kill -9 would leave it: nothing is written after the last frame. The kernel passes a frame on in pieces.
         nonlocal raw
         raw = shown.terminal.output
-        seen = Seen(raw)
-        return b"a line" in raw and (seen.column, seen.row) == (0, len(seen.rows)) and bool(frames(seen.rows[-1:]))
+        screen = Seen(raw)
+        return (
+            b"a line" in raw and (screen.column, screen.row) == (0, len(screen.rows)) and bool(frames(screen.rows[-1:]))
+        )
 
     wait_until(whole_frame, 60, "a frame with the cursor below it")
     # No mode of the terminal was changed.
@@ -110,9 +112,9 @@ def test_a_diagnosis_is_not_drawn_over(show, monkeypatch) -> None:
     monkeypatch.setattr(os, "write", write)
     shown.display._live.refresh()  # type: ignore[union-attr]
     print("printed later")
-    seen = shown.end()
-    assert frames(seen.rows) == [len(seen.rows) - 4]
-    assert seen.rows[-3:] == ["train_ddp.py: error: rank 1 died", "  rank 0: step 8", "printed later"]
+    screen = shown.end()
+    assert frames(screen.rows) == [len(screen.rows) - 4]
+    assert screen.rows[-3:] == ["train_ddp.py: error: rank 1 died", "  rank 0: step 8", "printed later"]
 
 
 def test_after_a_signal_the_display_stays_and_text_follows(show) -> None:
@@ -122,10 +124,10 @@ def test_after_a_signal_the_display_stays_and_text_follows(show) -> None:
     stop._training = True
     stop._handle("SIGINT")
     shown.terminal.stream.write("and again\n")
-    seen = shown.end()
-    assert len(frames(seen.rows)) == 1
-    assert seen.rows[-3] == "the launcher writes too" and seen.rows[-1] == "and again"
-    assert seen.rows[-2].startswith("SIGINT: saving a checkpoint")
+    screen = shown.end()
+    assert len(frames(screen.rows)) == 1
+    assert screen.rows[-3] == "the launcher writes too" and screen.rows[-1] == "and again"
+    assert screen.rows[-2].startswith("SIGINT: saving a checkpoint")
 
 
 def test_a_closed_terminal_leaves_lines_and_no_frames_in_the_log(show, tmp_path) -> None:
@@ -173,9 +175,9 @@ def test_only_a_terminal_that_can_be_drawn_on_is(monkeypatch: pytest.MonkeyPatch
     def drawn(kind: str = "xterm", **size: int) -> bool:
         monkeypatch.setenv("TERM", kind)
         terminal = Terminal(**size)
-        found = can_draw(ProtectedStream(terminal.stream, "standard output"))
+        drawable = can_draw(ProtectedStream(terminal.stream, "standard output"))
         terminal.close()
-        return found
+        return drawable
 
     assert drawn()
     assert not drawn(kind="dumb") and not drawn(columns=60)
@@ -183,27 +185,27 @@ def test_only_a_terminal_that_can_be_drawn_on_is(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_on_a_terminal_shows_one_display_and_its_end(job, place) -> None:
-    kept = place / "terminal.bytes"
+    recording = place / "terminal.bytes"
     job(
         "--max_steps 6 --logging_steps 1 --eval_fraction 0.2 --eval_steps 3 --save_steps 3",
         "terminal",
         target=train_on_terminal,
-        args=(str(kept),),
+        args=(str(recording),),
     )
-    seen = Seen(kept.read_bytes())
-    (row,) = [number for number, row in enumerate(seen.rows) if row.startswith("step 6 of 6, epoch ")]
-    assert "100%" in seen.rows[row] and seen.rows[row + 1].startswith("Done: 6 steps")
+    screen = Seen(recording.read_bytes())
+    (row,) = [number for number, row in enumerate(screen.rows) if row.startswith("step 6 of 6, epoch ")]
+    assert "100%" in screen.rows[row] and screen.rows[row + 1].startswith("Done: 6 steps")
     # The lines of the run are above, without the columns of the display.
-    assert re.findall(r"^ *(\d)/6 +\d", "\n".join(seen.rows[:row]), re.M) == list("123456")
-    assert seen.text.count("evaluation: loss") == 2 and "time left" not in seen.text
-    assert "{'" not in seen.text and "it/s" not in seen.text and "[transformers]" not in seen.text
+    assert re.findall(r"^ *(\d)/6 +\d", "\n".join(screen.rows[:row]), re.M) == list("123456")
+    assert screen.text.count("evaluation: loss") == 2 and "time left" not in screen.text
+    assert "{'" not in screen.text and "it/s" not in screen.text and "[transformers]" not in screen.text
 
 
 def test_an_error_stands_below_the_last_state(job, place) -> None:
-    kept = place / "failed.bytes"
-    job("--max_steps 6 --logging_steps 1", "failed", code=1, target=train_on_terminal, args=(str(kept), 4))
-    seen = Seen(kept.read_bytes())
-    (row,) = [number for number, row in enumerate(seen.rows) if row.startswith("step 3 of 6")]
-    below = "\n".join(seen.rows[row + 1 :])
+    recording = place / "failed.bytes"
+    job("--max_steps 6 --logging_steps 1", "failed", code=1, target=train_on_terminal, args=(str(recording), 4))
+    screen = Seen(recording.read_bytes())
+    (row,) = [number for number, row in enumerate(screen.rows) if row.startswith("step 3 of 6")]
+    below = "\n".join(screen.rows[row + 1 :])
     assert below.startswith("Traceback") and "RuntimeError: the test ends this run" in below
-    assert not seen.cursor_hidden
+    assert not screen.cursor_hidden

@@ -93,17 +93,17 @@ def test_a_run_in_a_pipe_prints_lines_and_no_dictionaries(job, place) -> None:
 
 def test_time_left_leaves_the_first_step_out() -> None:
     now = [0.0]
-    left = TimeLeft(lambda: now[0])
-    assert left.seconds(10) is None
+    time_left = TimeLeft(lambda: now[0])
+    assert time_left.seconds(10) is None
     for step, at in ((1, 100.0), (2, 102.0), (3, 104.0)):
         now[0] = at
-        left.step_done(step)
-        assert (left.seconds(10) is None) == (step == 1)
-    assert left.seconds(10) == 14.0
+        time_left.step_done(step)
+        assert (time_left.seconds(10) is None) == (step == 1)
+    assert time_left.seconds(10) == 14.0
     now[0] = 105.0
-    assert left.seconds(10) == 13.0
+    assert time_left.seconds(10) == 13.0
     now[0] = 1000.0
-    assert left.seconds(10) == 0.0
+    assert time_left.seconds(10) == 0.0
 
 
 def test_the_time_left_is_that_of_the_gpu_where_the_host_launches_steps_ahead_of_it(capsys) -> None:

@@ -87,12 +87,12 @@ class Model(torch.nn.Module):
 def rows() -> list[tuple[Tensor, Tensor]]:
     """Ids and labels of 8 rows of very unequal lengths and masks, two of them with nothing supervised."""
     generator = torch.Generator().manual_seed(1)
-    made = []
+    examples = []
     for length, share in [(3, 1.0), (17, 0.1), (2, 0.0), (9, 0.5), (1, 1.0), (12, 0.9), (5, 0.2), (30, 0.05)]:
         ids = torch.randint(0, VOCABULARY, (1, length), generator=generator)
         keep = torch.rand((1, length), generator=generator) < share
-        made.append((ids, ids.masked_fill(~keep, IGNORED)))
-    return made
+        examples.append((ids, ids.masked_fill(~keep, IGNORED)))
+    return examples
 
 
 def padded(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

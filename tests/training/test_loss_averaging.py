@@ -33,9 +33,10 @@ def options(model: Path, rows: Path, per_device: int, name: str) -> list[str]:
     """Three steps over 13 rows: the second is the last, incomplete one of the epoch."""
     return (
         f"--model {model} --dataset {rows} --eval_dataset {rows} --run_name {name} --method lora --optim sgd "
-        f"--learning_rate {RATE} --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 --max_steps {STEPS} --seed {SEED} "
-        f"--global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size {per_device} --per_device_eval_batch_size 3 "
-        f"--max_length {MAX_LENGTH} --logging_steps 1 --save_strategy no --report_to none --gradient_checkpointing none"
+        f"--learning_rate {RATE} --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 "
+        f"--max_steps {STEPS} --seed {SEED} --global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size "
+        f"{per_device} --per_device_eval_batch_size 3 --max_length {MAX_LENGTH} --logging_steps 1 --save_strategy no "
+        "--report_to none --gradient_checkpointing none"
     ).split()
 
 
@@ -64,21 +65,21 @@ class Outcome:
 def outcome(tmp_path_factory, tiny_model, uneven_rows):
     """Run a layout once; returns its Outcome."""
     cwd = tmp_path_factory.mktemp("parity")
-    done: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
 
     def run(processes: int, per_device: int, target=train, extra: str = "") -> Outcome:
         name = f"{target.__name__}_{processes}x{per_device}{extra.replace(' ', '')}"
-        if name not in done:
+        if name not in outcomes:
             argv = [*options(tiny_model, uneven_rows, per_device, name), *extra.split()]
             run_ranks(processes, target, argv, str(cwd), folder=cwd / f"{name}.out").check()
-            done[name] = Outcome(cwd / "outputs" / name)
-        return done[name]
+            outcomes[name] = Outcome(cwd / "outputs" / name)
+        return outcomes[name]
 
     return run
 
 
 class Reference:
-    """An independent loop: plain PyTorch and PEFT, one row at a time, no Trainer, no collator, none of the kit's code."""
+    """An independent loop: plain PyTorch and PEFT, one row at a time, no Trainer or collator, no code of the kit."""
 
     def __init__(self, folder: Path, rows: Path, packed: bool) -> None:
         from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -110,7 +111,7 @@ class Reference:
             self.eval_loss = self.loss(range(len(self.rows))).item()
 
     def rows_of_steps(self) -> list[np.ndarray]:
-        """A global batch a step in the order of the seed and the epoch; what is left makes the last step of an epoch."""
+        """A global batch a step in the order of seed and epoch; what is left makes the last step of an epoch."""
         steps: list[np.ndarray] = []
         epoch = 0
         while len(steps) < STEPS:
@@ -159,15 +160,15 @@ def update_difference(reference: Reference, weights: dict[str, torch.Tensor]) ->
     """|update - reference update| / |reference update|, over all adapter weights at once."""
     assert weights.keys() == reference.final.keys()
     expected = torch.cat([(reference.final[k] - reference.initial[k]).flatten() for k in sorted(weights)])
-    found = torch.cat([(weights[k] - reference.initial[k]).flatten() for k in sorted(weights)])
-    return ((found - expected).norm() / expected.norm()).item()
+    moved = torch.cat([(weights[k] - reference.initial[k]).flatten() for k in sorted(weights)])
+    return ((moved - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize(("processes", "per_device"), LAYOUTS)
 def test_layout_takes_the_step_of_a_plain_loop(processes, per_device, outcome, reference):
-    found = outcome(processes, per_device)
-    assert update_difference(reference, found.weights) < TOLERANCE
-    assert found.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    result = outcome(processes, per_device)
+    assert update_difference(reference, result.weights) < TOLERANCE
+    assert result.losses == pytest.approx(reference.losses, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("processes", "per_device", "attention"), PACKED)
@@ -175,16 +176,16 @@ def test_packed_rows_take_the_step_of_a_plain_loop_over_single_rows(
     processes, per_device, attention, outcome, packed_reference
 ):
     extra = f"--packing on --global_batch_size {PACKS} --attn_implementation {attention}"
-    found = outcome(processes, per_device, extra=extra)
-    assert update_difference(packed_reference, found.weights) < TOLERANCE
-    assert found.losses == pytest.approx(packed_reference.losses, rel=TOLERANCE)
-    assert found.summary["eval_loss"] == pytest.approx(packed_reference.eval_loss, rel=TOLERANCE)
+    result = outcome(processes, per_device, extra=extra)
+    assert update_difference(packed_reference, result.weights) < TOLERANCE
+    assert result.losses == pytest.approx(packed_reference.losses, rel=TOLERANCE)
+    assert result.summary["eval_loss"] == pytest.approx(packed_reference.eval_loss, rel=TOLERANCE)
     rows = packed_reference.rows_of_steps()
-    assert found.summary["tokens"] == sum(len(packed_reference.rows[i][0]) for step in rows for i in step)
-    assert found.summary["supervised_tokens"] == sum(
+    assert result.summary["tokens"] == sum(len(packed_reference.rows[i][0]) for step in rows for i in step)
+    assert result.summary["supervised_tokens"] == sum(
         int(packed_reference.rows[i][1][1:].sum()) for step in rows for i in step
     )
-    assert (found.summary["packing"], found.summary["packs"]) == (True, len(packed_reference.units))
+    assert (result.summary["packing"], result.summary["packs"]) == (True, len(packed_reference.units))
 
 
 def test_eval_loss_and_train_loss_are_token_means(outcome, reference):
@@ -203,10 +204,10 @@ def test_a_line_of_several_steps_logs_their_token_mean(tmp_path, tiny_model, une
     counts = [sum(int(reference.rows[i][1][1:].sum()) for i in rows) for rows in reference.rows_of_steps()]
     # The first step has a line of its own; the next line is of the two steps after it.
     later = sum(loss * n for loss, n in zip(reference.losses[1:], counts[1:], strict=True)) / sum(counts[1:])
-    found = Outcome(tmp_path / "outputs" / "lines").losses
-    assert found == pytest.approx([reference.losses[0], later], rel=TOLERANCE)
+    losses = Outcome(tmp_path / "outputs" / "lines").losses
+    assert losses == pytest.approx([reference.losses[0], later], rel=TOLERANCE)
 
 
 def test_the_check_fails_without_averaging(outcome, reference):
-    found = outcome(2, 1, target=train_without_averaging)
-    assert update_difference(reference, found.weights) > 1e-3
+    result = outcome(2, 1, target=train_without_averaging)
+    assert update_difference(reference, result.weights) > 1e-3

@@ -27,8 +27,8 @@ EXPERTS = "--lora_target_parameters all-experts"
 def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders of the models; the config of Qwen's asks for the balancing loss."""
     folder = tmp_path_factory.mktemp("mixtures")
-    wanted = {"qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 10.0}, "gpt_oss": {}}
-    return {kind: save_mixture(kind, folder / kind, **wanted[kind]) for kind in MIXTURES}
+    options = {"qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 10.0}, "gpt_oss": {}}
+    return {kind: save_mixture(kind, folder / kind, **options[kind]) for kind in MIXTURES}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,9 @@ def train_mixture(tmp_path_factory, mixtures, uneven_rows) -> Callable[..., tupl
     cwd = tmp_path_factory.mktemp("jobs")
 
     def run(kind: str, options: str, name: str, ranks: int = 1, **more: Any) -> tuple[Path, str]:
-        argv = f"--model {mixtures[kind]} --dataset {uneven_rows} --run_name {name} --max_length 64 --report_to none".split()
+        argv = (
+            f"--model {mixtures[kind]} --dataset {uneven_rows} --run_name {name} --max_length 64 --report_to none"
+        ).split()
         argv += ["--gradient_checkpointing", "none", "--global_batch_size", "4", *options.split()]
         result = run_ranks(ranks, train, argv, str(cwd), folder=cwd / f"{name}.out", **more).check()
         return cwd / "outputs" / name, " ".join(result.output.split())
@@ -45,12 +47,12 @@ def train_mixture(tmp_path_factory, mixtures, uneven_rows) -> Callable[..., tupl
     return run
 
 
-def update_difference(one: Path, other: Path, start: Path | None = None) -> float:
+def update_difference(run: Path, other: Path, start: Path | None = None) -> float:
     """The largest difference of two runs' weights, relative to how far the largest moved."""
-    first, second = (load_file(next(folder.glob("*model.safetensors"))) for folder in (one, other))
+    first, second = (load_file(next(folder.glob("*model.safetensors"))) for folder in (run, other))
     assert first.keys() == second.keys()
-    before = load_file(start / "model.safetensors") if start else {}
-    moved = max((value - before.get(name, 0)).abs().max().item() for name, value in first.items())
+    initial = load_file(start / "model.safetensors") if start else {}
+    moved = max((value - initial.get(name, 0)).abs().max().item() for name, value in first.items())
     assert moved > 1e-3
     return max((first[name] - second[name]).abs().max().item() for name in first) / moved
 
@@ -65,7 +67,10 @@ def update_difference(one: Path, other: Path, start: Path | None = None) -> floa
     ],
 )
 def test_two_processes_take_the_step_of_one(train_mixture, mixtures, kind: str, options: str) -> None:
-    sgd = f"{options} --optim sgd --learning_rate 0.5 --max_steps 2 --save_strategy no --logging_steps 1 --max_grad_norm 0"
+    sgd = (
+        f"{options} --optim sgd --learning_rate 0.5 --max_steps 2 --save_strategy no --logging_steps 1 "
+        "--max_grad_norm 0"
+    )
     name = f"{kind}-{'full' if 'full' in options else 'experts'}"
     whole, printed = train_mixture(kind, f"{sgd} --per_device_train_batch_size 4", f"{name}-1")
     # One row at once: of the eight experts several get no token, and gpt_oss has one that never does.
@@ -76,8 +81,8 @@ def test_two_processes_take_the_step_of_one(train_mixture, mixtures, kind: str, 
     losses = [json.loads((folder / "summary.json").read_text())["train_loss"] for folder in (whole, parts)]
     # The balancing loss, at ten times its value, would be far above the loss of the tokens.
     assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[0] < 9
-    said = {EXPERTS: "experts adapted (mlp.experts.down_proj,"}
-    assert said.get(options, "experts trained; the balancing loss is left out") in printed
+    phrases = {EXPERTS: "experts adapted (mlp.experts.down_proj,"}
+    assert phrases.get(options, "experts trained; the balancing loss is left out") in printed
 
 
 @pytest.mark.slow
@@ -115,7 +120,10 @@ def test_packs_take_the_step_of_single_rows_or_are_refused(train_mixture, mixtur
 
 @pytest.mark.slow
 def test_a_resumed_run_with_adapted_experts_ends_like_an_uninterrupted_one(train_mixture, mixtures) -> None:
-    options = f"{EXPERTS} --merge --max_steps 4 --save_steps 2 --save_total_limit none --learning_rate 0.01 --gradient_checkpointing torch"
+    options = (
+        f"{EXPERTS} --merge --max_steps 4 --save_steps 2 --save_total_limit none --learning_rate 0.01 "
+        "--gradient_checkpointing torch"
+    )
     whole, _ = train_mixture("qwen3_moe", options, "whole", ranks=2)
     killed = copy_until(whole, 2, "killed")
     shutil.rmtree(killed / "merged")
@@ -145,8 +153,8 @@ def compare_sharded_gradients() -> None:
 
     def adapted(kind: str) -> Any:
         model = make_mixture(kind)
-        given = Settings(model="m", lora_r=2, lora_target_parameters=["all-experts"])
-        model = get_peft_model(model, lora_config(given, model)).train()
+        settings = Settings(model="m", lora_r=2, lora_target_parameters=["all-experts"])
+        model = get_peft_model(model, lora_config(settings, model)).train()
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -162,17 +170,17 @@ def compare_sharded_gradients() -> None:
         for layer in parts.get_base_model().model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(parts, mesh=mesh)
-        own = rows[dist.get_rank()][None]
-        parts(input_ids=own, labels=own, use_cache=False).loss.backward()
+        rank_rows = rows[dist.get_rank()][None]
+        parts(input_ids=rank_rows, labels=rank_rows, use_cache=False).loss.backward()
         expected = {name: p.grad for name, p in whole.named_parameters() if p.requires_grad}
         for name, parameter in parts.named_parameters():
             if parameter.requires_grad:
                 # FSDP2 averages.
-                found = parameter.grad.full_tensor() * 2
+                gradient = parameter.grad.full_tensor() * 2
                 torch.testing.assert_close(
-                    found, expected[name], rtol=1e-4, atol=1e-6 * expected[name].abs().max().item()
+                    gradient, expected[name], rtol=1e-4, atol=1e-6 * expected[name].abs().max().item()
                 )
-                assert found.abs().max() > 0
+                assert gradient.abs().max() > 0
     dist.destroy_process_group()
 
 

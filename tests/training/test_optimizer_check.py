@@ -12,9 +12,9 @@ from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
 
 
-def refusal(optim: str, **given: Any) -> str:
+def refusal(optim: str, **trainer_args: Any) -> str:
     with pytest.raises(UserError) as refused:
-        check_optimizer(Settings(optim=optim, trainer_args=given))
+        check_optimizer(Settings(optim=optim, trainer_args=trainer_args))
     return str(refused.value)
 
 
@@ -34,20 +34,23 @@ def test_common_optimizers_are_accepted(optim: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optim", "given", "said"),
+    ("optim", "trainer_args", "phrase"),
     [
         ("lomo", {}, "optim lomo changes weights during the backward pass"),
         ("galore_adamw_layerwise", {}, "optim galore_adamw_layerwise changes weights during the backward pass"),
         ("galore_adamw", {}, "optim galore_adamw cannot be built: You need to "),
-        ("adamw_torch", {"adam_beta1": 2.0}, "optim adamw_torch cannot be built with trainer_args {\"adam_beta1\": 2.0}: Inv"),
+        ("adamw_torch", {"adam_beta1": 2.0}, "optim adamw_torch cannot be built with trainer_args {\"adam_beta1\": "
+            "2.0}: Inv"),
         ("adamw_torch", {"optim_args": "nonsense"}, "optim adamw_torch cannot be built with trainer_args"),
-        ("adamw_torch", {"optim_target_modules": "all-linear"}, "optim_target_modules has no effect on optim adamw_torch;"),
-        ("adamw_torch", {"optim_args": "momentum=0.9"}, "optim_args 'momentum=0.9' has no effect on optim adamw_torch;"),
+        ("adamw_torch", {"optim_target_modules": "all-linear"}, "optim_target_modules has no effect on optim "
+            "adamw_torch;"),
+        ("adamw_torch", {"optim_args": "momentum=0.9"}, "optim_args 'momentum=0.9' has no effect on optim "
+            "adamw_torch;"),
     ],
 )  # fmt: skip
-def test_an_optimizer_that_would_fail_late_is_refused(optim: str, given: dict[str, Any], said: str) -> None:
-    message = refusal(optim, **given)
-    assert said in message and message.endswith(".")
+def test_an_optimizer_that_would_fail_late_is_refused(optim: str, trainer_args: dict[str, Any], phrase: str) -> None:
+    message = refusal(optim, **trainer_args)
+    assert phrase in message and message.endswith(".")
 
 
 def test_arguments_that_an_optimizer_reads_are_accepted() -> None:

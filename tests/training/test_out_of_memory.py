@@ -1,4 +1,4 @@
-"""Memory runs out at random passes: the run goes on, with the weights of one that took the lower rung from that step on, bit for bit."""
+"""Memory runs out at random passes: the run ends with the weights of one on the lower rung from that step on."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def rows(tmp_path_factory) -> dict[str, Path]:
 )
 def test_a_step_that_runs_out_of_memory_takes_that_of_the_lower_rung(task, ranks, cases, rows, tiny_model, tmp_path):
     argv = (
-        f"--task {task} --model {tiny_model} --dataset {rows[task]} --eval_dataset {rows[task]} --global_batch_size {8 * ranks} "
-        f"--per_device_train_batch_size 4 --gradient_checkpointing auto --lora_dropout 0.1 --lr_scheduler_type constant --max_length 64 "
-        f"--report_to none --save_strategy no --max_steps {STEPS} --run_name memory"
+        f"--task {task} --model {tiny_model} --dataset {rows[task]} --eval_dataset {rows[task]} --global_batch_size "
+        f"{8 * ranks} --per_device_train_batch_size 4 --gradient_checkpointing auto --lora_dropout 0.1 "
+        f"--lr_scheduler_type constant --max_length 64 --report_to none --save_strategy no --max_steps {STEPS} "
+        "--run_name memory"
     ).split()
     seeds = [100 * TASKS.index(task) + 1000 * ranks + number for number in range(cases)]
     result = run_ranks(ranks, run_cases, argv, str(tmp_path), seeds, STEPS, folder=tmp_path / "ranks", timeout=900)
@@ -73,8 +74,8 @@ def test_the_last_rung_ends_the_run_in_one_sentence_with_a_checkpoint(job, place
     options = "--gradient_checkpointing auto --max_steps 4 --save_strategy no --logging_steps 1 --global_batch_size 8"
     result = job(options, "ends", code=1, target=out_of_memory_from, args=(3,))
     assert "Traceback" not in result.output
-    [said] = [line for line in result.output.splitlines() if line.startswith("Memory ran out in step 3")]
-    assert "each micro-batch in" in said and "checkpoint-2 is the newest checkpoint" in said
+    [message] = [line for line in result.output.splitlines() if line.startswith("Memory ran out in step 3")]
+    assert "each micro-batch in" in message and "checkpoint-2 is the newest checkpoint" in message
     # With memory enough the same command goes on from there, with the weights of a run that had enough.
     whole = job(options, "ends-whole")
     resumed = job(options, "ends")
@@ -130,7 +131,7 @@ def test_memory_that_runs_out_is_known_whoever_says_so(kind: Any, text: str, sho
 def test_answers_halve_their_batch(monkeypatch):
     from unsloth_ddp.run import answers
 
-    asked = [answers.Question([{"role": "user", "content": str(n)}], "x") for n in range(5)]
+    questions = [answers.Question([{"role": "user", "content": str(n)}], "x") for n in range(5)]
     sizes: list[int] = []
 
     def generate(model, tokenizer, batch, length, processing):
@@ -140,5 +141,5 @@ def test_answers_halve_their_batch(monkeypatch):
         return [question.turns[0]["content"] for question in batch]
 
     monkeypatch.setattr(answers, "_generate", generate)
-    assert answers._generate_in_halves(None, None, asked, 8) == ["0", "1", "2", "3", "4"]
+    assert answers._generate_in_halves(None, None, questions, 8) == ["0", "1", "2", "3", "4"]
     assert sizes == [5, 2, 3, 1, 2]

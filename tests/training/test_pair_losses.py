@@ -31,8 +31,12 @@ from unsloth_ddp.utils.errors import UserError
 
 BETA = 0.3
 ROWS = [
-    {"prompt": one[:1], "chosen": one[1:2], "rejected": [{"role": "assistant", "content": "Oslo " * number + "no"}]}
-    for number, one in enumerate(row["messages"] for row in demo_rows()[:4])
+    {
+        "prompt": messages[:1],
+        "chosen": messages[1:2],
+        "rejected": [{"role": "assistant", "content": "Oslo " * number + "no"}],
+    }
+    for number, messages in enumerate(row["messages"] for row in demo_rows()[:4])
 ]
 
 
@@ -57,7 +61,9 @@ def adapted(folder: Path) -> Any:
 def pair_examples(tokenizer: Any, rows: list[dict] = ROWS, max_length: int = 64) -> list[dict[str, np.ndarray]]:
     encoder = Encoder(tokenizer, supervise_all=False)
     encoded = [encode_row(encoder, to_pair(json.loads(json.dumps(row))), max_length) for row in rows]
-    columns = [{"input_ids": one.input_ids, "labels": one.labels, "parts": one.parts} for one in encoded]
+    columns = [
+        {"input_ids": encoding.input_ids, "labels": encoding.labels, "parts": encoding.parts} for encoding in encoded
+    ]
     return [{name: np.array(values) for name, values in row.items()} for row in columns]
 
 
@@ -112,7 +118,8 @@ def test_kto_is_that_of_trl_on_one_process_with_one_batch(tmp_path, monkeypatch_
     # TRL's trainers leave their reference in a model, so this one gets its own.
     trained = model, tokenizer = adapted(tmp_path)
     trainer, batch = trl_trainer(
-        KTOTrainer, KTOConfig, LABELLED, trained, tmp_path, monkeypatch_module, per_device_train_batch_size=len(LABELLED),
+        KTOTrainer, KTOConfig, LABELLED, trained, tmp_path, monkeypatch_module,
+        per_device_train_batch_size=len(LABELLED),
         desirable_weight=weights[0], undesirable_weight=weights[1],
     )  # fmt: skip
     expected = trainer.compute_loss(model, batch)
@@ -122,19 +129,22 @@ def test_kto_is_that_of_trl_on_one_process_with_one_batch(tmp_path, monkeypatch_
     batch = labelled_batch(tokenizer)
     task, units = begun(task, model, batch)
     loss, sums = task.measure(model, batch, units.float())
-    found = task.metrics(dict(zip(task.columns, sums.tolist(), strict=True)))
+    metrics = task.metrics(dict(zip(task.columns, sums.tolist(), strict=True)))
     assert shown["kl"][-1] > 0.01, "the divergence plays no part"
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and loss.item() == pytest.approx(found["loss"])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and loss.item() == pytest.approx(metrics["loss"])
     assert torch.allclose(gradient(model, loss), expected_gradient, rtol=1e-4, atol=1e-7)
     for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"):
-        assert found[name] == pytest.approx(shown[name][-1], rel=1e-5, abs=3e-6), name
+        assert metrics[name] == pytest.approx(shown[name][-1], rel=1e-5, abs=3e-6), name
 
 
 def labelled_examples(tokenizer: Any, rows: list[dict] = LABELLED, max_length: int = 64) -> list[dict[str, np.ndarray]]:
     """The rows with TRL's mismatched ones: each takes the answer of the row before it."""
     encoder = Encoder(tokenizer, supervise_all=False)
     encoded = [encode_row(encoder, to_labelled(json.loads(json.dumps(row))), max_length) for row in rows]
-    columns = [{name: np.array(getattr(one, name)) for name in ("input_ids", "labels", "desirable")} for one in encoded]
+    columns = [
+        {name: np.array(getattr(encoding, name)) for name in ("input_ids", "labels", "desirable")}
+        for encoding in encoded
+    ]
     return [row | with_mismatched(row, columns[i - 1], max_length) for i, row in enumerate(columns)]
 
 
@@ -190,14 +200,14 @@ def test_rows_without_an_answer_change_nothing_in_kto(trained):
     ][0]
     for name in [name for name in beside if name.endswith(("supervised_positions", "shift_labels"))]:
         del beside[name]
-    found = []
+    results = []
     for batch in (alone, beside):
         of_step, units = begun(task, model, batch)
         loss, sums = of_step.measure(model, batch, units.float())
-        found.append((units, sums, gradient(model, loss)))
-    assert found[0][0] == 4
-    for one, other in zip(*found, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+        results.append((units, sums, gradient(model, loss)))
+    assert results[0][0] == 4
+    for value, other in zip(*results, strict=True):
+        assert torch.allclose(value, other, rtol=1e-4, atol=1e-6)
 
 
 class PlainLogProbabilities:
@@ -206,8 +216,8 @@ class PlainLogProbabilities:
     @staticmethod
     def apply(hidden, weight, bias, targets, *_):
         scores = torch.log_softmax(hidden @ weight.t(), dim=-1)
-        found = scores.gather(1, targets[:, None])[:, 0]
-        return found, found.detach(), None, found.detach(), (scores.argmax(-1) == targets)
+        chosen_scores = scores.gather(1, targets[:, None])[:, 0]
+        return chosen_scores, chosen_scores.detach(), None, chosen_scores.detach(), (scores.argmax(-1) == targets)
 
 
 @pytest.fixture(scope="module")
@@ -251,24 +261,24 @@ def trl_trainer(
 
 def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.cat([one.flatten() for one in torch.autograd.grad(loss, parameters)])
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
 
 
 def test_the_other_losses_are_the_formulas_of_their_papers():
     policy = torch.tensor([-4.0, -9.0]), torch.tensor([-6.0, -2.0])
     tokens = torch.tensor([2.0, 3.0]), torch.tensor([4.0, 1.0])
     means = [(policy[side] / tokens[side]).double() for side in (0, 1)]
-    found, rewards = PairLoss("simpo", "sigmoid", 2.0, gamma=0.7)(policy, None, tokens)
-    assert torch.allclose(found.double(), -logsigmoid(2.0 * (means[0] - means[1]) - 0.7))
+    losses, rewards = PairLoss("simpo", "sigmoid", 2.0, gamma=0.7)(policy, None, tokens)
+    assert torch.allclose(losses.double(), -logsigmoid(2.0 * (means[0] - means[1]) - 0.7))
     assert torch.allclose(rewards[0].double(), 2.0 * means[0])
     margin = 0.1 * (policy[0] - policy[1])
-    found, _ = PairLoss("dpo", "sigmoid", 0.1, label_smoothing=0.2)(policy, None, tokens)
-    assert torch.allclose(found, -0.8 * logsigmoid(margin) - 0.2 * logsigmoid(-margin))
-    found, _ = PairLoss("cpo", "sigmoid", 0.1)(policy, None, tokens)
-    assert torch.allclose(found, -logsigmoid(0.1 * (policy[0] - policy[1])))
-    found, _ = PairLoss("orpo", "sigmoid", 0.1)(policy, None, tokens)
+    losses, _ = PairLoss("dpo", "sigmoid", 0.1, label_smoothing=0.2)(policy, None, tokens)
+    assert torch.allclose(losses, -0.8 * logsigmoid(margin) - 0.2 * logsigmoid(-margin))
+    losses, _ = PairLoss("cpo", "sigmoid", 0.1)(policy, None, tokens)
+    assert torch.allclose(losses, -logsigmoid(0.1 * (policy[0] - policy[1])))
+    losses, _ = PairLoss("orpo", "sigmoid", 0.1)(policy, None, tokens)
     odds = [mean.exp() / (1 - mean.exp()) for mean in means]
-    assert torch.allclose(found.double(), -0.1 * logsigmoid((odds[0] / odds[1]).log()))
+    assert torch.allclose(losses.double(), -0.1 * logsigmoid((odds[0] / odds[1]).log()))
     # A certain answer and an impossible one have finite odds and gradients.
     value = torch.tensor([-1e-12, -1e-3, -0.6931472, -80.0], requires_grad=True)
     log1mexp(value).sum().backward()
@@ -285,16 +295,16 @@ def test_pairs_without_answers_and_padding_change_nothing(trained, task):
         "rejected": ROWS[0]["rejected"],
     }
     chosen = make_task(model, task=task)
-    found = {}
+    results = {}
     for name, rows in {"alone": ROWS[:2], "beside": [ROWS[0], cut, ROWS[1]]}.items():
         batch = batch_of(rows, tokenizer)
         units = chosen.units(batch)
         loss, sums = chosen.measure(model, batch, units.float())
-        found[name] = units.tolist(), loss.item(), sums, gradient(model, loss)
-    assert found["alone"][0][0] == 2 and found["alone"][0] == found["beside"][0]
-    assert found["alone"][1] == pytest.approx(found["beside"][1], rel=1e-5)
-    assert torch.allclose(found["alone"][2], found["beside"][2], rtol=1e-5, atol=1e-6)
-    assert torch.allclose(found["alone"][3], found["beside"][3], rtol=1e-4, atol=1e-6)
+        results[name] = units.tolist(), loss.item(), sums, gradient(model, loss)
+    assert results["alone"][0][0] == 2 and results["alone"][0] == results["beside"][0]
+    assert results["alone"][1] == pytest.approx(results["beside"][1], rel=1e-5)
+    assert torch.allclose(results["alone"][2], results["beside"][2], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(results["alone"][3], results["beside"][3], rtol=1e-4, atol=1e-6)
 
 
 def test_logits_of_all_tokens_give_the_same_as_those_of_the_supervised_ones(trained):
@@ -302,26 +312,26 @@ def test_logits_of_all_tokens_give_the_same_as_those_of_the_supervised_ones(trai
     task, batch = make_task(model), batch_of(ROWS * 12, tokenizer)
     whole = {name: value for name, value in batch.items() if name not in ("supervised_positions", "shift_labels")}
     assert len(whole) < len(batch)
-    expected, found = (task.log_probabilities(model, one) for one in (whole, batch))
-    assert torch.allclose(found, expected, rtol=1e-6)
+    expected, log_probabilities = (task.log_probabilities(model, rows) for rows in (whole, batch))
+    assert torch.allclose(log_probabilities, expected, rtol=1e-6)
 
 
 def test_the_reference_has_no_adapter_and_no_dropout_and_leaves_the_model_as_it_was(trained):
     model, tokenizer = trained
     task, batch = make_task(model), batch_of(ROWS, tokenizer)
     base = model.get_base_model()
-    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
     policy = task.log_probabilities(model, batch)
     model.train()
     try:
-        found = task.reference.of(model, batch)
-        assert model.training and torch.equal(found, task.reference.of(model, batch))
+        reference = task.reference.of(model, batch)
+        assert model.training and torch.equal(reference, task.reference.of(model, batch))
     finally:
         model.eval()
     with model.disable_adapter():
-        assert torch.equal(found, task.log_probabilities(model, batch))
-    assert (policy - found).abs().min() > 1e-3
-    assert before == {name: p.requires_grad for name, p in model.named_parameters()}
+        assert torch.equal(reference, task.log_probabilities(model, batch))
+    assert (policy - reference).abs().min() > 1e-3
+    assert trainable == {name: p.requires_grad for name, p in model.named_parameters()}
     with pytest.raises(AssertionError, match="no adapter"), without_adapter(torch.nn.Linear(1, 1)):
         pass
     assert base is model.get_base_model()
@@ -349,19 +359,19 @@ def test_packs_have_the_sums_and_gradients_of_padded_rows(trained, kind, times):
     task = make_task(model, task=kind)
     examples_of, rows = (pair_examples, ROWS) if kind == "dpo" else (labelled_examples, LABELLED)
     chosen = examples_of(tokenizer, rows * times)
-    for one in chosen:
+    for row in chosen:
         # The first token of a row is never predicted, whatever its label.
-        for start in (0, one["parts"][0]):
-            one["labels"][start] = one["input_ids"][start]
+        for start in (0, row["parts"][0]):
+            row["labels"][start] = row["input_ids"][start]
     collate = Collate(PadRight(tokenizer.pad_token_id), Flatten("positions"), head_chooses=True, by_row=True)
-    found = []
+    results = []
     for examples in (chosen, [join_rows(chosen[:3]), join_rows(chosen[3:])]):
         batch = collate(examples)
         of_step, units = begun(task, model, batch)
         loss, sums = of_step.measure(model, batch, units.float())
-        found.append((units, sums, gradient(model, loss)))
+        results.append((units, sums, gradient(model, loss)))
     assert batch["position_ids"].shape == batch["input_ids"].shape
     # Logits of all tokens of few rows, and of the supervised ones of many.
     assert ("supervised_positions" in batch) == (times > 1)
-    for padded, packed in zip(*found, strict=True):
+    for padded, packed in zip(*results, strict=True):
         assert torch.allclose(packed, padded, rtol=1e-4, atol=1e-5)

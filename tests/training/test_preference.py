@@ -1,4 +1,4 @@
-"""Preference runs take the steps of a plain PyTorch loop, whatever the layout, the reference's route and a kill between them."""
+"""Preference runs take the steps of a plain PyTorch loop, whatever the layout, the reference's route, and a kill."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SAVED = "--task dpo --sft_weight 0.5 --lora_dropout 0 --save_strategy steps --sa
 def pairs(tmp_path_factory) -> Path:
     """Return 13 pairs of very different lengths, which fill 6 packs."""
     rows = [row["messages"] for row in demo_rows()]
-    found = []
-    for number, (one, other) in enumerate(zip(rows[:13], rows[13:26], strict=True)):
+    pairs_written = []
+    for number, (chat, other) in enumerate(zip(rows[:13], rows[13:26], strict=True)):
         rejected = {"role": "assistant", "content": " ".join(["Oslo"] * (1 + number % 4)) + other[1]["content"]}
-        found.append({"prompt": one[:-1], "chosen": one[-1:], "rejected": [rejected]})
-    return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", found)
+        pairs_written.append({"prompt": chat[:-1], "chosen": chat[-1:], "rejected": [rejected]})
+    return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pairs_written)
 
 
 @pytest.fixture(scope="session")
@@ -77,13 +77,13 @@ def job(tmp_path_factory, tiny_model, pairs):
 class PairLoop(AnswerLoop):
     metrics = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "nll_loss")
     undecided = ("rewards/accuracies",)
-    rate, most = RATE, MOST
+    rate, most_tokens = RATE, MOST
 
     def __init__(
-        self, *paths: Path, task: str = "dpo", sft_weight: float = 0.5, streamed: bool = False, **given: Any
+        self, *paths: Path, task: str = "dpo", sft_weight: float = 0.5, streamed: bool = False, **options: Any
     ) -> None:
         self.task, self.sft_weight, self.streamed = task, sft_weight, streamed
-        super().__init__(*paths, **given)
+        super().__init__(*paths, **options)
 
     def read(self, rows: list[dict[str, Any]]) -> list[list[Answer]]:
         """Return the chosen and the rejected answer of each row."""
@@ -96,7 +96,7 @@ class PairLoop(AnswerLoop):
         return (np.arange(STEPS * GLOBAL_BATCH) % self.rows).reshape(STEPS, GLOBAL_BATCH).tolist()
 
     def measure(self, rows) -> dict[str, torch.Tensor]:
-        found: dict[str, list] = {name: [] for name in ("pair", "chosen", "rejected", "right", "logp", "tokens")}
+        columns: dict[str, list] = {name: [] for name in ("pair", "chosen", "rejected", "right", "logp", "tokens")}
         for pair in (self.answers[i] for i in rows):
             (chosen, of_chosen), (rejected, of_rejected) = map(self.compared, pair)
             long, short = (len(ids) - start for ids, start in pair)
@@ -107,15 +107,15 @@ class PairLoop(AnswerLoop):
                 means = chosen / long, rejected / short
                 odds = [mean.exp() / (1 - mean.exp()) for mean in means]
                 loss, rewards = -BETA * logsigmoid((odds[0] / odds[1]).log()), (BETA * means[0], BETA * means[1])
-            for name, value in zip(found, (loss, *rewards, rewards[0] > rewards[1], chosen, long), strict=True):
-                found[name].append(value)
-        count, nll = len(rows), -sum(found["logp"]) / sum(found["tokens"])
+            for name, value in zip(columns, (loss, *rewards, rewards[0] > rewards[1], chosen, long), strict=True):
+                columns[name].append(value)
+        count, nll = len(rows), -sum(columns["logp"]) / sum(columns["tokens"])
         return {
-            "loss": sum(found["pair"]) / count + self.sft_weight * nll,
-            "rewards/chosen": sum(found["chosen"]) / count,
-            "rewards/rejected": sum(found["rejected"]) / count,
-            "rewards/accuracies": sum(found["right"]) / count,
-            "logps/chosen": sum(found["logp"]) / count,
+            "loss": sum(columns["pair"]) / count + self.sft_weight * nll,
+            "rewards/chosen": sum(columns["chosen"]) / count,
+            "rewards/rejected": sum(columns["rejected"]) / count,
+            "rewards/accuracies": sum(columns["right"]) / count,
+            "logps/chosen": sum(columns["logp"]) / count,
             "nll_loss": nll,
         }
 
@@ -202,7 +202,7 @@ def test_a_reference_pass_takes_no_more_pairs_at_once_than_a_micro_batch():
     data = TrainingData(rows, None, BatchPlan(2, 4, 1), None)
     reference = Precomputed(lambda *_: None, lambda of_rows, model, batch: torch.ones(len(batch), 2), data)
     runner = SimpleNamespace(
-        batch_of=lambda taken: sizes.append(len(taken)) or taken,
+        batch_of=lambda pairs: sizes.append(len(pairs)) or pairs,
         device="cpu",
         model=torch.nn.Linear(1, 1),
         autocast=nullcontext,
@@ -228,26 +228,32 @@ def test_a_killed_run_with_another_reference_ends_like_a_whole_one(job, loop, ot
     resumed = job(2, 2, f"{options} --resume {whole}/checkpoint-2", "resumed-other")
     assert_same_end(whole, resumed, PairLoop.metrics)
     assert "Loading reference model" in printed(whole) and "Loading reference model" not in printed(resumed)
-    argv = f"--config {whole}/settings.yaml --run_name another --reference_model {tiny_model} --resume {whole}/checkpoint-2"
+    argv = (
+        f"--config {whole}/settings.yaml --run_name another --reference_model {tiny_model} "
+        f"--resume {whole}/checkpoint-2"
+    )
     result = run_ranks(1, train, argv.split(), str(tmp_path), folder=tmp_path / "out")
     assert result.codes == [2] and f"reference_model {other_model} -> {tiny_model}" in result.output, result.output
     # Its values are not those that the checkpoint keeps, so they are computed anew.
     anew = job(1, 2, f"{SAVED} --reference_model {tiny_model} --resume_anyway --resume {whole}/checkpoint-2", "anew")
     expected = reference_values(job(1, 2, f"{SAVED} --reference_model {tiny_model}", "own"))
-    assert all(torch.equal(found, expected[name]) for name, found in reference_values(anew).items())
-    argv = f"--config {whole}/settings.yaml --run_name none --resume {whole}/checkpoint-2 --resume_anyway --reference precomputed"
+    assert all(torch.equal(values, expected[name]) for name, values in reference_values(anew).items())
+    argv = (
+        f"--config {whole}/settings.yaml --run_name none --resume {whole}/checkpoint-2 --resume_anyway "
+        "--reference precomputed"
+    )
     argv = [*argv.split(), "--reference_model", "none"]
     result = run_ranks(1, train, argv, str(tmp_path), folder=tmp_path / "out_none")
     assert result.codes == [2] and "holds the values of another reference model" in result.output, result.output
 
 
 def test_the_model_as_its_own_reference_gives_the_values_of_the_other_routes(job, loop, tiny_model):
-    own = job(1, 2, f"{SAVED} --reference_model {tiny_model}", "own")
+    run = job(1, 2, f"{SAVED} --reference_model {tiny_model}", "own")
     precomputed = reference_values(job(2, 2, f"{SAVED} --reference precomputed", "whole"))
-    found = reference_values(own)
-    assert all(torch.allclose(found[name], precomputed[name], rtol=1e-6, atol=0) for name in ("train", "eval"))
+    values = reference_values(run)
+    assert all(torch.allclose(values[name], precomputed[name], rtol=1e-6, atol=0) for name in ("train", "eval"))
     # As a run does that turns the adapter off.
-    loop().assert_equal(own)
+    loop().assert_equal(run)
 
 
 @pytest.mark.parametrize("layout", [(1, 8), pytest.param((2, 2), marks=pytest.mark.slow)])
@@ -300,8 +306,11 @@ def test_packs_of_a_stream_with_the_model_as_its_own_reference_take_the_steps_of
     job, tiny_model
 ):
     options = f"{SAVED} --streaming --packing on"
-    off, own = job(1, 1, options, "packs-off"), job(1, 1, f"{options} --reference_model {tiny_model}", "packs-own")
-    for one, other in zip(history(own), history(off), strict=True):
+    off, with_reference = (
+        job(1, 1, options, "packs-off"),
+        job(1, 1, f"{options} --reference_model {tiny_model}", "packs-own"),
+    )
+    for line, other in zip(history(with_reference), history(off), strict=True):
         names = [name for name in PairLoop.metrics if name not in PairLoop.undecided]
-        assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-5, abs=3e-6)
-    assert history(own)[-1]["rewards/chosen"] > 0.01
+        assert [line[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-5, abs=3e-6)
+    assert history(with_reference)[-1]["rewards/chosen"] > 0.01

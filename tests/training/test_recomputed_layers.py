@@ -42,36 +42,36 @@ def passed(captured: CapturedStep, batch: dict[str, Any]) -> tuple[torch.Tensor,
 
 def kept_bytes(captured: CapturedStep, batch: dict[str, Any]) -> int:
     """Return what the forward pass keeps for the backward pass, without parameters."""
-    kept: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
     parameters = {p.data_ptr() for p in captured.forward.decoder.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         captured.run(batch, torch.ones(()))
-    return sum(t.numel() * t.element_size() for t in kept if t.data_ptr() not in parameters)
+    return sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in parameters)
 
 
 @pytest.mark.parametrize("library", ["none", "torch"])
 def test_layers_are_computed_twice_keep_less_and_give_the_same_gradients(library: str) -> None:
     model = model_of("lora")
     batch = batches()[1]
-    wanted = passed(captured_of(model), batch)
+    expected = passed(captured_of(model), batch)
     if library == "torch":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     captured, calls = captured_of(model, recompute=True), []
     for layer in captured.forward.layers:
-        layer.register_forward_pre_hook(lambda layer, given: calls.append(layer))
-    found = passed(captured, batch)
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+        layer.register_forward_pre_hook(lambda layer, inputs: calls.append(layer))
+    twice = passed(captured, batch)
+    assert torch.equal(twice[0], expected[0]) and torch.equal(twice[1], expected[1])
     assert len(calls) == 2 * len(captured.forward.layers)
     recomputed = kept_bytes(captured, batch)
     captured.recompute_layers(False)
     # A graph would replay the layers as they were captured.
     assert not captured.graphs
-    assert torch.equal(passed(captured, batch)[1], wanted[1])
+    assert torch.equal(passed(captured, batch)[1], expected[1])
     assert 4 * recomputed < kept_bytes(captured, batch)
 
 
@@ -90,12 +90,12 @@ def test_the_librarys_own_checkpointing_is_back_after_a_pass(fails: bool) -> Non
 
 
 def attend_within_rows(
-    query: Any, key: Any, value: Any, starts: torch.Tensor, *others: Any, **given: Any
+    query: Any, key: Any, value: Any, starts: torch.Tensor, *others: Any, **options: Any
 ) -> torch.Tensor:
     """Compute torch's varlen_attn on a CPU."""
     row = torch.bucketize(torch.arange(query.shape[0]), starts, right=True)
     mask = (row[:, None] == row[None]).tril()
-    heads = (one.transpose(0, 1)[None] for one in (query, key, value))
+    heads = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     attended = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
     return attended[0].transpose(0, 1)
 
@@ -125,10 +125,10 @@ def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPat
     try:
         with captured.forward.compiled_layers():
             for _ in range(2):
-                for batch, wanted in zip(packs, plain, strict=True):
+                for batch, expected in zip(packs, plain, strict=True):
                     loss, gradient = passed(captured, batch)
-                    torch.testing.assert_close(loss, wanted[0], rtol=1e-2, atol=0)
-                    assert (gradient - wanted[1]).norm() < 0.05 * wanted[1].norm()
+                    torch.testing.assert_close(loss, expected[0], rtol=1e-2, atol=0)
+                    assert (gradient - expected[1]).norm() < 0.05 * expected[1].norm()
                     graphs.append(counters["stats"]["unique_graphs"])
     finally:
         torch._dynamo.reset()
@@ -142,7 +142,8 @@ def run_attention(**given):
 
 def forward(self, hidden_states, position_embeddings, **given):
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-    query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+    projections = self.q_proj, self.k_proj, self.v_proj
+    query, key, value = (projection(hidden_states).view(shape).transpose(1, 2) for projection in projections)
     query, key = rotate(query, key, *position_embeddings)
     attended = run_attention(config=self.settings, context=self.settings, Q=query, K=key, V=value)
     return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
@@ -166,10 +167,12 @@ def as_of_unsloth(model: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("lora")
     family = as_of_unsloth(model, monkeypatch)
-    before = family.run_attention
-    wanted, found = (passed(captured_of(model, recompute=recompute), batches()[1]) for recompute in (False, True))
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
-    assert family.run_attention is before
+    attention = family.run_attention
+    expected, recomputed = (
+        passed(captured_of(model, recompute=recompute), batches()[1]) for recompute in (False, True)
+    )
+    assert torch.equal(recomputed[0], expected[0]) and torch.equal(recomputed[1], expected[1])
+    assert family.run_attention is attention
 
 
 @pytest.mark.parametrize("unsloth", [False, True])
@@ -185,16 +188,16 @@ def test_rows_are_kept_apart_by_boundaries_or_as_sequences(
 
     called = []
 
-    def attend(*given: Any, **more: Any) -> torch.Tensor:
-        called.append(given)
-        return attend_within_rows(*given, **more)
+    def attend(*arguments: Any, **more: Any) -> torch.Tensor:
+        called.append(arguments)
+        return attend_within_rows(*arguments, **more)
 
     monkeypatch.setattr(upstream, "varlen_attn", attend, raising=False)
     collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
     packs = [pack_of(of) for of in lengths]
     model = model_of("lora").bfloat16()
-    wanted = sum(ordinary_sum(model, collate([pack])) for pack in packs)
-    wanted.backward()
+    expected_loss = sum(ordinary_sum(model, collate([pack])) for pack in packs)
+    expected_loss.backward()
     expected = gradients(model)
     model.zero_grad()
     if unsloth:
@@ -203,9 +206,9 @@ def test_rows_are_kept_apart_by_boundaries_or_as_sequences(
         varlen.use(model.get_base_model())
     forward = PackedForward(model, shape)
     captured = CapturedStep(model, forward, contextlib.nullcontext, torch.bfloat16, torch.device("cpu"))
-    loss, found = passed(captured, collate(packs))
-    torch.testing.assert_close(loss, wanted.detach().float(), rtol=1e-2, atol=0)
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    loss, gradient = passed(captured, collate(packs))
+    torch.testing.assert_close(loss, expected_loss.detach().float(), rtol=1e-2, atol=0)
+    assert (gradient - expected).norm() < 0.05 * expected.norm()
     assert bool(called) is (not shape.sequences)
 
 
@@ -239,11 +242,11 @@ def test_unsloths_fused_norm_is_on_inside_a_pass_unless_the_user_decided(
         monkeypatch.setenv(environ, variable)
     model = model_of("lora")
     as_of_unsloth(model, monkeypatch)
-    seen = []
+    switches = []
     captured = captured_of(model)
-    captured.forward.layers[0].register_forward_pre_hook(lambda *_: seen.append(getattr(kernels, switch)))
+    captured.forward.layers[0].register_forward_pre_hook(lambda *_: switches.append(getattr(kernels, switch)))
     captured.run(batches()[0], torch.ones(()))
-    assert seen == [on] and getattr(kernels, switch) is False
+    assert switches == [on] and getattr(kernels, switch) is False
 
 
 def test_random_numbers_of_a_forward_pass_are_noticed_and_left_as_they_were() -> None:
@@ -258,7 +261,7 @@ def test_random_numbers_of_a_forward_pass_are_noticed_and_left_as_they_were() ->
     forward = PackedForward(model, SHAPE)
     assert not forward.draws_random_numbers(step)
     # Not a dropout layer: noise that a model adds by itself.
-    forward.layers[1].register_forward_hook(lambda layer, given, output: output + 0 * torch.rand(1))
+    forward.layers[1].register_forward_hook(lambda layer, inputs, output: output + 0 * torch.rand(1))
     assert forward.draws_random_numbers(step)
 
 

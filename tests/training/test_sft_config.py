@@ -25,8 +25,8 @@ from unsloth_ddp.training.optimizer_check import SCHEDULE_EXAMPLES
 from unsloth_ddp.training.sft_config import make_config
 from unsloth_ddp.utils.errors import UserError
 
-# Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
-# loaders, DDP.
+# Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints,
+# data loaders, DDP.
 WORDS = """
     lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon optim_target_modules
     tf32 gradient_checkpointing_kwargs activation_offloading torch_compile torch_compile_backend torch_compile_mode
@@ -43,8 +43,10 @@ WORDS = """
 GOES_THROUGH = set(WORDS.split())
 
 
-def config_with(folder: Path, options: dict[str, Any] | None = None, sharding: Sharding = "none", **given: Any) -> Any:
-    settings = Settings(model="m", dataset=["d"], trainer_args=given, **(options or {}))
+def config_with(
+    folder: Path, options: dict[str, Any] | None = None, sharding: Sharding = "none", **trainer_args: Any
+) -> Any:
+    settings = Settings(model="m", dataset=["d"], trainer_args=trainer_args, **(options or {}))
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU", sharding=sharding)
     return make_config(settings, runtime, BatchPlan(1, 1, 1), folder)
 
@@ -58,8 +60,8 @@ def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
 
 def test_fsdp2_averages_gradients_after_every_micro_batch(tmp_path: Path) -> None:
     def averages(sharding: Sharding) -> bool:
-        given = config_with(tmp_path, sharding=sharding).accelerator_config.gradient_accumulation_kwargs
-        return bool(given["sync_each_batch"])
+        kwargs = config_with(tmp_path, sharding=sharding).accelerator_config.gradient_accumulation_kwargs
+        return bool(kwargs["sync_each_batch"])
 
     assert averages("fsdp2") and not averages("none")
 
@@ -72,10 +74,12 @@ def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Pa
 
 
 def test_what_goes_through_wins_over_what_the_kit_would_choose(tmp_path: Path) -> None:
-    given = {"logging_nan_inf_filter": True, "logging_first_step": False, "ddp_broadcast_buffers": True}
-    config, chosen = config_with(tmp_path, **given), config_with(tmp_path)
-    assert {name: getattr(config, name) for name in given} == given
-    assert {name: getattr(chosen, name) for name in given} == {name: not value for name, value in given.items()}
+    trainer_args = {"logging_nan_inf_filter": True, "logging_first_step": False, "ddp_broadcast_buffers": True}
+    config, chosen = config_with(tmp_path, **trainer_args), config_with(tmp_path)
+    assert {name: getattr(config, name) for name in trainer_args} == trainer_args
+    assert {name: getattr(chosen, name) for name in trainer_args} == {
+        name: not value for name, value in trainer_args.items()
+    }
 
 
 def test_what_the_kit_does_by_itself_is_left_to_nobody_else(tmp_path: Path) -> None:
@@ -110,8 +114,8 @@ def test_only_adapters_with_zero3_are_recomputed_in_the_reentrant_way(
 
 
 def test_keywords_of_gradient_checkpointing_arrive(tmp_path: Path) -> None:
-    given = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    config = config_with(tmp_path, {"gradient_checkpointing": "torch"}, **given)
+    trainer_args = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    config = config_with(tmp_path, {"gradient_checkpointing": "torch"}, **trainer_args)
     assert config.gradient_checkpointing_kwargs == {"use_reentrant": True}
 
 
@@ -125,10 +129,10 @@ def test_types_are_read_from_the_source_as_python_sees_them() -> None:
     hints, read = typing.get_type_hints(TrainingArguments), sft_config_fields()
     for name in GOES_THROUGH - {"activation_offloading"}:
         parts = typing.get_args(hints[name]) or (hints[name],)
-        known = {
+        type_names = {
             (typing.get_origin(part) or part).__name__ for part in parts if isinstance(part, type | types.GenericAlias)
         }
-        assert read[name] <= known, name
+        assert read[name] <= type_names, name
     assert (read["adam_beta1"], read["optim_target_modules"]) == ({"float"}, {"str", "list"})
     assert (read["gradient_checkpointing_kwargs"], read["activation_offloading"]) == ({"dict"}, {"bool"})
     assert read["logging_strategy"] == set()
@@ -148,7 +152,7 @@ def test_what_the_optimizer_does_not_read_is_refused(tmp_path: Path) -> None:
     assert config_with(tmp_path, adam_beta1=0.9).adam_beta1 == 0.9
 
 
-@pytest.mark.parametrize("name", [str(one.value) for one in SchedulerType])
+@pytest.mark.parametrize("name", [str(kind.value) for kind in SchedulerType])
 def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
     example = SCHEDULE_EXAMPLES.get(name)
     if example:
@@ -167,19 +171,19 @@ def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> N
 
 
 def test_values_of_the_fields_own_types_go_through(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
+    trainer_args: dict[str, Any] = {
         "eval_delay": 0,
         "log_level": "info",
         "neftune_noise_alpha": None,
         "debug": "underflow_overflow",
     }
-    given |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "data_seed": 3}
-    config = config_with(tmp_path, **given)
+    trainer_args |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "data_seed": 3}
+    config = config_with(tmp_path, **trainer_args)
     assert (config.eval_delay, config.log_level, config.data_seed) == (0, "info", 3)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "given", "said"),
+    ("schedule", "kwargs", "phrase"),
     [
         ("cosine", {"num_cycles": "x"}, "does not work with lr_scheduler_kwargs {'num_cycles': 'x'}"),
         ("polynomial", {"power": -1}, "does not work with lr_scheduler_kwargs {'power': -1}"),
@@ -187,8 +191,8 @@ def test_values_of_the_fields_own_types_go_through(tmp_path: Path) -> None:
     ],
 )
 def test_keywords_that_a_schedule_reads_after_the_warm_up_are_tried(
-    tmp_path: Path, schedule: str, given: dict[str, Any], said: str
+    tmp_path: Path, schedule: str, kwargs: dict[str, Any], phrase: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        config_with(tmp_path, {"lr_scheduler_type": schedule}, lr_scheduler_kwargs=given)
-    assert said in str(refused.value)
+        config_with(tmp_path, {"lr_scheduler_type": schedule}, lr_scheduler_kwargs=kwargs)
+    assert phrase in str(refused.value)

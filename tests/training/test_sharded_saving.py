@@ -22,7 +22,10 @@ from unsloth_ddp.utils.errors import UserError
 
 FSDP2 = {"UNSLOTH_FSDP2": "1"}
 STEPS = 4
-OPTIONS = "--global_batch_size 4 --max_steps 4 --logging_steps 1 --save_steps 1 --save_total_limit none --eval_dataset held_out.jsonl"
+OPTIONS = (
+    "--global_batch_size 4 --max_steps 4 --logging_steps 1 --save_steps 1 --save_total_limit none "
+    "--eval_dataset held_out.jsonl"
+)
 # After an evaluation FSDP2 holds the head whole until the next backward pass; the save of step 2 falls into that time.
 EVALUATED = "--eval_strategy steps --eval_steps 2"
 LORA = f"{OPTIONS} {EVALUATED} --lora_dropout 0.1 --lora_modules_to_save lm_head"
@@ -97,15 +100,15 @@ def test_another_number_of_processes_continues_with_the_same_weights_and_optimiz
     resumed = copy_until(full_run, 2, f"sharded-full-on-{ranks}")
     printed = job(FULL, resumed.name, ranks, environ=FSDP2 if ranks > 1 else {}).output
     assert f"world_size 2 -> {ranks}" in printed
-    found, expected = load_file(resumed / "model.safetensors"), load_file(full_run / "model.safetensors")
+    continued, expected = load_file(resumed / "model.safetensors"), load_file(full_run / "model.safetensors")
     start = load_file(
         Path(json.loads((full_run / "summary.json").read_text())["settings"]["model"]) / "model.safetensors"
     )
-    assert found.keys() == expected.keys() == start.keys()
-    for name in found:
+    assert continued.keys() == expected.keys() == start.keys()
+    for name in continued:
         moved = (expected[name] - start[name]).norm()
         assert moved > 0, name
-        assert (found[name] - expected[name]).norm() < 1e-4 * moved, name
+        assert (continued[name] - expected[name]).norm() < 1e-4 * moved, name
     losses = [[entry["loss"] for entry in history(run) if "loss" in entry] for run in (resumed, full_run)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -124,8 +127,8 @@ def test_a_checkpoint_in_shards_becomes_the_model_that_the_run_wrote(full_run, t
     result = find_result(str(full_run / f"checkpoint-{STEPS}"), in_shards=True)
     assert result.in_shards
     write_merged(result, tmp_path)
-    found, expected = load_file(tmp_path / "model.safetensors"), load_file(full_run / "model.safetensors")
-    assert_same(found, expected)
+    exported, expected = load_file(tmp_path / "model.safetensors"), load_file(full_run / "model.safetensors")
+    assert_same(exported, expected)
     files = {path.name for path in tmp_path.iterdir()}
     assert files >= {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
     assert not files & {"trainer_state.json", "optimizer.pt", "rng_state_0.pth", "manifest.json"}

@@ -54,14 +54,14 @@ def test_one_quick_interval_starts_anew():
 def test_own_time_leaves_out_the_last_backward_pass(monkeypatch):
     now = [7.0]
     monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    own = OwnWorkTimer(torch.device("cpu"))
-    own.start(reading=0.25, micro_batches=2)
-    own.forward_done()
+    timer = OwnWorkTimer(torch.device("cpu"))
+    timer.start(reading=0.25, micro_batches=2)
+    timer.forward_done()
     now[0] += 0.5
-    own.forward_done()
+    timer.forward_done()
     now[0] += 8
-    assert own.take() == (0.75, 1)
-    assert own.take() == (0.0, 0)
+    assert timer.take() == (0.75, 1)
+    assert timer.take() == (0.0, 0)
 
 
 def test_the_line_names_host_and_figures():

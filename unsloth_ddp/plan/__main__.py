@@ -145,11 +145,13 @@ def tokenize_rows(settings: Settings) -> RowLengths:
         rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         # The row after these only fills up the last step; see batch_plan.RowOrder. A pair counts with both its rows, a
         # labelled answer without its mismatched one.
-        lengths, supervised, held_tokens, trained = (
+        lengths, supervised, all_tokens, trained = (
             each[:-1] for each in (rows.lengths(), rows.supervised(), row_lengths(rows.dataset), rows.trained_lengths())
         )
         pixels = rows.pixels()[:-1] if rows.processing is not None else None
-    return RowLengths(lengths, supervised, streamed=rows.streamed, pixels=pixels, held=held_tokens, trained=trained)
+    return RowLengths(
+        lengths, supervised, streamed=rows.streamed, pixels=pixels, all_tokens=all_tokens, trained=trained
+    )
 
 
 def check_training_arguments(settings: Settings) -> None:

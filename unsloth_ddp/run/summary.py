@@ -57,7 +57,7 @@ def describe_run(
             **({"loss": task.described} if task.described else {}),
             **describe_rows(settings, data, head_chooses=task.head_chooses),
             "optimizer": describe_optimizer(settings, runtime),
-            "activations": f"gradient checkpointing {rung.kind}: {decision.reason}",
+            "activations": f"gradient checkpointing {rung.kind}: {decision.rung_reason}",
             **({"CUDA graphs": f"{'on' if rung.captured else 'off'}: {decision.graphs}"} if cuda else {}),
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),

@@ -123,7 +123,7 @@ def choose_step(
 
 
 def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
-    """Return the kinds of gradient checkpointing that a run may use, cheapest first (model/forward/gradient_checkpointing.py)."""
+    """Return the kinds of gradient checkpointing that a run may use, cheapest first (gradient_checkpointing.py)."""
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
     all_kinds = backend_of(settings) == "unsloth" and sharding == "none"
@@ -155,16 +155,16 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
 def planned_packing(
     settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE, *, images: bool = False
 ) -> PackingDecision:
-    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/packing/attention.py)."""
+    """Decide packing as on a GPU of this capability without flash-attn and xformers (model/packing/attention.py)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE
-    found = shape.packing
-    none = found.no_kernel or (found.no_kernel_with_images if images else None)
+    obstacles = shape.packing
+    none = obstacles.no_kernel or (obstacles.no_kernel_with_images if images else None)
     takes = replaceable and precision != "fp32" and not older and none is None
     place = describe_backend(backend, precision, settings)
     if older:
         place += describe_older_gpu("a GPU", capability)
     missing = none or f"{place} has no attention kernel for packed rows"
     kernel = "torch's varlen_attn" if takes else None
-    return decide_packing(settings.packing, missing, kernel, found.wrong)
+    return decide_packing(settings.packing, missing, kernel, obstacles.wrong)

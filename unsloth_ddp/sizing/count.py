@@ -69,17 +69,17 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     text = model.config.get_text_config()
     stacked = stacked_experts(model)
     experts = sum(p.numel() for p in stacked.values())
-    known, used = number_in(text, EXPERTS), number_in(text, EXPERTS_A_TOKEN)
+    expert_count, used = number_in(text, EXPERTS), number_in(text, EXPERTS_A_TOKEN)
     # Experts that are linear layers of their own are counted among those.
-    counted = not known or bool(stacked and used)
+    counted = not expert_count or bool(stacked and used)
     vocabulary, head_size = head.weight.shape[0], head.weight.numel()
     backend = backend_of(settings)
     unsloths = backend == "unsloth" and _is_file_of_unsloth(model.config.model_type)
     packing = packing_obstacles(model, backend, unsloth_attention=unsloths)
-    beside = {id(one): one for part in parts_beside_text(model).values() for one in part.modules()}
+    beside = {id(module): module for part in parts_beside_text(model).values() for module in part.modules()}
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and id(m) not in beside]
-    towers = {id(p): p for one in beside.values() for p in one.parameters()}
-    tower_linear = sum(one.weight.numel() for one in beside.values() if isinstance(one, torch.nn.Linear))
+    towers = {id(p): p for module in beside.values() for p in module.parameters()}
+    tower_linear = sum(module.weight.numel() for module in beside.values() if isinstance(module, torch.nn.Linear))
     tower = image_tower(model)
     beside_trained = trained_beside(model, settings.train_towers)
     freeze_beside_text(model, beside_trained)
@@ -93,11 +93,13 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     if tower and settings.method != "full":
         tower_trained = any(p.requires_grad for block in tower.blocks for p in block.parameters())
-    with_adapter = sum(p.numel() for _, p in adapted_parameters(adapted) if any(p is one for one in stacked.values()))
+    with_adapter = sum(
+        p.numel() for _, p in adapted_parameters(adapted) if any(p is weight for weight in stacked.values())
+    )
     adapted.to(torch.bfloat16)
     _without_adapted_experts(adapted)
     model.enable_input_require_grads()
-    layer_input, layer_kept, outside = _kept(model, blocks)
+    layer_input, layer_kept, outside = _kept_bytes(model, blocks)
     return ModelShape(
         parameters=parameters,
         linear=sum(linear),
@@ -110,9 +112,9 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         layer_kept=layer_kept,
         outside_kept=outside,
         experts=experts,
-        active_experts=experts * used // known if counted and known else experts,
+        active_experts=experts * used // expert_count if counted and expert_count else experts,
         adapted_experts=with_adapter,
-        has_experts=known > 0,
+        has_experts=expert_count > 0,
         towers=frozen,
         tower_linear=tower_linear,
         numbers_a_patch=tower.numbers_a_patch if tower else 0,
@@ -127,8 +129,8 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
 
 def _is_file_of_unsloth(model_type: str) -> bool:
     """Return whether Unsloth has a file for this architecture, which replaces its attention."""
-    found = importlib.util.find_spec("unsloth")
-    return bool(found and found.origin and (Path(found.origin).parent / "models" / f"{model_type}.py").is_file())
+    spec = importlib.util.find_spec("unsloth")
+    return bool(spec and spec.origin and (Path(spec.origin).parent / "models" / f"{model_type}.py").is_file())
 
 
 def _without_adapted_experts(model: torch.nn.Module) -> None:
@@ -168,19 +170,19 @@ def _without_scores() -> str:
     return "unsloth_ddp_counted"
 
 
-def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
+def _kept_bytes(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
     """Return bytes per token: input of a block, kept by the block that keeps most, kept outside blocks."""
-    known = {p.untyped_storage()._cdata for p in model.parameters()}
-    held: dict[int, torch.Tensor] = {}
-    kept = [0] * (len(blocks) + 1)
+    weight_storages = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept_tensors: dict[int, torch.Tensor] = {}
+    kept_by_block = [0] * (len(blocks) + 1)
     inside, inputs = [-1], [0]
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known and storage._cdata not in held:
+        if storage._cdata not in weight_storages and storage._cdata not in kept_tensors:
             # Kept alive, so that no later tensor gets its address.
-            held[storage._cdata] = tensor
-            kept[inside[0]] += storage.nbytes()
+            kept_tensors[storage._cdata] = tensor
+            kept_by_block[inside[0]] += storage.nbytes()
         return tensor
 
     def enter(index: int, hidden: Any) -> None:
@@ -198,5 +200,5 @@ def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
             hooks.enter_context(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
         text_decoder(model)(input_ids=ids, attention_mask=mask, use_cache=False)
-    blocks_kept = max(kept[:-1], default=0)
-    return inputs[0] / COUNTED_TOKENS, blocks_kept / COUNTED_TOKENS, kept[-1] / COUNTED_TOKENS
+    blocks_kept = max(kept_by_block[:-1], default=0)
+    return inputs[0] / COUNTED_TOKENS, blocks_kept / COUNTED_TOKENS, kept_by_block[-1] / COUNTED_TOKENS

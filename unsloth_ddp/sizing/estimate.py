@@ -1,9 +1,9 @@
 """Estimate the memory of one GPU, by method and sharding: pure arithmetic.
 
-The estimates of MEASURED pairs, and of models that FSDP2 loads in shards, are within 10 % of runs on H200s, those of DDP
-(sharding none) within 8 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to
-keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation come on
-top; FILLED is left for them.
+The estimates of MEASURED pairs, and of models that FSDP2 loads in shards, are within 10 % of runs on H200s, those of
+DDP (sharding none) within 8 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are
+known to keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation
+come on top; FILLED is left for them.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ MEASURED_WITH_OFFLOAD = {("full", "zero2"), ("lora", "zero3")}
 UNSLOTH_KEEPS, OF_PACKS, OF_ALL = 0.5, 0.62, 0.68
 # Unsloth's fused loss takes as many logits at once as fit into 4 GiB at 16 bytes each.
 LOGITS_AT_ONCE = 2**28
-# Bytes of a logit in the backward pass of a loss that is computed from the logits of a whole micro-batch: its log-probability,
-# the gradient of that, and its own gradient, all in fp32.
+# Bytes of a logit in the backward pass of a loss that is computed from the logits of a whole micro-batch: its
+# log-probability, the gradient of that, and its own gradient, all in fp32.
 WHOLE_LOGIT = 12
 
 
@@ -124,16 +124,16 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     frozen = _frozen_bytes(shape, method, work)
     activations = estimate_activations(shape, method, work)
     if sharding == "none":
-        found = _with_ddp(shape, method, work, frozen, activations)
+        estimate = _with_ddp(shape, method, work, frozen, activations)
     elif sharding == "fsdp2":
-        found = _with_fsdp2(shape, method, work, frozen, activations)
+        estimate = _with_fsdp2(shape, method, work, frozen, activations)
     else:
-        found = _with_zero(shape, method, sharding, work, frozen, activations)
+        estimate = _with_zero(shape, method, sharding, work, frozen, activations)
     if work.offload != "none":
-        found = _in_host_memory(found, shape, method, sharding, work)
+        estimate = _in_host_memory(estimate, shape, method, sharding, work)
     # No mixture of experts and no trained tower was held against a run.
     unknown = shape.has_experts or (work.pixels > 0 and shape.tower_trained)
-    return dataclasses.replace(found, lower_bound=True) if unknown else found
+    return dataclasses.replace(estimate, lower_bound=True) if unknown else estimate
 
 
 def beside_reference(
@@ -152,7 +152,7 @@ def _in_host_memory(
 ) -> MemoryEstimate:
     """Move what lies in host memory off the GPU; copies of it that the GPU computes with are only known in part.
 
-    DeepSpeed and FSDP2 keep gradients where the optimizer runs; with ZeRO-2 they are on the GPU too between micro-batches.
+    DeepSpeed and FSDP2 keep gradients where the optimizer runs; with ZeRO-2 also on the GPU between micro-batches.
     """
     weights = memory.weights if work.offload == "parameters" else 0.0
     moved = memory.gradients + memory.optimizer + weights
@@ -160,7 +160,7 @@ def _in_host_memory(
     if sharding == "zero2":
         largest = max(shape.head, shape.largest_linear) if method == "full" else 0
         gradients = zero2_offload_bytes(shape.trained(method), largest, work.precision, work.processes)
-    # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 has 16-bit ones.
+    # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 halves them.
     loading = {
         "fsdp2": memory.loading,
         "zero2": _frozen_bytes(shape, method, work) + shape.trained(method) * _master_bytes(method, work),
@@ -197,9 +197,9 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     multiplied = shape.linear if method == "full" else shape.adapter
     cast = float(multiplied * work.precision) if work.precision < master else 0
     buckets = trained * master if work.ddp_buckets and work.processes > 1 else 0
-    held = frozen + trained * master
+    weights = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
-    return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
+    return MemoryEstimate(weights, trained * master, states, buckets + cast, activations, loading=weights)
 
 
 def _outside_and_layers(shape: ModelShape, method: Method, work: Workload, frozen: float) -> tuple[float, float]:
@@ -210,7 +210,7 @@ def _outside_and_layers(shape: ModelShape, method: Method, work: Workload, froze
 
 
 def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
-    """Estimate for weights that every rank reads in parts (Transformers), or that are split once they are loaded (Unsloth).
+    """Estimate for weights that every rank reads in parts (Transformers), or that are split after loading (Unsloth).
 
     The former was held against runs of 8B to 72B on two GPUs: what is gathered at the peak stands beside the logits, or
     beside a block that is recomputed.
@@ -219,7 +219,7 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     trained, parts = shape.trained(method), work.processes // work.copies
     # Adapters beside 4-bit weights that are read in parts have 16 bit (model/loading/sharded_load.py, wrap).
     master = work.precision if in_shards and method == "qlora" else _master_bytes(method, work)
-    held = frozen + trained * master
+    weights = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
     outside, layers = _outside_and_layers(shape, method, work, frozen)
     head, block = shape.head * work.precision, layers / 2
@@ -233,14 +233,14 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
         activations, recomputed, logits, added = _activations(shape, method, work)
         at_once = gathered(outside=0, beside_head=logits, beside_block=recomputed + added)
         # Adapters are made whole, and then split.
-        loading = held / parts + (0 if full else trained * master)
+        loading = weights / parts + (0 if full else trained * master)
     else:
         at_once = gathered(outside=outside)
         # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
         # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
-        loading = held + (0 if method == "qlora" else held / parts)
+        loading = weights + (0 if method == "qlora" else weights / parts)
     return MemoryEstimate(
-        held / parts,
+        weights / parts,
         trained * master / parts,
         states / parts,
         at_once,
@@ -263,20 +263,20 @@ def _with_zero(
     # With 4-bit weights the bucket may be in 16 bit though the run is in fp32.
     bucket = zero_bucket_bytes(trained, 2 if method == "qlora" else work.precision)
     if sharding == "zero2":
-        # Before the optimizer runs, the gradients exist twice: as they are, and flat (step()). With gradients in 16 bit, as
-        # in the measured runs, a flat copy in fp32 came on top, which adds up to the same.
+        # Before the optimizer runs, the gradients exist twice: as they are, and flat (step()). With gradients in 16
+        # bit, as in the measured runs, a flat copy in fp32 came on top, which adds up to the same.
         stepping = weights + states + gradients * 2
         return MemoryEstimate(
             weights, gradients, states, bucket, activations, loading=weights, stepping=stepping, lower_bound=bound
         )
-    held = weights / parts
+    shard = weights / parts
     # Frozen weights stay gathered until the backward pass ends where layers are not recomputed (zero3_release.py).
     whole = method != "full" and work.checkpointing != "torch"
     outside, layers = _outside_and_layers(shape, method, work, frozen)
     copies = bucket + zero3_gathered_bytes(weights, outside, layers, work.precision, whole_in_use=whole)
     # How much stays gathered of a small model, and of one without recomputing, was up to 15 % more.
     bound = bound or work.checkpointing != "torch" or outside < ZERO3_LIVE * work.precision
-    return MemoryEstimate(held, gradients, states, copies, activations, loading=held, lower_bound=bound)
+    return MemoryEstimate(shard, gradients, states, copies, activations, loading=shard, lower_bound=bound)
 
 
 def optimizer_state_bytes(shape: ModelShape, method: Method, name: str, weight_bytes: int) -> float:
@@ -292,17 +292,18 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     """Estimate the bytes kept for the backward pass at the peak, at the loss or in a block's backward pass.
 
     With checkpointing every block keeps its input, and one block at a time is recomputed (with unsloth all inputs but
-    two are in host memory). The logits exist in slices, in 16 bit, or all at once (Workload.logits). QLoRA also unpacks one layer at a time.
+    two are in host memory). The logits exist in slices, in 16 bit, or all at once (Workload.logits). QLoRA also unpacks
+    one layer at a time.
     """
-    kept, recomputed, logits, added = _activations(shape, method, work)
-    return kept + max(recomputed, logits) + added
+    kept_bytes, recomputed, logits, added = _activations(shape, method, work)
+    return kept_bytes + max(recomputed, logits) + added
 
 
 def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[float, float, float, float]:
     """Return the bytes kept until the backward pass, of a recomputed block, of the logits, and of unpacked weights."""
     scale = work.precision / 2
     block = shape.layer_kept * _share_kept(method, work)
-    kept, recomputed = {
+    kept_a_token, recomputed = {
         "none": (shape.layers * block, 0.0),
         "torch": (shape.layers * shape.layer_input, block),
         "unsloth": (2 * shape.layer_input, block),
@@ -318,12 +319,12 @@ def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[flo
         added = shape.adapted_experts * work.precision / held_at_once
     tokens = work.tokens * scale
     tower_kept, tower_recomputed = _tower_activations(shape, work)
-    kept = tokens * (kept + shape.outside_kept) + tower_kept
-    return kept, max(tokens * recomputed, tower_recomputed), logits, unpacked + added
+    kept_bytes = tokens * (kept_a_token + shape.outside_kept) + tower_kept
+    return kept_bytes, max(tokens * recomputed, tower_recomputed), logits, unpacked + added
 
 
 def _tower_activations(shape: ModelShape, work: Workload) -> tuple[float, float]:
-    """Return the bytes that the tower of images keeps until its backward pass, images in fp32 included, and those of one layer.
+    """Return the bytes that the image tower keeps until its backward pass, with images in fp32, and those of one layer.
 
     Of a frozen tower nothing is kept, but one layer at a time computes.
     """
@@ -345,7 +346,7 @@ def _share_kept(method: Method, work: Workload) -> float:
 
 
 def judge_fit(memory: MemoryEstimate, gpu_memory: float) -> FitVerdict:
-    """Compare an estimate with the memory of a GPU, with FILLED left; a lower bound can only show that it is too much."""
+    """Compare an estimate with the memory of a GPU, with FILLED left; a lower bound can only show too much."""
     if memory.total > gpu_memory:
         return "does not fit"
     if memory.lower_bound:

@@ -1,4 +1,4 @@
-"""Say what keeps micro-batches from being captured as CUDA graphs, and the shape that they are padded to: pure arithmetic."""
+"""Say what keeps micro-batches from being captured as CUDA graphs, and to which shape they are padded: arithmetic."""
 
 import dataclasses
 import math
@@ -12,14 +12,15 @@ from unsloth_ddp.data.order.packing import Units
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, largest_tokens, sizes_of, sizes_to_replay, with_micro_batch
 from unsloth_ddp.utils.errors import UserError
 
-# A shorter run ends sooner without compiling: jobs of 100 and 300 steps on an H200 (benchmarks/results/speed/whole_jobs_4.json).
+# A shorter run ends sooner uncompiled: 100 and 300 steps on an H200 (benchmarks/results/speed/whole_jobs_4.json).
 SHORTEST_SECONDS = 120
-# A replayed pass that takes this much longer than the backend's is slower for sure: two timings of a pass differ by a few percent.
+# A replayed pass that takes this much longer than the backend's is slower: two timings differ by a few percent.
 SLOWER = 1.02
 # Micro-batches that pay for compiling the layers of the backend.
 FEWEST_MICRO_BATCHES = 100
-# Micro-batches that pay for compiling a kind of layer that is not captured: two kinds of Qwen3-VL-2B took 60 s and five of Gemma 4
-# E2B about 160 s, and halved the time of a micro-batch (benchmarks/results/speed/images_packed.json, images_gemma4_2.json).
+# Micro-batches that pay for compiling a kind of layer that is not captured: two kinds of Qwen3-VL-2B took 60 s and five
+# of Gemma 4 E2B about 160 s, and halved the time of a micro-batch (benchmarks/results/speed/images_packed.json,
+# images_gemma4_2.json).
 FEWEST_TO_COMPILE_A_KIND = 100
 # The rows of a stream are not known in advance, so the captured shape has room for one row per this many tokens.
 # Micro-batches with more rows are not replayed.
@@ -136,7 +137,7 @@ def may_compile_layers(
 
 
 def dealt(train: Units, plan: BatchPlan) -> np.ndarray:
-    """Return the tokens of the packs of micro-batches as an epoch deals them, int (micro-batches, packs); at most of a sample."""
+    """Return the tokens of an epoch's packs by micro-batch, int (micro-batches, packs); at most of a sample."""
     lengths = train.lengths()
     if len(lengths) > SAMPLED_PACKS:
         sample = np.random.default_rng(0).choice(lengths[:-1], SAMPLED_PACKS, replace=False)
@@ -146,7 +147,7 @@ def dealt(train: Units, plan: BatchPlan) -> np.ndarray:
 
 
 def shape_of_run(settings: Settings, train: Units, plan: BatchPlan) -> FixedShape:
-    """Return the shape of a run's micro-batches, with further numbers of tokens where most are smaller than the largest."""
+    """Return the shape of a run's micro-batches, with further numbers of tokens where most are below the largest."""
     shape = shape_for(train, plan.per_device, settings.max_length)
     if train.streamed:
         return shape
@@ -158,7 +159,7 @@ def shape_of_run(settings: Settings, train: Units, plan: BatchPlan) -> FixedShap
 def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
     """Return a shape that any micro-batch of `size` packs can be padded to, with few exceptions for streamed rows.
 
-    Packs of one row each become sequences, unless that takes many more tokens because one row is far longer than the others.
+    Packs of one row each become sequences, unless that takes many more tokens because one row is far longer.
     """
     assert train.packing is not None
     tokens = largest_tokens(train, size, max_length)
@@ -173,11 +174,11 @@ def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
     return apart if LEAST_FULL * apart.tokens <= joined.tokens else joined
 
 
-def refuse(settings: Settings, reason: str | None) -> None:
-    """Refuse --cuda_graphs on if there is a reason against it.
+def refuse(settings: Settings, obstacle: str | None) -> None:
+    """Refuse --cuda_graphs on if there is an obstacle to it.
 
     Raises:
-        UserError: naming the reason.
+        UserError: naming the obstacle.
     """
-    if settings.cuda_graphs == "on" and reason is not None:
-        raise UserError(f"cuda_graphs on is not possible, because {reason}; use --cuda_graphs auto or off.")
+    if settings.cuda_graphs == "on" and obstacle is not None:
+        raise UserError(f"cuda_graphs on is not possible, because {obstacle}; use --cuda_graphs auto or off.")

@@ -1,4 +1,4 @@
-"""List the ways to compute a micro-batch, from the fastest to the one that needs least memory, and choose the first that fits.
+"""List the ways to compute a micro-batch, from the fastest to that of least memory, and choose the first that fits.
 
 Pure functions of plain values. A run asks trials what a rung needs, and sharded runs, plan and preflight ask estimates.
 A step that runs out of memory goes down the same ladder.
@@ -79,7 +79,7 @@ class LadderFacts:
     tokens: Callable[[int], int]
 
     def keeps_gpu_busy(self, rung: Rung) -> bool:
-        """Return whether micro-batches are large enough: recomputing activations to fit more would cost more than it saves."""
+        """Return whether micro-batches are so large that recomputing to fit more rows costs more than it saves."""
         sizes, enough = (self.captured_sizes, ENOUGH_WITH_GRAPHS) if rung.captured else (self.sizes, ENOUGH_TOKENS)
         return rung.rows == sizes[-1] or self.tokens(rung.rows) >= enough
 
@@ -110,7 +110,7 @@ def choose(rungs: Sequence[Rung], fits: Callable[[Rung], bool], tokens: Callable
     """
     answers: dict[Rung, bool] = {}
 
-    def asked(rung: Rung) -> bool:
+    def fits_cached(rung: Rung) -> bool:
         for other, answer in answers.items():
             less, more = (rung, other) if answer else (other, rung)
             if _needs_no_more(less, more):
@@ -125,7 +125,7 @@ def choose(rungs: Sequence[Rung], fits: Callable[[Rung], bool], tokens: Callable
         # A small one mostly fits, and then one trial is enough.
         middle = 0 if tokens(group[0].rows) <= 2 * ENOUGH_TOKENS else (len(group) - 1) // 2
         while low < high:
-            if asked(group[middle]):
+            if fits_cached(group[middle]):
                 high = middle
             else:
                 low = middle + 1
@@ -146,7 +146,7 @@ def _needs_no_more(less: Rung, more: Rung) -> bool:
 
 
 def below(rung: Rung, facts: LadderFacts, most_rows: int) -> list[Rung]:
-    """Return the rungs to which a step goes down that runs out of memory with `rung`, in order; its micro-batches keep their rows.
+    """Return the rungs, in order, for a step that runs out of memory with `rung`; its micro-batches keep their rows.
 
     More is recomputed first; then a micro-batch is computed in 2, 4, ... passes, until each has one row.
 
@@ -157,8 +157,8 @@ def below(rung: Rung, facts: LadderFacts, most_rows: int) -> list[Rung]:
     captured = [replace(rung, kind=kind) for kind in kinds if rung.captured and kind in facts.captured_kinds]
     # A captured pass has the memory of its compiled layers, which the backend's pass with the same kind hardly
     # undercuts.
-    left = [kind for kind in kinds if kind not in {higher.kind for higher in captured}] or [kinds[-1]]
-    computed = [replace(rung, captured=False, kind=kind) for kind in left]
+    uncaptured_kinds = [kind for kind in kinds if kind not in {higher.kind for higher in captured}] or [kinds[-1]]
+    computed = [replace(rung, captured=False, kind=kind) for kind in uncaptured_kinds]
     lower = [other for other in (*captured, *computed) if other != rung]
     passes = rung.passes
     while passes < most_rows:
@@ -172,12 +172,12 @@ class StepDecision:
     """Hold how a run computes its micro-batches, and why.
 
     Args:
-        reason: why this rung, by the memory that it takes.
+        rung_reason: why this rung, by the memory that it takes.
         graphs: why micro-batches are captured, or why not.
     """
 
     rung: Rung
-    reason: str
+    rung_reason: str
     graphs: str
 
 

@@ -1,4 +1,4 @@
-"""Sizes that a micro-batch may have, the lengths of the rows or packs of a plan, and the largest micro-batch: pure arithmetic."""
+"""Sizes that a micro-batch may have, the lengths of a plan's rows or packs, and the largest micro-batch: arithmetic."""
 
 import dataclasses
 import math
@@ -60,8 +60,8 @@ class RowLengths:
     """Tokens of each training row, or of each pack, and its supervised tokens; the Units of a plan.
 
     For `streamed` data these are its first rows, which stand for all. `pixels` are the numbers of the images of
-    each (images/processing.py), if rows have some. `held` and `trained`: tokens without padding, all and the trained
-    ones, where a training row is two rows.
+    each (images/processing.py), if rows have some. `all_tokens` and `trained`: tokens without padding, all and
+    the trained ones, where a training row is two rows.
     """
 
     each: np.ndarray
@@ -69,7 +69,7 @@ class RowLengths:
     packing: Packing | None = None
     streamed: bool = False
     pixels: np.ndarray | None = None
-    held: np.ndarray | None = None
+    all_tokens: np.ndarray | None = None
     trained: np.ndarray | None = None
 
     @property
@@ -80,7 +80,7 @@ class RowLengths:
     @property
     def unpadded(self) -> np.ndarray:
         """Return the tokens that each row takes in a pack."""
-        return self.each if self.held is None else self.held
+        return self.each if self.all_tokens is None else self.all_tokens
 
     def most_pixels(self, size: int) -> int:
         """Return the most numbers of images in a micro-batch of `size` rows (packs)."""
@@ -88,11 +88,11 @@ class RowLengths:
 
     def most_logits(self, size: int, tokens: int) -> int:
         """Return at how many of the tokens of the largest micro-batch of `size` rows (packs) logits are computed."""
-        most = int(np.sort(self.supervised)[-size:].sum())
+        positions = int(np.sort(self.supervised)[-size:].sum())
         if self.streamed:
             # Rows that were not read may be as long as any, and are taken to be supervised as those that were.
-            most = math.ceil(tokens * self.supervised.sum() / self.unpadded.sum())
-        return selected_positions(min(most, tokens), tokens)
+            positions = math.ceil(tokens * self.supervised.sum() / self.unpadded.sum())
+        return selected_positions(min(positions, tokens), tokens)
 
     def packed(self, packing: Packing | None) -> Self:
         """Return the same rows in packs; the rows themselves without packing."""
@@ -149,14 +149,14 @@ def largest_micro_batch(rows: RowLengths, plan: BatchPlan, settings: Settings) -
     if rows.streamed:
         return plan.per_device * settings.longest_example
     steps = plan.steps(rows.units, settings.num_train_epochs, settings.max_steps)
-    most, left = 0, steps * plan.global_batch
+    largest, units_left = 0, steps * plan.global_batch
     for epoch in range(math.ceil(steps / plan.steps_per_epoch(rows.units))):
-        seen = in_order(rows.each, settings.seed, epoch)[:left]
-        left -= plan.steps_per_epoch(rows.units) * plan.global_batch
+        lengths = in_order(rows.each, settings.seed, epoch)[:units_left]
+        units_left -= plan.steps_per_epoch(rows.units) * plan.global_batch
         if rows.packing is None:
             # A second epoch has no other rows.
-            return plan.per_device * int(seen.max())
-        filled = np.append(seen, np.zeros(-len(seen) % plan.global_batch, dtype=np.int64))
+            return plan.per_device * int(lengths.max())
+        filled = np.append(lengths, np.zeros(-len(lengths) % plan.global_batch, dtype=np.int64))
         by_step = np.sort(filled.reshape(-1, plan.global_batch))
-        most = max(most, int(by_step[:, -plan.per_device :].sum(axis=1).max()))
-    return most
+        largest = max(largest, int(by_step[:, -plan.per_device :].sum(axis=1).max()))
+    return largest

@@ -1,7 +1,7 @@
 """Refuse a run that certainly does not fit, by the sizes of its weights, before the model is downloaded.
 
-Only weights, and with --method full their gradients and optimizer states, are counted, so a run that passes may still run
-out of memory; `python -m unsloth_ddp.plan` estimates the rest.
+Only weights, and with --method full their gradients and optimizer states, are counted, so a run that passes may still
+run out of memory; `python -m unsloth_ddp.plan` estimates the rest.
 """
 
 import re
@@ -49,20 +49,20 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
             )
         if available is not None and host > available:
             raise UserError(
-                f"model {settings.model} does not fit into host memory: {way} needs at least {shown_bytes(host)} on every node, "
-                f"and {shown_bytes(available)} are available to {location}; use more nodes, or "
+                f"model {settings.model} does not fit into host memory: {way} needs at least {shown_bytes(host)} on "
+                f"every node, and {shown_bytes(available)} are available to {location}; use more nodes, or "
                 f"accelerate_configs/{runtime.sharding}.yaml with more GPUs."
             )
 
 
 def _needed(settings: Settings, runtime: Runtime) -> tuple[int, int, str]:
-    """Return the least bytes of GPU and host memory, and the model that needs them; see reference_model.py for the second one."""
+    """Return the least bytes of GPU and host memory, and the model that needs them (or two: reference_model.py)."""
     tensors, model, reference = _read_certain(settings), f"model {settings.model}", base_of_reference(settings)
     gpu, host = least_bytes(tensors, settings, runtime)
     if reference is None:
         return gpu, host, model
     parts = runtime.parts if runtime.sharding == "fsdp2" else 1
-    ours, theirs = (_weights(one, settings, runtime) / parts for one in (tensors, _read_certain(reference)))
+    ours, theirs = (_weights(stored, settings, runtime) / parts for stored in (tensors, _read_certain(reference)))
     # It is there before gradients and optimizer states are, or in each step.
     both = int((gpu if settings.streaming else ours) + theirs)
     return (
@@ -114,21 +114,21 @@ def least_bytes(tensors: Sequence[StoredTensor], settings: Settings, runtime: Ru
         master = 4 if zero else each
         copies = 4 if zero and precision < 4 else 0
         paged = settings.optim.startswith("paged")
-        kept = optimizer_bytes(settings.optim, master) if settings.optim in WITH_STATES and not paged else 0
-        states = weights / each * (master + copies + kept)
+        state_bytes = optimizer_bytes(settings.optim, master) if settings.optim in WITH_STATES and not paged else 0
+        states = weights / each * (master + copies + state_bytes)
     world = runtime.ranks.world_size
     parts = {"none": 1, "zero2": world, "zero3": world, "fsdp2": runtime.parts}[sharding]
-    held = weights if sharding == "zero2" else weights / parts
-    gpu = held + states / parts
+    rank_weights = weights if sharding == "zero2" else weights / parts
+    gpu = rank_weights + states / parts
     if offload == "none":
         return int(gpu), 0
     host = states / parts
     if offload == "optimizer":
-        gpu = held
+        gpu = rank_weights
     else:
         # FSDP2 loads a part on the GPU before it moves it.
-        gpu = held if sharding == "fsdp2" else 0.0
-        host += held
+        gpu = rank_weights if sharding == "fsdp2" else 0.0
+        host += rank_weights
     return int(gpu), int(host * runtime.ranks.local_world_size)
 
 

@@ -20,7 +20,8 @@ class ModelShape:
     layer_input      bytes per token of a block's input, in 16 bit
     layer_kept       bytes per token that a block keeps for its backward pass, in 16 bit, without attention scores
     outside_kept     bytes per token kept outside the blocks
-    experts          parameters of experts that are stacked in one tensor, which is not a linear layer: Unsloth's QLoRA packs them, Transformers' does not
+    experts          parameters of experts that are stacked in one tensor, which is not a linear layer: Unsloth's QLoRA
+                     packs them, Transformers' does not
     active_experts   of those, the ones that a token is multiplied with; all where the config does not say how many
     adapted_experts  of those, the ones that the adapter changes
     has_experts      the model is a mixture of experts
@@ -66,8 +67,8 @@ class ModelShape:
     def flops_a_token(self, method: str) -> float:
         """Return the model FLOP per token: 2 n forward, 2 n for input gradients, 2 for each trained weight.
 
-        n counts the weights that a token is multiplied with: of a mixture, the experts that it is routed to. Attention scores are left out. So is recomputation, which
-        is work of the hardware, not of the model.
+        n counts the weights that a token is multiplied with: of a mixture, the experts that it is routed to. Attention
+        scores are left out. So is recomputation, which is work of the hardware, not of the model.
         """
         n = self._multiplied(method)
         trained = n if method == "full" else n - self._multiplied("full")

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.sizing.optimizer_states import optimizer_bytes
 
-# DeepSpeed's default reduce_bucket_size in elements, which accelerate keeps. One buffer of this size is allocated, however
-# few weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
+# DeepSpeed's default reduce_bucket_size in elements, which accelerate keeps. One buffer of this size is allocated,
+# however few weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
 ZERO_BUCKET = 5e8
-# ZeRO-3 keeps this many gathered elements if they are used again soon (DeepSpeed's default stage3_max_live_parameters and
-# stage3_max_reuse_distance, which accelerate keeps).
+# ZeRO-3 keeps this many gathered elements if they are used again soon (DeepSpeed's default stage3_max_live_parameters
+# and stage3_max_reuse_distance, which accelerate keeps).
 ZERO3_LIVE = 1e9
-# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (model/loading/sharded_load.py, mixed_precision_policy).
+# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (mixed_precision_policy of sharded_load.py).
 REDUCED = 4
 
 
@@ -66,8 +66,8 @@ class ShardedLayout:
         precision: bytes of an element in passes.
         master: bytes of a trained element as FSDP2 stores it.
         optimizer: its Transformers name.
-        whole_in_use: whether ZeRO-3 keeps every weight gathered until the backward pass ends. It does so with frozen weights
-            where nothing is recomputed (zero3_release.py releases those of recomputed layers).
+        whole_in_use: whether ZeRO-3 keeps every weight gathered until the backward pass ends. It does so with frozen
+            weights where nothing is recomputed (zero3_release.py releases those of recomputed layers).
     """
 
     sharding: Sharding
@@ -115,7 +115,8 @@ def zero3_gathered_bytes(
     if whole_in_use:
         return everything
     # Weights that are used again soon stay gathered, up to a number of elements. On H200s they came on top with 1.7B
-    # (benchmarks/results/memory/sharded_fit_zero3.json), and not with 8B, whose embedding and head exceed it (zero3_peak.json).
+    # (benchmarks/results/memory/sharded_fit_zero3.json), not with 8B, whose embedding and head exceed it
+    # (zero3_peak.json).
     live = ZERO3_LIVE * precision
     return min(everything, outside + layers + (live if outside < live else 0))
 
@@ -124,8 +125,8 @@ def zero2_offload_bytes(trained: float, largest: float, precision: int, parts: i
     """Return the bytes of gradients on the GPU where ZeRO-2 has the optimizer in host memory.
 
     After each micro-batch but the last of a step, DeepSpeed adds the gradients to those on the host, and frees the fp32
-    gradients of this rank's part only at the next forward pass. It copies through a buffer of the largest trained weight
-    (DeepSpeed 0.19.8, stage_1_and_2.py, clear_backward_seen_flag and temp_grad_buffer_for_gpu_offload).
+    gradients of this rank's part only at the next forward pass. It copies through a buffer of the largest trained
+    weight (DeepSpeed 0.19.8, stage_1_and_2.py, clear_backward_seen_flag and temp_grad_buffer_for_gpu_offload).
 
     Args:
         trained: number of trained elements.
@@ -146,7 +147,7 @@ def held_bytes(model: ShardedModel, layout: ShardedLayout, allocated: int) -> in
 
 
 def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
-    kept = 0.0
+    total_bytes = 0.0
     for weight in model.weights:
         if model.split:
             # A shard in host memory counts as 0 bytes, like its gradient and its optimizer states.
@@ -155,10 +156,10 @@ def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
             number = layout.master if weight.count else weight.number
             part = weight.stored / weight.number * number / layout.parts
         trained = part / number if weight.count else 0
-        kept += part + trained * (number + optimizer_bytes(layout.optimizer, number, weight.embedding))
+        total_bytes += part + trained * (number + optimizer_bytes(layout.optimizer, number, weight.embedding))
     head, block = (_whole(model.head), _trained(model.head)), (_whole(model.block), _trained(model.block))
     outside = 0 if model.split else _whole(model.outside)
-    return kept + fsdp2_gathered_bytes(head, block, outside, layout.precision)
+    return total_bytes + fsdp2_gathered_bytes(head, block, outside, layout.precision)
 
 
 def fsdp2_gathered_bytes(
@@ -180,7 +181,7 @@ def fsdp2_gathered_bytes(
         head: (bytes in the dtype of passes, trained elements) of the output head.
         block: the same of the largest layer.
         outside: bytes of the weights outside the layers if they form one group; 0 if they do not.
-        beside_head, beside_block: bytes of activations that exist only beside the gathered head, or a layer's backward pass.
+        beside_head, beside_block: bytes of activations that exist only beside the gathered head, or a layer's backward.
     """
     gradient = precision + REDUCED
     grouped = outside + 2 * block[0] if outside else 0
@@ -192,16 +193,16 @@ def fsdp2_gathered_bytes(
 def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:
     trained, parts = _trained(model.weights), layout.parts
     quantized = any(weight.whole != 0 and weight.number == 1 for weight in model.weights)
-    kept = zero_bucket_bytes(trained, 2 if quantized else layout.precision)
+    total_bytes = zero_bucket_bytes(trained, 2 if quantized else layout.precision)
     if layout.offload == "none":
         # The kit has DeepSpeed accumulate and average gradients in fp32 (training/step/deepspeed_precision.py).
-        kept += trained * 4 / parts + zero_optimizer_bytes(trained, layout.optimizer, layout.precision, parts)
+        total_bytes += trained * 4 / parts + zero_optimizer_bytes(trained, layout.optimizer, layout.precision, parts)
     if layout.sharding == "zero2":
         if layout.offload == "optimizer":
             largest = max((weight.count for weight in model.weights), default=0)
-            kept += zero2_offload_bytes(trained, largest, layout.precision, parts)
-        return kept + _whole(model.weights)
-    kept += sum(weight.stored for weight in model.weights)
+            total_bytes += zero2_offload_bytes(trained, largest, layout.precision, parts)
+        return total_bytes + _whole(model.weights)
+    total_bytes += sum(weight.stored for weight in model.weights)
     outside, layers = _whole(model.outside), 2 * _whole(model.block)
     everything, precision = _whole(model.weights), layout.precision
-    return kept + zero3_gathered_bytes(everything, outside, layers, precision, whole_in_use=layout.whole_in_use)
+    return total_bytes + zero3_gathered_bytes(everything, outside, layers, precision, whole_in_use=layout.whole_in_use)

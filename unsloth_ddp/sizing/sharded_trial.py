@@ -179,8 +179,8 @@ class ShardedEstimates(MemoryTrials):
         room = self.memory.room()
         try:
             period = period_of(layers_of(self.runner.model))
-            held = self._held()
-            needed = held + self._activations(size, period)
+            weights_and_states = self._held_bytes()
+            needed = weights_and_states + self._activations(size, period)
             return Estimate(needed, room, layers=2 * period)
         except NoStandInError as obstacle:
             return Estimate(None, room, obstacle=str(obstacle))
@@ -193,7 +193,7 @@ class ShardedEstimates(MemoryTrials):
         finally:
             release()
 
-    def _held(self) -> int:
+    def _held_bytes(self) -> int:
         model, runtime, settings = self.runner.model, self.runtime, self.settings
         dtype = DTYPES[runtime.precision]
         fsdp = runtime.sharding == "fsdp2"
@@ -229,14 +229,14 @@ class ShardedEstimates(MemoryTrials):
     def _pass(self, runner: MicroBatchRunner, batch: dict[str, Any]) -> int:
         """Return the bytes that a forward and backward pass adds to those in use."""
         trained = [p for p in runner.model.parameters() if p.requires_grad]
-        before = self.memory.allocated()
+        allocated = self.memory.allocated()
         self.memory.reset_peak()
         with contextlib.ExitStack() as hooks:
             for parameter in trained:
                 # A sharded run reduces each gradient as soon as it is computed, and keeps only a shard.
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
             runner.loss_sum(batch).backward()
-            return max(0, self.memory.peak() - before)
+            return max(0, self.memory.peak() - allocated)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

@@ -74,8 +74,8 @@ class MemoryTrials:
         checkpointing: of the model; `use` switches its kind between trials.
         runner: computes a micro-batch as a step does.
         bytes_later: bytes that the optimizer and DistributedDataParallel will allocate on this rank.
-        captured_pass: rung -> what computes the gradients of a micro-batch as it would be captured; None if the model cannot be
-            called so, and then the backend's pass is tried.
+        captured_pass: rung -> what computes the gradients of a micro-batch as it would be captured; None if the model
+            cannot be called so, and then the backend's pass is tried.
     """
 
     settings: Settings
@@ -126,8 +126,9 @@ class MemoryTrials:
         others = f" (other processes hold {shown_gib(trial.others)} GiB)" if trial.others > 2**29 else ""
         return (
             f"A micro-batch of the longest rows ({rung.rows} x {longest:,} tokens) does not fit into the "
-            f"{trial.room / 2**30:.0f} GiB that are free on a GPU{others}, with gradient checkpointing {rung.kind}; {automatic}lower "
-            f"{smaller}--max_length, use --method qlora, or shard the model with accelerate_configs/fsdp2.yaml."
+            f"{trial.room / 2**30:.0f} GiB that are free on a GPU{others}, with gradient checkpointing {rung.kind}; "
+            f"{automatic}lower {smaller}--max_length, use --method qlora, or shard the model with "
+            "accelerate_configs/fsdp2.yaml."
         )
 
     def try_rung(self, rung: Rung) -> Trial:
@@ -185,8 +186,8 @@ def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: b
 
     Args:
         optimizer: its Transformers name.
-        ddp_sends: whether DistributedDataParallel averages gradients, which copies them into buckets; in GradientExchange
-            the gradients are views of the buckets.
+        ddp_sends: whether DistributedDataParallel averages gradients, which copies them into buckets; in
+            GradientExchange the gradients are views of the buckets.
     """
     embeddings = embedding_ids(model)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""End a run whose trained weights contain NaN or infinity: it cannot recover, and its checkpoints would replace good ones."""
+"""End a run whose trained weights contain NaN or infinity: it cannot recover, and would replace good checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
     Raises:
         RunError: on every rank, naming the first such weight.
     """
-    found = [name for name in runtime.gather(first_broken(model, runtime.ranks.rank)) if name is not None]
-    if not found:
+    broken_names = [name for name in runtime.gather(first_broken(model, runtime.ranks.rank)) if name is not None]
+    if not broken_names:
         return
-    kept = f"{last} is the last complete checkpoint" if last else "there is no checkpoint"
+    checkpoint_clause = f"{last} is the last complete checkpoint" if last else "there is no checkpoint"
     precision = "" if runtime.precision == "fp32" else ", or use another --precision"
     raise RunError(
-        f"After step {step} the trained weights contain NaN or infinity (first in {found[0]}), from which training cannot "
-        f"recover, so the run ends without saving them; {kept}. Start again with another --run_name and a lower "
-        f"--learning_rate, a lower --max_grad_norm or more --warmup_steps{precision}."
+        f"After step {step} the trained weights contain NaN or infinity (first in {broken_names[0]}), from which "
+        f"training cannot recover, so the run ends without saving them; {checkpoint_clause}. Start again with another "
+        f"--run_name and a lower --learning_rate, a lower --max_grad_norm or more --warmup_steps{precision}."
     )
 
 
@@ -38,17 +38,17 @@ def first_broken(model: torch.nn.Module, rank: int) -> str | None:
     parts = [(name, part) for name, part in parts if part.numel()]
     # The infinity norm needs no copy of the weights and propagates NaN.
     largest = [torch.linalg.vector_norm(part, float("inf")).float() for _, part in parts]
-    # One tensor for all norms lets the host wait for the device once. The norms can be on two devices: with parameters in
-    # host memory ZeRO-3 keeps small weights on the GPU.
-    finite = torch.stack([one.to(largest[0].device) for one in largest]).isfinite().tolist() if largest else []
+    # One tensor for all norms lets the host wait for the device once. The norms can be on two devices: with parameters
+    # in host memory ZeRO-3 keeps small weights on the GPU.
+    finite = torch.stack([norm.to(largest[0].device) for norm in largest]).isfinite().tolist() if largest else []
     return next((name for (name, _), good in zip(parts, finite, strict=True) if not good), None)
 
 
 def own_part(weight: Any, rank: int) -> Tensor:
     """Return this rank's part of a weight: all of it, or its shard with FSDP2 or ZeRO-3."""
     if hasattr(weight, "ds_tensor"):
-        held: Tensor = weight.ds_tensor.detach()
+        shard: Tensor = weight.ds_tensor.detach()
         # All partitions have the same length; DeepSpeed leaves the padding after the weight's end uninitialized.
-        return held[: max(0, weight.ds_numel - rank * held.numel())]
-    own = weight.detach()
-    return own.to_local() if isinstance(own, DTensor) else own
+        return shard[: max(0, weight.ds_numel - rank * shard.numel())]
+    detached = weight.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached

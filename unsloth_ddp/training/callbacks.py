@@ -21,8 +21,8 @@ from unsloth_ddp.utils.units import counted
 class SavedTotals(TrainerCallback, ExportableState):
     """Keep the run's totals in every checkpoint, so that they continue when it is resumed.
 
-    `pending` holds the sums of each rank since the last log line, which the totals do not include yet; `stream` holds the
-    position in streamed rows (stream_order.StreamPosition).
+    `pending` holds the sums of each rank since the last log line, which the totals do not include yet; `stream` holds
+    the position in streamed rows (stream_order.StreamPosition).
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class CountCompilations(TrainerCallback):
 
     def __init__(self) -> None:
         self.steps = 0
-        self.before: int | None = None
+        self.compiled_at_warm_up: int | None = None
 
     @property
     def after_warm_up(self) -> int | None:
         """Return the number of functions compiled since the first steps."""
-        return None if self.before is None else compiled_functions() - self.before
+        return None if self.compiled_at_warm_up is None else compiled_functions() - self.compiled_at_warm_up
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
         if self.steps == WARM_UP_STEPS:
-            self.before = compiled_functions()
+            self.compiled_at_warm_up = compiled_functions()
 
 
 def compiled_functions() -> int:
@@ -184,8 +184,9 @@ class NameUntrained(TrainerCallback):
         if zero and len(zero) < len(second) and self.runtime.ranks.is_main:
             first = zero[0].partition(".lora_B.")[0].removeprefix("base_model.model.")
             print(
-                f"{counted(len(zero), 'adapter')} of {len(second)} did not change in the first {counted(state.global_step, 'step')} "
-                f"(the first: {first}), because the rows do not reach the layer; name other layers in --lora_target_modules.",
+                f"{counted(len(zero), 'adapter')} of {len(second)} did not change in the first "
+                f"{counted(state.global_step, 'step')} (the first: {first}), because the rows do not reach the layer; "
+                "name other layers in --lora_target_modules.",
                 flush=True,
             )
 
@@ -196,8 +197,8 @@ class StopTogether(TrainerCallback):
     With `save_seconds` it also saves one after that time, by the clock of the main process.
 
     It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
-    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run does it
-    first.
+    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run does
+    it first.
     """
 
     def __init__(self, stop: StopRequest, save_seconds: int | None = None) -> None:

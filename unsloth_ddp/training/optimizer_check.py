@@ -38,14 +38,14 @@ def check_optimizer(settings: Settings) -> None:
     """Refuse an optimizer or a schedule that cannot be built, or cannot train with several micro-batches and ranks."""
     if "lomo" in settings.optim or settings.optim.endswith("layerwise"):
         raise UserError(
-            f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over micro-batches "
-            "and processes; use another optimizer, such as adamw_8bit or adafactor."
+            f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over "
+            "micro-batches and processes; use another optimizer, such as adamw_8bit or adafactor."
         )
     low_rank = settings.optim.startswith(("galore", "apollo"))
     if settings.trainer_args.get("optim_target_modules") and not low_rank:
         raise UserError(
-            f"trainer_args: optim_target_modules has no effect on optim {settings.optim}; remove it, or use an optimizer of "
-            "the galore or apollo family."
+            f"trainer_args: optim_target_modules has no effect on optim {settings.optim}; remove it, or use an "
+            "optimizer of the galore or apollo family."
         )
     optimizer = _built(settings, settings.trainer_args)
     for name in ("optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"):
@@ -56,32 +56,33 @@ def check_optimizer(settings: Settings) -> None:
         other = None if name == "optim_args" else value / 2 + 1e-9
         if _state(optimizer) == _state(_built(settings, {**settings.trainer_args, name: other})):
             raise UserError(
-                f"trainer_args: {name} {str(value)[:100]!r} has no effect on optim {settings.optim}; remove it, or give what this "
-                "optimizer reads."
+                f"trainer_args: {name} {str(value)[:100]!r} has no effect on optim {settings.optim}; remove it, or "
+                "give what this optimizer reads."
             )
     _check_schedule(settings)
 
 
-def _built(settings: Settings, given: dict[str, Any]) -> torch.optim.Optimizer:
+def _built(settings: Settings, trainer_args: dict[str, Any]) -> torch.optim.Optimizer:
     defaults = {
         f.name: f.default for f in dataclasses.fields(TrainingArguments) if f.default is not dataclasses.MISSING
     }
-    own = {name: getattr(settings, name) for name in ("learning_rate", "weight_decay", "warmup_steps")}
+    from_settings = {name: getattr(settings, name) for name in ("learning_rate", "weight_decay", "warmup_steps")}
     args = SimpleNamespace(**{
-        **defaults, **own, **given,
+        **defaults, **from_settings, **trainer_args,
         "optim": OptimizerNames(settings.optim),
         "parallel_mode": ParallelMode.NOT_PARALLEL,
         "gradient_accumulation_steps": 1,
         # The given names are those of the real model's modules.
-        "optim_target_modules": "all-linear" if given.get("optim_target_modules") else None,
+        "optim_target_modules": "all-linear" if trainer_args.get("optim_target_modules") else None,
     })  # fmt: skip
     try:
         return _Builder(args, torch.nn.Sequential(torch.nn.Linear(8, 8))).create_optimizer()
     except Exception as error:
-        given_args = {name: value for name, value in given.items() if name.startswith(("adam_", "optim_"))}
+        given_args = {name: value for name, value in trainer_args.items() if name.startswith(("adam_", "optim_"))}
         beside = f" with trainer_args {json.dumps(given_args)[:200]}" if given_args else ""
         raise UserError(
-            f"optim {settings.optim} cannot be built{beside}: {one_line(error).rstrip('.')}; fix that, or use another optim."
+            f"optim {settings.optim} cannot be built{beside}: {one_line(error).rstrip('.')}; fix that, or use another "
+            "optim."
         ) from None
 
 
@@ -90,7 +91,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _check_schedule(settings: Settings) -> None:
-    given = settings.trainer_args.get("lr_scheduler_kwargs") or {}
+    schedule_kwargs = settings.trainer_args.get("lr_scheduler_kwargs") or {}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
     try:
         schedule = get_scheduler(
@@ -98,7 +99,7 @@ def _check_schedule(settings: Settings) -> None:
             optimizer,
             num_warmup_steps=1,
             num_training_steps=100,
-            scheduler_specific_kwargs=given,
+            scheduler_specific_kwargs=schedule_kwargs,
         )
         if isinstance(schedule, LambdaLR):
             _follow(schedule, optimizer)
@@ -110,8 +111,8 @@ def _check_schedule(settings: Settings) -> None:
             else "correct them"
         )
         raise UserError(
-            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
-            f"({one_line(error)}); {fix}."
+            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs "
+            f"{schedule_kwargs or 'left out'} ({one_line(error)}); {fix}."
         ) from None
 
 

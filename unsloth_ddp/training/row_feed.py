@@ -19,14 +19,14 @@ from unsloth_ddp.distributed.runtime import Runtime
 IMAGE_WORKERS = 4
 
 
-def image_workers(given: int, runtime: Runtime, rows: TokenizedRows) -> int:
+def image_workers(num_workers: int, runtime: Runtime, rows: TokenizedRows) -> int:
     """Return the processes of this rank that read micro-batches with images ahead.
 
     Args:
-        given: dataloader_num_workers of trainer_args.
+        num_workers: dataloader_num_workers of trainer_args.
     """
-    if given or rows.streamed or runtime.device_type != "cuda":
-        return given
+    if num_workers or rows.streamed or runtime.device_type != "cuda":
+        return num_workers
     return min(IMAGE_WORKERS, max(1, len(os.sched_getaffinity(0)) // runtime.ranks.local_world_size - 1))
 
 
@@ -90,7 +90,7 @@ class RowFeed:
 
         return DataLoader(self._streamed, batch_size=None, collate_fn=collate_unless_skipped, pin_memory=pinned)
 
-    def kept(self, loader: Any) -> Any:
+    def shield_workers(self, loader: Any) -> Any:
         """Return a loader whose worker processes do not end by a signal to all processes of the job."""
         # The loader of accelerate begins the workers of the one within.
         within = getattr(loader, "base_dataloader", loader)

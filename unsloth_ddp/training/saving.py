@@ -130,7 +130,7 @@ class ResumableTrainer(SFTTrainer):
     # ---- checkpoints: upstream writes in place, and deletes old ones before the new one is complete ----
 
     def check_weights(self) -> None:
-        """End the run if a trained weight is not finite or differs between ranks; every rank calls this at the same step.
+        """End the run if a trained weight is not finite or differs between ranks; all ranks call this at the same step.
 
         Raises:
             RunError: it is.
@@ -199,7 +199,7 @@ class ResumableTrainer(SFTTrainer):
                 self.checkpoints.settle()
 
     def _is_written_beside(self) -> bool:
-        """Return whether checkpoints are written while training continues; decided at the first one, on every rank alike."""
+        """Return whether checkpoints are written while training continues; decided at the first, on all ranks alike."""
         if self._beside is None:
             self._beside = self.runtime.sharding == "none" and self.runtime.broadcast_from_main(
                 self._has_room_for_copies
@@ -213,7 +213,8 @@ class ResumableTrainer(SFTTrainer):
         fits = has_room_for(size)
         if not fits:
             print(
-                f"Training waits while a checkpoint is written, because host memory has no room for a copy of {shown_bytes(size)}.",
+                "Training waits while a checkpoint is written, because host memory has no room for a copy of "
+                f"{shown_bytes(size)}.",
                 flush=True,
             )
         return fits
@@ -237,14 +238,14 @@ class ResumableTrainer(SFTTrainer):
         Upstream looks for it in the folder that it writes to, on each node's own disk, and only when it saves. It
         misses a checkpoint that was evaluated after it was saved.
         """
-        step, before = self.state.best_global_step, self.state.best_model_checkpoint
+        step, previous = self.state.best_global_step, self.state.best_model_checkpoint
         name = f"checkpoint-{step}"
 
         def find() -> str | None:
-            own, first = self.checkpoints.folder / name, self.resume_point and self.resume_point.folder
-            if step and (step == written or is_whole(own)):
-                return str(own)
-            return str(first) if first and first.name == name else self._known_checkpoint(before)
+            own_checkpoint, first = self.checkpoints.folder / name, self.resume_point and self.resume_point.folder
+            if step and (step == written or is_whole(own_checkpoint)):
+                return str(own_checkpoint)
+            return str(first) if first and first.name == name else self._known_checkpoint(previous)
 
         self.state.best_model_checkpoint = self.runtime.broadcast_from_main(find)
 
@@ -254,8 +255,8 @@ class ResumableTrainer(SFTTrainer):
             return None
         folder, problem = Path(str(named)), "not a checkpoint"
         if STEP_FOLDER.fullmatch(folder.name) and is_whole(folder):
-            resumed, found = self.resume_point, manifest.read_manifest(folder)
-            if resumed is None or not manifest.compare_runs(found.run, resumed.manifest.run).refused:
+            resumed, best_manifest = self.resume_point, manifest.read_manifest(folder)
+            if resumed is None or not manifest.compare_runs(best_manifest.run, resumed.manifest.run).refused:
                 return str(named)
             problem = "of another run"
         print(
@@ -307,7 +308,7 @@ class ResumableTrainer(SFTTrainer):
         return self._copies.of(values) if self._copies else values
 
     def _gather_fp32_weights(self) -> dict[str, torch.Tensor]:
-        """Return the fp32 weights that DeepSpeed's optimizers hold, in the main process; upstream saves 16-bit copies."""
+        """Return the fp32 weights of DeepSpeed's optimizers, in the main process; upstream saves 16-bit copies."""
         if not self.is_deepspeed_enabled or self.runtime.precision == "fp32":
             return {}
         model = self.accelerator.unwrap_model(self.model)

@@ -22,14 +22,14 @@ from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
 
 
-def check_compiler(given: Mapping[str, Any]) -> None:
+def check_compiler(trainer_args: Mapping[str, Any]) -> None:
     """Refuse a backend of torch.compile that torch or accelerate does not know; it would fail at the first step."""
-    backend = given.get("torch_compile_backend")
-    known = [name for name in torch._dynamo.list_backends(None) if name.upper() in DynamoBackend.__members__]
-    if backend is not None and backend not in known:
+    backend = trainer_args.get("torch_compile_backend")
+    backends = [name for name in torch._dynamo.list_backends(None) if name.upper() in DynamoBackend.__members__]
+    if backend is not None and backend not in backends:
         raise UserError(
             f"trainer_args: torch_compile_backend is {str(backend)[:200]!r}, but torch and accelerate know "
-            f"{', '.join(known)}; give one of them, or leave it out for inductor."
+            f"{', '.join(backends)}; give one of them, or leave it out for inductor."
         )
 
 
@@ -101,7 +101,7 @@ def _chosen(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: P
         "accelerator_config": {
             "non_blocking": runtime.device_type == "cuda",
             # Without this a rank would hold the gradients of all weights between micro-batches. torch would also expect
-            # gradients of an output head that it never gathered, because fused losses read its weight without running it.
+            # gradients of an output head that it never gathered, because fused losses read its weight directly.
             "gradient_accumulation_kwargs": {"sync_each_batch": runtime.sharding == "fsdp2"},
         },
         # A language model's buffers are constants; a broadcast before each forward pass would make ranks wait.

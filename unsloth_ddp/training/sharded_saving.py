@@ -1,4 +1,4 @@
-"""Write the weights of checkpoints; save and load runs whose weights FSDP2 shards over the ranks, without a whole model.
+"""Write the weights of checkpoints; save and load runs whose weights FSDP2 shards, without a whole model.
 
 A checkpoint contains one shard per rank; with hybrid sharding only the shards of one replica. A run with adapters also
 saves the adapter, which is small. The finished adapter or model is gathered weight by weight. Upstream gathers all
@@ -104,10 +104,11 @@ class ShardedSaving:
             read()
         except MissingTensor as error:
             problem = str(error)
-        problems = [found for found in self.runtime.gather(problem) if found]
+        problems = [rank_problem for rank_problem in self.runtime.gather(problem) if rank_problem]
         if problems:
             raise UserError(
-                f"{folder} cannot be resumed: {problems[0]}. Give --resume another checkpoint, or start again with another --run_name."
+                f"{folder} cannot be resumed: {problems[0]}. Give --resume another checkpoint, or start again with "
+                "another --run_name."
             )
 
 

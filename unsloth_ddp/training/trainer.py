@@ -112,7 +112,7 @@ class DDPTrainer(ResumableTrainer):
         seed = config.seed if config.data_seed is None else config.data_seed
         # TensorBoard's callback, which upstream makes below, reads where its events go: <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        # With 4-bit weights TRL would round adapters to bf16, which has no gradient scaler in fp16 runs; Unsloth leaves them in fp32.
+        # With 4-bit weights TRL would round adapters to bf16, which has no gradient scaler in fp16; Unsloth does not.
         with replaced(model, "is_loaded_in_4bit", False):
             super().__init__(
                 runtime,
@@ -218,7 +218,7 @@ class DDPTrainer(ResumableTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return this rank's micro-batches."""
         if not self.feed.streamed:
-            return self.feed.kept(super().get_train_dataloader())
+            return self.feed.shield_workers(super().get_train_dataloader())
         return self.feed.streamed_loader(self.plan, self.data_collator, pinned=self.args.dataloader_pin_memory)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -269,7 +269,7 @@ class DDPTrainer(ResumableTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of evaluation rows, including the filler row."""
-        return self.feed.kept(Trainer.get_eval_dataloader(self, eval_dataset))
+        return self.feed.shield_workers(Trainer.get_eval_dataloader(self, eval_dataset))
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluate on the set given to the trainer."""
@@ -299,12 +299,12 @@ class DDPTrainer(ResumableTrainer):
                     sums += self._evaluate_batch(task, model, inputs)
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             of_all = self._gather_sums(sums).sum(dim=0).tolist()
-        found = task.metrics(dict(zip(task.columns, of_all, strict=True)))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        task_metrics = task.metrics(dict(zip(task.columns, of_all, strict=True)))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in task_metrics.items()}
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
     def _sum_over(self, dataloader: DataLoader, compute: Callable[[dict[str, Any]], Tensor]) -> Tensor:
-        """Return the sum of what is computed of each evaluation batch, over all ranks; a request to stop ends it too."""
+        """Return the sum over all ranks of what each evaluation batch computes; a request to stop ends it too."""
         sums = []
         for inputs in dataloader:
             sums.append(self.step.within_memory(inputs, inputs.pop(ROWS), compute))
@@ -338,10 +338,10 @@ class DDPTrainer(ResumableTrainer):
 
     def _count_steps_taken(self, logs: dict[str, float]) -> None:
         """Correct upstream's rates, which count all planned steps, even those before a resume and after a stop."""
-        taken = self.state.global_step - (self.resume_point.manifest.step if self.resume_point else 0)
+        steps_taken = self.state.global_step - (self.resume_point.manifest.step if self.resume_point else 0)
         for name in ("train_samples_per_second", "train_steps_per_second"):
             if name in logs:
-                logs[name] = round(logs[name] * taken / self.state.max_steps, 3)
+                logs[name] = round(logs[name] * steps_taken / self.state.max_steps, 3)
 
     # ---- the run ----
 
@@ -387,7 +387,7 @@ class DDPTrainer(ResumableTrainer):
         return time.perf_counter() - began
 
     def save_without_memory(self, error: OutOfMemory) -> None:
-        """Write a checkpoint of the last complete step if this process can do so alone, else note what ran out of memory."""
+        """Write a checkpoint of the last complete step if this process can alone, else note what ran out of memory."""
         if not error.lowest:
             # The other ranks wait in a collective of this pass, so that nothing can be repeated or saved any more.
             note_rung(self.checkpoints.folder, error.rung)

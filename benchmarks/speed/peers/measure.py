@@ -141,13 +141,13 @@ def add_unsloth_options(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
-def train(trainer: Any, given: argparse.Namespace, checkpointing: str) -> None:
-    """Train until enough is measured or for the given steps, and write the result; `checkpointing` names what recomputes activations."""
-    if given.steps:
-        trainer.args.max_steps = given.steps
-    marks = Marks(trainer, Pace(math.inf if given.steps else given.seconds, warm_seconds=given.warm_seconds))
+def train(trainer: Any, options: argparse.Namespace, checkpointing: str) -> None:
+    """Train until enough is measured or for the given steps, and write it; `checkpointing` is what recomputes."""
+    if options.steps:
+        trainer.args.max_steps = options.steps
+    marks = Marks(trainer, Pace(math.inf if options.steps else options.seconds, warm_seconds=options.warm_seconds))
     trainer.train()
-    if given.steps:
+    if options.steps:
         trainer.save_model()
     arguments = trainer.args
     settings = {
@@ -159,4 +159,4 @@ def train(trainer: Any, given: argparse.Namespace, checkpointing: str) -> None:
     settings["optim"] = str(getattr(arguments.optim, "value", arguments.optim))
     model = getattr(trainer.model, "config", None)
     settings["attention"] = getattr(model, "_attn_implementation", None)
-    given.json.write_text(json.dumps({**marks.result(), "settings": settings}))
+    options.json.write_text(json.dumps({**marks.result(), "settings": settings}))

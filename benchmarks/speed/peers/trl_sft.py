@@ -23,14 +23,14 @@ from benchmarks.speed.peers.measure import make_parser, train
 
 def main() -> None:
     """Train, and write the measured speed."""
-    given = make_parser(__doc__).parse_args()
+    options = make_parser(__doc__).parse_args()
     cpu = not torch.cuda.is_available()
     # All parameters are trained in fp32 under autocast, TRL's default; frozen weights are kept in bf16 as usual.
-    model_init = {} if given.method == "full" or cpu else {"dtype": "bfloat16"}
+    model_init = {} if options.method == "full" or cpu else {"dtype": "bfloat16"}
     extra: dict[str, Any] = {}
-    if given.method != "full":
+    if options.method != "full":
         extra["peft_config"] = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    if given.method == "qlora":
+    if options.method == "qlora":
         extra["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -38,23 +38,23 @@ def main() -> None:
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
     trainer = SFTTrainer(
-        model=given.model,
+        model=options.model,
         args=SFTConfig(
             output_dir="trained",
             model_init_kwargs=model_init,
-            per_device_train_batch_size=given.batch,
-            gradient_accumulation_steps=given.accumulation,
-            max_length=given.max_length,
-            packing=given.packing,
+            per_device_train_batch_size=options.batch,
+            gradient_accumulation_steps=options.accumulation,
+            max_length=options.max_length,
+            packing=options.packing,
             max_steps=10_000,
             save_strategy="no",
             report_to="none",
             **({"use_cpu": True, "bf16": False} if cpu else {}),
         ),
-        train_dataset=load_dataset("json", data_files=given.rows, split="train"),
+        train_dataset=load_dataset("json", data_files=options.rows, split="train"),
         **extra,
     )
-    train(trainer, given, "torch" if trainer.args.gradient_checkpointing else "none")
+    train(trainer, options, "torch" if trainer.args.gradient_checkpointing else "none")
 
 
 if __name__ == "__main__":

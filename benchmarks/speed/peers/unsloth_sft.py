@@ -23,16 +23,16 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def main() -> None:
     """Train, and write the measured speed."""
-    given = add_unsloth_options(make_parser(__doc__)).parse_args()
+    options = add_unsloth_options(make_parser(__doc__)).parse_args()
     # Unsloth's SFTConfig turns checkpointing on again unless it is turned off there too.
-    stored = {"gradient_checkpointing": False} if given.checkpointing == "none" else {}
+    stored = {"gradient_checkpointing": False} if options.checkpointing == "none" else {}
     model, tokenizer = FastLanguageModel.from_pretrained(
-        model_name=given.model,
-        max_seq_length=given.max_length,
-        load_in_4bit=given.method == "qlora",
-        full_finetuning=given.method == "full",
+        model_name=options.model,
+        max_seq_length=options.max_length,
+        load_in_4bit=options.method == "qlora",
+        full_finetuning=options.method == "full",
     )
-    if given.method != "full":
+    if options.method != "full":
         model = FastLanguageModel.get_peft_model(
             model,
             r=16,
@@ -47,7 +47,7 @@ def main() -> None:
     def as_text(rows: dict[str, Any]) -> dict[str, Any]:
         return {"text": [tokenizer.apply_chat_template(chat, tokenize=False) for chat in rows["messages"]]}
 
-    rows = load_dataset("json", data_files=given.rows, split="train")
+    rows = load_dataset("json", data_files=options.rows, split="train")
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
@@ -55,15 +55,15 @@ def main() -> None:
         args=SFTConfig(
             output_dir="trained",
             dataset_text_field="text",
-            max_length=given.max_length,
-            packing=given.packing,
-            per_device_train_batch_size=given.batch,
-            gradient_accumulation_steps=given.accumulation,
+            max_length=options.max_length,
+            packing=options.packing,
+            per_device_train_batch_size=options.batch,
+            gradient_accumulation_steps=options.accumulation,
             warmup_steps=5,
             max_steps=10_000,
             learning_rate=2e-4,
-            logging_steps=given.logging_steps,
-            optim=given.optim,
+            logging_steps=options.logging_steps,
+            optim=options.optim,
             weight_decay=0.001,
             lr_scheduler_type="linear",
             seed=3407,
@@ -72,7 +72,7 @@ def main() -> None:
             **stored,
         ),
     )
-    train(trainer, given, given.checkpointing)
+    train(trainer, options, options.checkpointing)
 
 
 if __name__ == "__main__":

@@ -43,18 +43,18 @@ def main() -> None:
     parser.add_argument("--adapt", choices=["all", "text"], default="all", help="what gets adapters")
     parser.add_argument("--workers", type=int, default=0, help="processes that read rows")
     parser.add_argument("--keep_size", action="store_true", help="images as they are, not scaled down by the collator")
-    given = parser.parse_args()
+    options = parser.parse_args()
     cpu = not torch.cuda.is_available()
-    stored = {"gradient_checkpointing": False} if given.checkpointing == "none" else {}
+    stored = {"gradient_checkpointing": False} if options.checkpointing == "none" else {}
     model, processor = FastVisionModel.from_pretrained(
-        given.model,
-        max_seq_length=given.max_length,
-        load_in_4bit=given.bits == 4,
+        options.model,
+        max_seq_length=options.max_length,
+        load_in_4bit=options.bits == 4,
         use_gradient_checkpointing=False if stored else "unsloth",
     )
     model = FastVisionModel.get_peft_model(
         model,
-        finetune_vision_layers=given.adapt == "all",
+        finetune_vision_layers=options.adapt == "all",
         finetune_language_layers=True,
         finetune_attention_modules=True,
         finetune_mlp_modules=True,
@@ -66,21 +66,21 @@ def main() -> None:
         use_gradient_checkpointing=False if stored else "unsloth",
     )
     FastVisionModel.for_training(model, use_gradient_checkpointing=not stored)
-    collator = UnslothVisionDataCollator(model, processor, **({"resize": "max"} if given.keep_size else {}))
+    collator = UnslothVisionDataCollator(model, processor, **({"resize": "max"} if options.keep_size else {}))
     trainer = SFTTrainer(
         model=model,
         processing_class=processor.tokenizer,
         data_collator=collator,
-        train_dataset=read_rows(Path(given.rows)),
+        train_dataset=read_rows(Path(options.rows)),
         args=SFTConfig(
             output_dir="trained",
-            per_device_train_batch_size=given.batch,
-            gradient_accumulation_steps=given.accumulation,
+            per_device_train_batch_size=options.batch,
+            gradient_accumulation_steps=options.accumulation,
             warmup_steps=5,
             max_steps=10_000,
             learning_rate=2e-4,
-            logging_steps=given.logging_steps,
-            optim=given.optim,
+            logging_steps=options.logging_steps,
+            optim=options.optim,
             weight_decay=0.001,
             lr_scheduler_type="linear",
             seed=3407,
@@ -90,13 +90,13 @@ def main() -> None:
             remove_unused_columns=False,
             dataset_text_field="",
             dataset_kwargs={"skip_prepare_dataset": True},
-            max_length=given.max_length,
-            dataloader_num_workers=given.workers,
+            max_length=options.max_length,
+            dataloader_num_workers=options.workers,
             **({"use_cpu": True, "bf16": False} if cpu else {}),
             **stored,
         ),
     )
-    train(trainer, given, given.checkpointing)
+    train(trainer, options, options.checkpointing)
 
 
 if __name__ == "__main__":

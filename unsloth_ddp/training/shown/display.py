@@ -24,9 +24,9 @@ def choose_display(*, lines: bool) -> LiveDisplay | None:
 
 
 def shown_callbacks(callbacks: list[Any], trackers: tuple[type, ...]) -> list[Any]:
-    """Return a trainer's callbacks without those that print dictionaries and draw bars, and with trackers as BestEffort."""
-    kept = [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
-    return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in kept]
+    """Return a trainer's callbacks without those that print dictionaries or draw bars, with trackers as BestEffort."""
+    remaining = [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
+    return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in remaining]
 
 
 class BestEffort:
@@ -101,9 +101,9 @@ class ShowTraining(TrainerCallback):
     ) -> None:
         """Count a batch of an evaluation."""
         if self.status is not None:
-            done = self.status.evaluated[0] if self.status.evaluated else 0
+            evaluated = self.status.evaluated[0] if self.status.evaluated else 0
             batches = len(eval_dataloader) if hasattr(eval_dataloader, "__len__") else None
-            self.status.evaluated = done + 1, batches
+            self.status.evaluated = evaluated + 1, batches
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the end of an evaluation."""
@@ -125,7 +125,7 @@ def place_cells(status: Status) -> dict[str, tuple[int, str]]:
 
 
 def training_cells(status: Status, logs: dict[str, float]) -> dict[str, tuple[int, str]]:
-    """Return width and text of every column of a log step's line; MFU, accuracy and margin only where they are known."""
+    """Return width and text of every column of a log step's line; MFU, accuracy and margin where they are known."""
     preferences = {}
     if "rewards/accuracies" in logs:
         # With kto, the rows of a line may all be of one kind; they have no margin then.

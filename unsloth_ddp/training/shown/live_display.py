@@ -1,7 +1,7 @@
 """Draw a run's progress at the bottom of a terminal, below what is printed.
 
-The display changes no mode of the terminal and leaves the cursor at the start of the line below it, so that the terminal
-stays usable however the process ends: by an exception, os._exit or kill -9.
+The display changes no mode of the terminal and leaves the cursor at the start of the line below it, so that the
+terminal stays usable however the process ends: by an exception, os._exit or kill -9.
 """
 
 import contextlib
@@ -112,14 +112,14 @@ def _drawing(stream: ProtectedStream) -> IO[str]:
 
 
 class _Terminal(Console):
-    """A console that takes its size from its file and never hides the cursor, which a killed process could not show again."""
+    """A console that takes its size from its file and never hides the cursor, which a killed process could not show."""
 
     @property  # type: ignore[misc]
     def size(self) -> ConsoleDimensions:
         with contextlib.suppress(OSError, ValueError):
-            found = os.get_terminal_size(self.file.fileno())
-            if found.columns and found.lines:
-                return ConsoleDimensions(found.columns, found.lines)
+            terminal = os.get_terminal_size(self.file.fileno())
+            if terminal.columns and terminal.lines:
+                return ConsoleDimensions(terminal.columns, terminal.lines)
         return super().size
 
     def show_cursor(self, show: bool = True) -> bool:
@@ -137,19 +137,19 @@ def describe(status: Status, width: int) -> Table:
     line.add_row(
         Text(f"step {status.step:,} of {status.steps:,}, epoch {status.epoch:.2f}", style="bold"),
         ProgressBar(total=max(1, status.steps), completed=status.step, complete_style="cyan", finished_style="green"),
-        f"{_activity(status)}{share}{_left(status)}",
+        f"{_activity(status)}{share}{_time_left(status)}",
     )
     return line
 
 
-def _left(status: Status) -> str:
-    left = status.seconds_left
-    return "" if left is None or status.step >= status.steps else f", {shown_clock(left)} left"
+def _time_left(status: Status) -> str:
+    seconds = status.seconds_left
+    return "" if seconds is None or status.step >= status.steps else f", {shown_clock(seconds)} left"
 
 
 def _activity(status: Status) -> str:
     phase = status.phase()
     if phase == "evaluating" and status.evaluated is not None:
-        done, batches = status.evaluated
-        return f"evaluating {done}{f' of {batches}' if batches else ''}, "
+        evaluated, batches = status.evaluated
+        return f"evaluating {evaluated}{f' of {batches}' if batches else ''}, "
     return f"{phase}, " if phase in ("evaluating", "saving") else ""

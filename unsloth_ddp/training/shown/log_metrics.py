@@ -1,4 +1,4 @@
-"""Collect the metrics of a log line over all ranks, and name the ranks that ran out of memory or slow the others down."""
+"""Collect the metrics of a log line over all ranks, and name ranks that ran out of memory or slow the others down."""
 
 import logging
 from dataclasses import dataclass, field
@@ -83,13 +83,13 @@ class Stragglers:
         if self.warmup:
             self.warmup -= 1
             return []
-        found = []
+        new_stragglers = []
         for rank in range(len(seconds)):
             self.streaks[rank] = self.streaks.get(rank, 0) + 1 if self._slow(rank, seconds, tokens, passed) else 0
             if self.streaks[rank] >= self.intervals and rank not in self.named:
                 self.named.add(rank)
-                found.append(rank)
-        return found
+                new_stragglers.append(rank)
+        return new_stragglers
 
     def _slow(self, rank: int, seconds: list[float], tokens: list[float], passed: float) -> bool:
         others = [r for r in range(len(seconds)) if r != rank]
@@ -112,6 +112,6 @@ def describe_straggler(
     usual = median(s for r, s in enumerate(seconds) if r != rank)
     return (
         f"{location} is slower than the others: its own work takes {seconds[rank]:.3f} s a step where theirs takes "
-        f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Check that host for other processes, low "
-        "GPU clocks (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU and a slow disk."
+        f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Check that host for other processes, "
+        "low GPU clocks (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU and a slow disk."
     )

@@ -89,9 +89,9 @@ class OwnWorkTimer:
         """Return the state before a step, for `restore`."""
         return self.seconds, self.steps, list(self.marks)
 
-    def restore(self, before: tuple[float, int, list[Any]], micro_batches: int) -> None:
+    def restore(self, snapshot: tuple[float, int, list[Any]], micro_batches: int) -> None:
         """Go back to a snapshot, to measure a step of `micro_batches` again."""
-        self.seconds, self.steps, self.marks = before[0], before[1], deque(before[2])
+        self.seconds, self.steps, self.marks = snapshot[0], snapshot[1], deque(snapshot[2])
         self.start(0.0, micro_batches)
 
     def take(self) -> tuple[float, int]:
@@ -100,9 +100,9 @@ class OwnWorkTimer:
             began, ended = self.marks.popleft()
             self.seconds += began.elapsed_time(ended) / 1000
             self.steps += 1
-        taken = self.seconds, self.steps
+        finished = self.seconds, self.steps
         self.seconds, self.steps = 0.0, 0
-        return taken
+        return finished
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Meter:
 
         Args:
             totals: the run's sums, shared from now on.
-            pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes them all.
+            pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes all.
         """
         self.totals = totals
         sums = torch.tensor(pending or [[0.0] * len(self.columns)], dtype=torch.float64, device=self.device)
@@ -179,10 +179,10 @@ class Meter:
         """Return the sums before a step, for `restore`."""
         return self.sums.clone(), self.own_work.snapshot()
 
-    def restore(self, before: tuple[Tensor, tuple[float, int, list[Any]]], micro_batches: int) -> None:
+    def restore(self, snapshot: tuple[Tensor, tuple[float, int, list[Any]]], micro_batches: int) -> None:
         """Go back to a snapshot, to repeat a step of `micro_batches`."""
-        self.sums.copy_(before[0])
-        self.own_work.restore(before[1], micro_batches)
+        self.sums.copy_(snapshot[0])
+        self.own_work.restore(snapshot[1], micro_batches)
 
     def peak_bytes(self) -> int:
         """Return the peak memory of this rank since training began, including that of replayed CUDA graphs."""
@@ -196,8 +196,8 @@ class Meter:
         """
         seconds = time.perf_counter() - self.began
         own_values = (*self.own_work.take(), level, self.peak_bytes())
-        own = torch.tensor(own_values, dtype=torch.float64, device=self.device)
-        per_rank = self.gather(torch.cat([self.sums, own])).cpu()
+        own_columns = torch.tensor(own_values, dtype=torch.float64, device=self.device)
+        per_rank = self.gather(torch.cat([self.sums, own_columns])).cpu()
         measured, others = per_rank.tensor_split([len(self.columns)], dim=1)
         sums = dict(zip(self.columns, measured.sum(dim=0).tolist(), strict=True))
         tokens, steps = sums[TOKENS], others[:, STEPS].sum().item()
@@ -213,13 +213,13 @@ class Meter:
             **self.task.metrics(sums),
         }
         of_ranks = [self.task.metrics(dict(zip(self.columns, row, strict=True))) for row in measured.tolist()]
-        means = [found["loss"] for found in of_ranks if "loss" in found]
+        means = [rank_metrics["loss"] for rank_metrics in of_ranks if "loss" in rank_metrics]
         if means:
             metrics["rank_loss_spread"] = max(means) - min(means)
         if steps and others[:, STEPS].min() > 0:
             a_step = (others[:, OWN_SECONDS] / others[:, STEPS]).tolist()
-            taken = steps / len(others)
-            self.pace = a_step, (measured[:, -1] / others[:, STEPS]).tolist(), seconds / taken
+            mean_steps = steps / len(others)
+            self.pace = a_step, (measured[:, -1] / others[:, STEPS]).tolist(), seconds / mean_steps
             metrics |= {"rank_step_seconds": median(a_step), "rank_step_seconds_max": max(a_step)}
         return metrics
 
@@ -227,8 +227,8 @@ class Meter:
 def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     """Count the tokens of a micro-batch without padding and filler rows, which have one token; return a 0-dim tensor.
 
-    Rows in a pack are found by their positions: a row of one token is a 0 that is followed by another 0 or by the end. A prompt that
-    is computed once for the two rows of a pair counts in both.
+    Rows in a pack are found by their positions: a row of one token is a 0 that is followed by another 0 or by the end.
+    A prompt that is computed once for the two rows of a pair counts in both.
     """
     if "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(dim=1)

@@ -28,7 +28,7 @@ PEAK_FLOPS = {
     ("H100", "PCIe"): 756e12,
     # https://www.nvidia.com/en-us/data-center/a100/: 312 | 624 TFLOPS, SXM and PCIe alike.
     ("A100",): 312e12,
-    # Data sheets of the A40 (149.7 | 299.4 TFLOPS), A10 (125 | 250), L40S (362.05 | 733), L4 (242 with sparsity), T4 (65).
+    # Data sheets of the A40 (149.7 | 299.4 TFLOPS), A10 (125 | 250), L40S (362.05 | 733), L4 (242, sparse), T4 (65).
     ("A40",): 149.7e12,
     ("A10",): 125e12,
     ("L40S",): 362.05e12,
@@ -62,10 +62,10 @@ class Utilization:
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP a second of a GPU in 16 bit; None for another precision or a GPU that is not listed."""
     words = set(re.split(r"[\s-]+", device_name))
-    known = [name for name in PEAK_FLOPS if words.issuperset(name)]
-    if precision == "fp32" or not known or words & OTHER_PRODUCTS:
+    listed = [name for name in PEAK_FLOPS if words.issuperset(name)]
+    if precision == "fp32" or not listed or words & OTHER_PRODUCTS:
         return None
-    return PEAK_FLOPS[max(known, key=len)]
+    return PEAK_FLOPS[max(listed, key=len)]
 
 
 def flops_a_token(model: Any) -> float | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class TimeLeft:
     """Estimate the seconds until the last step from the steps that this process has taken.
 
-    The first step is left out, because it compiles and fills caches. Evaluations and checkpoints between the steps count.
+    The first step is left out, because it compiles and fills caches. Evaluations and checkpoints between steps count.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -60,7 +60,7 @@ def shown_as(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def shown_number(value: float | None, decimals: int = 4) -> str:
-    """Format a loss or a norm with fixed decimals, or in scientific notation if it is too small or large; - for None."""
+    """Format a loss or a norm with fixed decimals, in scientific notation if too small or large; - for None."""
     if value is None:
         return "-"
     if value and math.isfinite(value) and not 10**-decimals <= abs(value) < 10_000:

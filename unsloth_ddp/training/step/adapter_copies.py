@@ -72,6 +72,6 @@ class AdapterCopies:
         if not sums:
             return
         # Adding tensors of two dtypes takes a kernel for each.
-        converted = [torch.empty_like(one) for one in sums]
+        converted = [torch.empty_like(gradient_sum) for gradient_sum in sums]
         torch._foreach_copy_(converted, gradients)
         torch._foreach_add_(sums, converted)

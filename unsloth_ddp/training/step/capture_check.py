@@ -34,8 +34,9 @@ class Tolerances(NamedTuple):
 # A replayed pass and the backend's round to 16 bit in different orders.
 TOLERANCES = Tolerances(5e-3, 5e-2)
 # With --fp8 a different order changes which values are rounded up. On H200s gradients of random weights differed by
-# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json), and the loss of the 8B
-# with a row of 8192 tokens by 5.4e-3 and 5.7e-3, with two kernels for attention (benchmarks/results/speed/fp8_joint.json).
+# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json), and the loss of the
+# 8B with a row of 8192 tokens by 5.4e-3 and 5.7e-3, with two kernels for attention
+# (benchmarks/results/speed/fp8_joint.json).
 FP8_TOLERANCES = Tolerances(2e-2, 0.25)
 OUT_OF_MEMORY = "trying it took more memory than there is"
 
@@ -92,8 +93,8 @@ def check_capture(
         batch: padded to the captured shape ("padded_batch"), on the device.
         ordinary: batch -> summed token losses as the backend computes them, with their autograd graph.
     """
-    one = torch.ones((), device=captured.device)
-    return check_pass(captured.model, lambda: ordinary(batch), lambda: captured.run(batch, one)[0], allowed)
+    divisor = torch.ones((), device=captured.device)
+    return check_pass(captured.model, lambda: ordinary(batch), lambda: captured.run(batch, divisor)[0], allowed)
 
 
 def check_pass(
@@ -133,12 +134,12 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
         why it failed, in a few words, or None.
     """
     parts = (example["input_ids"], example["labels"], example["lengths"])
-    one = torch.ones((), device=captured.device)
+    divisor = torch.ones((), device=captured.device)
     try:
         with kept_random_numbers(captured.device), kept_gradients(captured.trained):
             for tokens in captured.shape.token_sizes:
                 if not captured.has_size(tokens):
-                    captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, one)
+                    captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, divisor)
         return None
     except Exception as error:
         return _failed(error)
@@ -161,9 +162,11 @@ def _difference(
     squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
     for p, gradient in zip(trained, gradients, strict=True):
         # A batch without an image gives the weights of a tower none.
-        wanted, found = (torch.zeros_like(p) if one is None else one for one in (gradient, p.grad))
-        difference = found.float() - wanted.float()
-        squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
+        expected_gradient, faster_gradient = (
+            torch.zeros_like(p) if grad is None else grad for grad in (gradient, p.grad)
+        )
+        difference = faster_gradient.float() - expected_gradient.float()
+        squares += torch.stack([difference.square().sum().double(), expected_gradient.float().square().sum().double()])
     far, whole = squares.sqrt().tolist()
     logger.info("a faster step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
     if not far <= allowed.gradients * max(whole, 1e-12):

@@ -1,4 +1,4 @@
-"""Try whether micro-batches can be replayed as CUDA graphs: the pass works, computes the same, and is faster (see captured_step.py)."""
+"""Try whether micro-batches can be replayed as CUDA graphs: the pass works, computes the same, and is faster."""
 
 import logging
 import time
@@ -97,7 +97,7 @@ class CaptureTrial:
         return try_pass
 
     def _step_of(self, rung: Rung, *, flash_attention_4: bool) -> CapturedStep:
-        """Return the step of a rung with a kernel: the last one if it is for as many packs, because its layers are compiled.
+        """Return the step of a rung with a kernel: the last if it is for as many packs, as its layers are compiled.
 
         Raises:
             NotImplementedError: the model cannot be captured.
@@ -116,7 +116,7 @@ class CaptureTrial:
         return step
 
     def capture(self, rung: Rung) -> tuple[CapturedStep | None, str | None]:
-        """Return the captured step, with FlashAttention 4 where that gives the same results; or None and the reason in words."""
+        """Return the captured step, with FlashAttention 4 where results stay the same; or None and the reason."""
         if self.has_faster_kernel:
             step, obstacle = self._capture(rung, flash_attention_4=True)
             if obstacle is None:
@@ -179,7 +179,7 @@ def typical_examples(train: TokenizedRows, count: int) -> list[dict[str, np.ndar
 
 
 def why_slower(step: CapturedStep, batch: dict[str, Any], runner: MicroBatchRunner) -> str | None:
-    """Return why replaying a micro-batch brings nothing, in a few words; None if it is faster, or memory is short for the comparison."""
+    """Return why replaying a micro-batch is of no use; None if it is faster, or memory is short for the comparison."""
     divisor = torch.ones((), device=runner.device)
     try:
         computed = seconds_of_pass(runner, batch)
@@ -197,7 +197,7 @@ def why_slower(step: CapturedStep, batch: dict[str, Any], runner: MicroBatchRunn
 
 
 def seconds_of_pass(runner: MicroBatchRunner, batch: dict[str, Any]) -> float:
-    """Return the seconds of a forward and backward pass of the backend, its second one; gradients are left as they were.
+    """Return the seconds of the second forward and backward pass of the backend; gradients are left as they were.
 
     What the backend compiles is not compiled for it: that would take longer than the passes that are timed.
     """

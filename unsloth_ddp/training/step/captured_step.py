@@ -27,8 +27,8 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Passes before the first capture of a number of tokens: the first compiles, the second has the memory that the first one's
-# kernels were chosen with.
+# Passes before the first capture of a number of tokens: the first compiles, the second has the memory that the first
+# one's kernels were chosen with.
 WARM_UP = 2
 # Passes before further captures, for which little is compiled.
 WARM_UP_AGAIN = 1
@@ -58,7 +58,7 @@ class CapturedStep:
         forward: computes the loss.
         autocast: the trainer's.
         dtype: of matrix products.
-        gradients: the buffers of all parameters that are trained, where the trainer has some; else the step has its own.
+        gradients: the buffers of all parameters that are trained, where the trainer has some; else its own.
     """
 
     def __init__(
@@ -104,18 +104,18 @@ class CapturedStep:
         Raises:
             CaptureFailed: this is the first micro-batch of its sizes, and memory is short, say.
         """
-        given: PaddedBatch = batch["padded_batch"]
+        padded_batch: PaddedBatch = batch["padded_batch"]
         self.gradients.hold()
         self.divisor.copy_(divisor)
-        graph = self.graphs.get(given.sizes)
+        graph = self.graphs.get(padded_batch.sizes)
         if graph is None:
-            graph = self.graphs[given.sizes] = self._capture(given)
-        graph.padded_batch.vector.copy_(given.vector, non_blocking=True)
+            graph = self.graphs[padded_batch.sizes] = self._capture(padded_batch)
+        graph.padded_batch.vector.copy_(padded_batch.vector, non_blocking=True)
         graph.replay()
         return graph.loss, graph.step
 
     def try_pass(self, batch: dict[str, Any]) -> None:
-        """Compute a pass over a micro-batch as it would be captured; this compiles the layers for micro-batches of its size.
+        """Compute a pass over a micro-batch as it would be captured; this compiles the layers for its size.
 
         The gradients are those of the parameters until these have others.
         """
@@ -182,17 +182,17 @@ class CapturedStep:
         Raises:
             CaptureFailed: it failed, or there is no memory for a copy of the gradients.
         """
-        kept: list[tuple[Tensor, Tensor | None]] = []
+        saved_gradients: list[tuple[Tensor, Tensor | None]] = []
         try:
             for flat in self.gradients.flat:
                 # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
-                kept.append((flat, flat.clone() if flat.any() else None))
+                saved_gradients.append((flat, flat.clone() if flat.any() else None))
             return self._capture_on_gpu(compute, warm_up)
         except Exception as error:
             raise CaptureFailed(one_line(error, 200)) from error
         finally:
-            for flat, before in kept:
-                flat.zero_() if before is None else flat.copy_(before)
+            for flat, saved in saved_gradients:
+                flat.zero_() if saved is None else flat.copy_(saved)
 
     def _count_anew(self) -> None:
         """Start a new count of peak memory; keep that of passes and evaluations since training began."""
@@ -222,8 +222,8 @@ class CapturedStep:
 def end_broken_capture(pool: Any) -> None:
     """Undo what torch leaves behind when a capture on the current device fails.
 
-    The generator would refuse to draw random numbers outside of a graph, which compiling does too, and the allocator would
-    keep the memory of the pool, and that of other streams until the capture ends.
+    The generator would refuse to draw random numbers outside of a graph, which compiling does too, and the allocator
+    would keep the memory of the pool, and that of other streams until the capture ends.
 
     Args:
         pool: id of the memory pool of the capture.
@@ -241,12 +241,12 @@ def end_broken_capture(pool: Any) -> None:
 def use_capture_stream(device: torch.device) -> None:
     """Make a stream of its own the current one; what is captured later, and all before it, has to be computed there.
 
-    Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails where
-    that is the default stream, which cannot be captured.
+    Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails
+    where that is the default stream, which cannot be captured.
 
-    The streams of torch.cuda.Stream are not ordered with the default stream. The optimizers of bitsandbytes and what Unsloth
-    moves to host memory run on the default stream whatever the current one is, and would read states and activations that
-    are not written yet. A stream of CUDA with default flags is ordered with it.
+    The streams of torch.cuda.Stream are not ordered with the default stream. The optimizers of bitsandbytes and what
+    Unsloth moves to host memory run on the default stream whatever the current one is, and would read states and
+    activations that are not written yet. A stream of CUDA with default flags is ordered with it.
     """
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):

@@ -17,9 +17,9 @@ MOST_COMPILATIONS = 64
 
 
 def compile_layers(runner: MicroBatchRunner, batch: dict[str, Any]) -> str | None:
-    """Compile the layers for micro-batches of any size; return why they should not stay compiled, in a few words, or None.
+    """Compile the layers for micro-batches of any size; return why they should not stay compiled, or None.
 
-    That is if compiling fails, or the loss or gradients of `batch` differ. Gradients and random numbers are left as they were.
+    That is if compiling fails, or the loss or gradients of `batch` differ. Gradients and random numbers are kept.
 
     Args:
         batch: a micro-batch of packs with images, on the device.

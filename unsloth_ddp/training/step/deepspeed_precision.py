@@ -64,7 +64,7 @@ def replace_weights(saved: dict[str, Tensor], parameters: dict[str, Parameter], 
 def tie_again(saved: dict[str, Tensor], parameters: dict[str, Parameter]) -> None:
     """Give the names of a tied weight one tensor in `saved`, a state dict, so that Transformers writes it once.
 
-    accelerate copies the state dict of ZeRO-2 tensor by tensor, so a tied weight would be written under each of its names.
+    accelerate copies the state dict of ZeRO-2 tensor by tensor, so a tied weight would be written under each name.
 
     Args:
         parameters: as of replace_weights.
@@ -75,7 +75,7 @@ def tie_again(saved: dict[str, Tensor], parameters: dict[str, Parameter]) -> Non
 
 
 def name_fp32_in_config(folder: Path) -> None:
-    """Set the dtype in config.json to that of the saved weights; Transformers writes the dtype of the model in memory."""
+    """Set the dtype in config.json to that of the saved weights; Transformers writes that of the model in memory."""
     path = folder / "config.json"
     if path.is_file():
         write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "dtype": "float32"})

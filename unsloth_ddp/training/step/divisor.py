@@ -4,15 +4,15 @@ The gradient of an optimizer step is that of
 
     (sum of the losses of all units over all ranks and accumulation steps) / (number of those units)
 
-where a unit is what the task counts: a supervised token, for text. A loss that is a sum of several means, over pairs and over
-tokens, has a divisor for each of them. DistributedDataParallel, and gradient_exchange.py,
-average gradients over ranks, so each rank has to contribute
+where a unit is what the task counts: a supervised token, for text. A loss that is a sum of several means, over pairs
+and over tokens, has a divisor for each of them. DistributedDataParallel, and gradient_exchange.py, average gradients
+over ranks, so each rank has to contribute
 
     (sum of its own losses) / (global count / world size)
 
-`step_divisor` returns this divisor, which a model of Transformers gets as `num_items_in_batch`. Upstream's own averaging
-(average_tokens_across_devices) is switched off, so that the loss is not scaled twice. The divisor may be a fraction:
-2 tokens on 4 ranks give 0.5.
+`step_divisor` returns this divisor, which a model of Transformers gets as `num_items_in_batch`. Upstream's own
+averaging (average_tokens_across_devices) is switched off, so that the loss is not scaled twice. The divisor may be a
+fraction: 2 tokens on 4 ranks give 0.5.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ def step_divisor(units: Sequence[Tensor], world_size: int, sum_over_ranks: Calla
         world_size: number of ranks that average their gradients.
         sum_over_ranks: all-reduce; called exactly once on every rank.
 
-    Returns global count / world size, float32, in the shape of `units`. A step without any unit counts as one, so that its loss is
-    0 and not 0 / 0.
+    Returns global count / world size, float32, in the shape of `units`. A step without any unit counts as one, so that
+    its loss is 0 and not 0 / 0.
     """
     total = sum_over_ranks(torch.stack(list(units)).sum(dim=0))
     return torch.where(total.flatten()[0] == 0, 1, total).to(torch.float32) / world_size

@@ -40,7 +40,7 @@ SAME_GIVEN = "a trial gave the same loss and gradients"
 
 @dataclass
 class FirstRung:
-    """Choose how the micro-batches of a run are computed, and prepare the step for it; every rank calls its methods alike.
+    """Choose how the micro-batches of a run are computed, and prepare the step for it; all ranks call it alike.
 
     Args:
         step: of the trainer; its task and its rung are set.
@@ -74,8 +74,8 @@ class FirstRung:
         """Choose the first rung that fits, and let the step begin with it.
 
         Args:
-            resumed: identity of the run that this one resumes, empty without one. On the same number and type of GPUs its rung is
-                taken again, so that results stay bit-identical.
+            resumed: identity of the run that this one resumes, empty without one. On the same number and type of GPUs
+                its rung is taken again, so that results stay bit-identical.
             last: a rung that ran out of memory when this job ran before, if any; the run begins below it.
 
         Raises:
@@ -92,7 +92,7 @@ class FirstRung:
             refuse(self.settings, why_not)
             facts = self._facts(captured=why_not is None)
             rungs = rungs_from(ladder(facts), facts, resumed, last)
-            rung, reason = self._choose(rungs, resumed, last)
+            rung, rung_reason = self._choose(rungs, resumed, last)
             if not rung.captured:
                 refuse(self.settings, "no captured micro-batch fits into the memory of a GPU")
             plan = with_micro_batch(self.data.plan, rung.rows)
@@ -103,14 +103,16 @@ class FirstRung:
                 break
             with self.runtime.progress.timing("capture"):
                 captured, obstacle = self.capture.capture(rung)
-            why_not = next((told for told in self.runtime.gather(obstacle) if told is not None), None)
+            why_not = next(
+                (rank_obstacle for rank_obstacle in self.runtime.gather(obstacle) if rank_obstacle is not None), None
+            )
             if why_not is None:
                 self.capture.end(captured)
                 kernel = ", with FlashAttention 4" if captured and captured.forward.flash_attention_4 else ""
                 # Later rungs draw what this one draws, also where the settings do not say so.
                 kinds = [kind for kind in facts.captured_kinds if not kind_obstacle(kind, random=self.capture.random)]
                 facts = dataclasses.replace(facts, captured_kinds=tuple(kinds))
-                return self._begin(StepDecision(rung, reason, SAME_GIVEN + kernel), captured, facts)
+                return self._begin(StepDecision(rung, rung_reason, SAME_GIVEN + kernel), captured, facts)
             # Memory was tried with passes that are not captured after all.
             self.step.use_task(task)
         self.capture.end(None)
@@ -120,7 +122,7 @@ class FirstRung:
         graphs = why_not or "no captured micro-batch fits into the memory of a GPU"
         if self._may_compile_layers(rung, graphs):
             graphs = f"{graphs}; {self._compile_layers(rung)}"
-        return self._begin(StepDecision(rung, reason, graphs), None, facts)
+        return self._begin(StepDecision(rung, rung_reason, graphs), None, facts)
 
     def _begin(self, decision: StepDecision, captured: Any, facts: LadderFacts) -> StepDecision:
         if captured is None:
@@ -133,13 +135,13 @@ class FirstRung:
         return decision
 
     def _passes_are_local(self) -> bool:
-        """Return whether a pass may call parts of the model by themselves: neither sharding nor DDP has a part in it."""
+        """Return whether a pass may call parts of the model by themselves: without sharding and DDP."""
         alone = self.runtime.ranks.world_size == 1 or self.step.exchange is not None
         return alone and self.runtime.sharding == "none"
 
     def _same_gpus(self, resumed: dict[str, Any]) -> bool:
-        here = (self.runtime.ranks.world_size, self.runtime.device_name)
-        return (resumed.get("world_size"), resumed.get("device")) == here
+        current_gpus = (self.runtime.ranks.world_size, self.runtime.device_name)
+        return (resumed.get("world_size"), resumed.get("device")) == current_gpus
 
     def _facts(self, *, captured: bool) -> LadderFacts:
         settings, data = self.settings, self.data
@@ -205,10 +207,12 @@ class FirstRung:
         )
 
     def _compile_layers(self, rung: Rung) -> str:
-        """Compile the layers in place of capturing them, if that gives the same results on every rank; return what became of it."""
+        """Compile the layers in place of capturing them, if results are the same on all ranks; return the outcome."""
         rows = [self.data.train.examples[index] for index in range(min(rung.rows, self.data.train.units))]
         obstacle = compile_layers(self.runner, self.runner.batch_of(rows))
-        obstacle = next((told for told in self.runtime.gather(obstacle) if told is not None), None)
+        obstacle = next(
+            (rank_obstacle for rank_obstacle in self.runtime.gather(obstacle) if rank_obstacle is not None), None
+        )
         if obstacle is None:
             return "the layers are compiled instead"
         leave_uncompiled(self.runner.model)
@@ -216,7 +220,7 @@ class FirstRung:
 
 
 def rungs_from(rungs: list[Rung], facts: LadderFacts, resumed: dict[str, Any], last: Rung | None) -> list[Rung]:
-    """Return the rungs that a run may begin with: those from the resumed run's rung downward, or those below one that ran out of memory.
+    """Return the rungs that a run may begin with: from the resumed rung down, or below one that ran out of memory.
 
     Args:
         rungs: all rungs of the run.

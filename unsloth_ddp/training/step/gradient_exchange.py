@@ -51,7 +51,7 @@ class GradientBuffers:
         return self._flat
 
     def free(self) -> None:
-        """Let go of the buffers, whose memory is free once no gradient is a view of it; the next use allocates others."""
+        """Release the buffers, whose memory is free once no gradient is a view of it; the next use allocates others."""
         self._flat, self._views = [], {}
 
     def hold(self, first: int = 0, end: int | None = None) -> None:
@@ -119,7 +119,7 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
     def broadcast(self) -> None:
-        """Broadcast the trained weights of rank 0, which DistributedDataParallel ignores (see leave_gradients_to_the_kit)."""
+        """Broadcast the trained weights of rank 0, which DDP ignores (see leave_gradients_to_the_kit)."""
         # NCCL broadcasts only contiguous tensors.
         weights = [(p.detach(), p.detach().contiguous()) for p in self.bucket_of]
         works: list[Any] = [dist.broadcast(contiguous, src=0, async_op=True) for _, contiguous in weights]
@@ -136,9 +136,9 @@ class GradientExchange:
     def last_pass(self, model: DistributedDataParallel) -> Iterator[None]:
         """Average gradients around the last forward and backward pass of a step.
 
-        Afterwards every gradient is the mean over ranks. A gradient that a rank lacks counts as zeros; one that all ranks
-        lack is None, as on one process, so that the optimizer leaves the weight as it is. To repeat the step after an error,
-        set the gradients to None first.
+        Afterwards every gradient is the mean over ranks. A gradient that a rank lacks counts as zeros; one that all
+        ranks lack is None, as on one process, so that the optimizer leaves the weight as it is. To repeat the step
+        after an error, set the gradients to None first.
         """
         self.missing = [set(bucket) for bucket in self.buckets]
         try:
@@ -155,8 +155,9 @@ class GradientExchange:
         if self.missing is not None:
             if parameter not in self.missing[index]:
                 raise RuntimeError(
-                    "A trained weight received its gradient in two parts, because several checkpointed layers share it; "
-                    "use --gradient_checkpointing none, or --backend transformers, which checkpoints layers differently."
+                    "A trained weight received its gradient in two parts, because several checkpointed layers share "
+                    "it; use --gradient_checkpointing none, or --backend transformers, which checkpoints layers "
+                    "differently."
                 )
             self.missing[index].remove(parameter)
         if index < len(self.sent):
@@ -212,8 +213,8 @@ def make_exchange(
     if not several:
         return None
     if ddp_handler is not None:
-        # All ranks loaded the same buffers. DDP would broadcast them in every forward pass, but the ranks may run different
-        # numbers of forward passes: one may repeat a step, or replay a CUDA graph.
+        # All ranks loaded the same buffers. DDP would broadcast them in every forward pass, but the ranks may run
+        # different numbers of forward passes: one may repeat a step, or replay a CUDA graph.
         ddp_handler.broadcast_buffers = False
     trained = [p for p in model.parameters() if p.requires_grad]
     unused = [p for p in sometimes_unused(model) if p.requires_grad]
@@ -227,10 +228,10 @@ def leave_gradients_to_the_kit(model: Module) -> None:
     (see GradientExchange.broadcast).
     """
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-    known = min((p for _, p in named), key=Parameter.numel)
+    smallest = min((p for _, p in named), key=Parameter.numel)
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in named:
-        if parameter is not known:
+        if parameter is not smallest:
             # DDP uses both names for a parameter that belongs to the model itself and not to a submodule.
             ignored |= {name} if "." in name else {name, f".{name}"}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
@@ -241,12 +242,12 @@ def into_buckets(parameters: Iterable[Parameter], most_bytes: int) -> list[list[
     buckets: list[list[Parameter]] = []
     size = 0
     for parameter in parameters:
-        own = parameter.numel() * parameter.element_size()
+        parameter_bytes = parameter.numel() * parameter.element_size()
         last = buckets[-1][-1] if buckets else None
         alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not alike or size + own > most_bytes:
+        if not alike or size + parameter_bytes > most_bytes:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
-        size += own
+        size += parameter_bytes
     return buckets

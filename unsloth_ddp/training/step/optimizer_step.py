@@ -1,8 +1,8 @@
 """Compute an optimizer step up to its gradients.
 
 1. `begin`: the micro-batches of the step are there; the ranks add up what the losses are divided by.
-2. `micro_batch`, for each: one forward and backward pass, replayed as a CUDA graph or computed by the backend. If memory
-   runs out, this rank goes down the ladder (sizing/ladder.py) and repeats the step.
+2. `micro_batch`, for each: one forward and backward pass, replayed as a CUDA graph or computed by the backend. If
+   memory runs out, this rank goes down the ladder (sizing/ladder.py) and repeats the step.
 3. The last pass of the step averages gradients over the ranks (gradient_exchange.py, DDP, or the sharding library).
 
 Transformers' loop then clips the gradients, and calls the optimizer and the schedule.
@@ -48,7 +48,7 @@ class StepStart:
         divisor: of their losses.
         measured: the meter's snapshot.
         random: states of the generators of the CPU and, where there is one, of the GPU.
-        done: number of micro-batches computed so far.
+        batches_computed: how many of `batches` were computed so far.
     """
 
     batches: list[dict[str, Any]]
@@ -56,18 +56,19 @@ class StepStart:
     divisor: Tensor
     measured: Any
     random: tuple[Tensor, Tensor | None]
-    done: int = 0
+    batches_computed: int = 0
 
 
 @dataclass
 class OptimizerStep:
     """Compute the micro-batches of optimizer steps, and average their gradients.
 
-    A rank that repeats its step alone gets the same result: until gradients are exchanged no rank waits for another, and
-    GradientExchange waits for the rank that repeats. The other ranks follow at the next log line. Where
-    DistributedDataParallel exchanges the gradients (--ddp_find_unused_parameters), a rank cannot repeat the last pass of
-    a step, and with sharded weights it cannot repeat any, as the other ranks wait for its collectives. The micro-batches of a step are
-    ordered from the longest rows to the shortest, so memory runs out in the last pass only if the step has one micro-batch.
+    A rank that repeats its step alone gets the same result: until gradients are exchanged no rank waits for another,
+    and GradientExchange waits for the rank that repeats. The other ranks follow at the next log line. Where
+    DistributedDataParallel exchanges the gradients (--ddp_find_unused_parameters), a rank cannot repeat the last pass
+    of a step, and with sharded weights it cannot repeat any, as the other ranks wait for its collectives. The
+    micro-batches of a step are ordered from the longest rows to the shortest, so memory runs out in the last pass only
+    if the step has one micro-batch.
 
     Args:
         exchange: averages gradients in place of DistributedDataParallel, if any.
@@ -101,7 +102,7 @@ class OptimizerStep:
         return self.ladder[self.level]
 
     def begin_with(self, rung: Rung, captured: CapturedStep | None, facts: LadderFacts) -> None:
-        """Compute micro-batches with a rung from now on, and go down from there if memory runs out; every rank calls this alike."""
+        """Compute micro-batches with a rung from now on, and go down if memory runs out; all ranks call this alike."""
         self.captured = captured
         # A row has a token at least.
         self.ladder = [rung, *below(rung, facts, most_rows=facts.tokens(rung.rows))]
@@ -167,7 +168,7 @@ class OptimizerStep:
             self._go_down(error, last=last)
         else:
             assert self._start is not None
-            self._start.done += 1
+            self._start.batches_computed += 1
             return loss
         # Outside the except block, because the exception keeps the activations alive.
         return self._repeat(compute, model, last=last)
@@ -190,7 +191,7 @@ class OptimizerStep:
         passes = [batch]
         if self.rung.passes > 1:
             assert self._start is not None
-            passes = self._start.rows[self._start.done].batches(self.rung.passes)
+            passes = self._start.rows[self._start.batches_computed].batches(self.rung.passes)
         loss = torch.zeros((), device=self.device)
         self.meter.own_work.micro_batches += len(passes) - 1
         for number, part in enumerate(passes, 1):
@@ -203,7 +204,7 @@ class OptimizerStep:
     def _averaging(self, model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context in which gradients are averaged by the exchange, by DDP, or not at all.
 
-        With one process nothing is averaged, even if accelerate has wrapped the model. With sharding the library averages.
+        With one process nothing is averaged, even if accelerate has wrapped the model. With sharding the library does.
         """
         if not _is_ddp(model):
             return contextlib.nullcontext()
@@ -231,7 +232,7 @@ class OptimizerStep:
         if self.sharded or ddp_averages:
             raise OutOfMemory(self.rung, lowest=not self.restarts_lower) from error
         assert self._start is not None
-        split_whole = self.rung.passes >= self._start.rows[self._start.done].most_passes > 1
+        split_whole = self.rung.passes >= self._start.rows[self._start.batches_computed].most_passes > 1
         if split_whole or self.level + 1 == len(self.ladder):
             raise OutOfMemory(self.rung, lowest=True) from error
         logger.warning("the step is repeated: %s", error)
@@ -242,7 +243,7 @@ class OptimizerStep:
         """Repeat the step up to and including the micro-batch that ran out of memory; return the loss of that one."""
         start = self._start
         assert start is not None
-        failed, start.done = start.done, 0
+        failed, start.batches_computed = start.batches_computed, 0
         model.zero_grad()
         self.checkpointing.forget_failed_pass()
         release()

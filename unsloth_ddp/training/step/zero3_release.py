@@ -12,11 +12,11 @@ logger = logging.getLogger("unsloth_ddp")
 def release_after_each_block(engine: Any) -> None:
     """Make DeepSpeed release a block's frozen weights when the recomputation of the next block begins.
 
-    DeepSpeed assigns recomputed frozen weights to the module whose backward pass began last, and releases them when that
-    pass ends. It does not detect the end if no positional input of the module needs gradients. This is the case for the
-    whole model, whose inputs are token ids, and for attention, whose inputs Transformers passes by name. So the weights
-    of all blocks stay gathered until the whole backward pass ends. This function calls the method that DeepSpeed calls
-    at that end.
+    DeepSpeed assigns recomputed frozen weights to the module whose backward pass began last, and releases them when
+    that pass ends. It does not detect the end if no positional input of the module needs gradients. This is the case
+    for the whole model, whose inputs are token ids, and for attention, whose inputs Transformers passes by name. So the
+    weights of all blocks stay gathered until the whole backward pass ends. This function calls the method that
+    DeepSpeed calls at that end.
 
     Use it only with reentrant checkpointing, which recomputes a block before the backward pass of any module in it
     begins, so that no weight that is still needed is released.

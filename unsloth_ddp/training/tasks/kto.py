@@ -1,6 +1,6 @@
 """Train on labelled answers with KTO, whose loss compares each answer with the divergence of a whole step.
 
-    r = log pi(y|x) - log ref(y|x)                                                        https://arxiv.org/abs/2402.01306, eq. 7
+    r = log pi(y|x) - log ref(y|x)                                               https://arxiv.org/abs/2402.01306, eq. 7
     z = max(0, mean of log pi(y'|x) - log ref(y'|x) over the mismatched rows of the step, without gradient and dropout)
     loss = desirable_weight (1 - s(beta (r - z))), or undesirable_weight (1 - s(beta (z - r)))
 
@@ -123,22 +123,22 @@ class KtoTask(AnswerTask):
                 *(kind.sum() for kind in kinds),
                 *(values.masked_fill(~kind, 0).sum() for values in (rewards, policy) for kind in kinds),
             ]  # fmt: skip
-            found = torch.stack([value.detach().double() for value in measured])
-        return loss_sum / divisor, found
+            column_sums = torch.stack([value.detach().double() for value in measured])
+        return loss_sum / divisor, column_sums
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the loss, the divergence, and TRL's names for rewards and log-probabilities, as means over answers of a kind."""
+        """Return loss, divergence, and TRL's names for rewards and log-probabilities, as means by kind of answer."""
         rows = sums["rows"]
         if not rows:
             return {}
-        found = {"loss": sums["loss_sum"] / rows, "kl": sums["divergence"] / rows}
+        means = {"loss": sums["loss_sum"] / rows, "kl": sums["divergence"] / rows}
         for name, kind in (("chosen", "desirable"), ("rejected", "undesirable")):
             if sums[kind]:
-                found[f"rewards/{name}"] = sums[f"rewards_{name}"] / sums[kind]
-                found[f"logps/{name}"] = sums[f"logps_{name}"] / sums[kind]
+                means[f"rewards/{name}"] = sums[f"rewards_{name}"] / sums[kind]
+                means[f"logps/{name}"] = sums[f"logps_{name}"] / sums[kind]
         if sums["desirable"] and sums["undesirable"]:
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found | {"rewards/accuracies": sums["correct"] / rows}
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means | {"rewards/accuracies": sums["correct"] / rows}
 
 
 def mismatched(batch: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,10 @@ class AnswerLogProbabilities:
         with self.head.at(positions):
             logits = model(**inputs, use_cache=False).logits
         assert targets is not None
-        found = -cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="none")
-        return sum_by_row(found, batch, positions)
+        token_log_probabilities = -cross_entropy(
+            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        return sum_by_row(token_log_probabilities, batch, positions)
 
 
 def sum_by_row(values: Tensor, batch: dict[str, Any], positions: Tensor | None = None) -> Tensor:

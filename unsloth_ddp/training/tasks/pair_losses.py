@@ -1,10 +1,11 @@
 """The losses of a pair of answers, as functions of log-probabilities alone.
 
-With w and l the chosen and the rejected answer after the prompt x, pi the trained model, ref the reference, and |y| the tokens
-of an answer:
+With w and l the chosen and the rejected answer after the prompt x, pi the trained model, ref the reference, and |y| the
+tokens of an answer:
 
     dpo    sigmoid        -log s(beta (r_w - r_l)), r_y = log pi(y|x) - log ref(y|x)     https://arxiv.org/abs/2305.18290
-           label_smoothing e: (1 - e) times that, and e times that of the exchanged pair  https://arxiv.org/abs/2310.12036 (cDPO)
+           label_smoothing e: (1 - e) times that, and e times that of the exchanged pair (cDPO)
+                                                                                          https://arxiv.org/abs/2310.12036
            robust         the same with -e, over 1 - 2e                                   https://arxiv.org/abs/2403.00409
            hinge          max(0, 1 - beta (r_w - r_l))                                    https://arxiv.org/abs/2305.10425
            ipo            (r_w / |w| - r_l / |l| - 1 / (2 beta))^2                        https://arxiv.org/abs/2310.12036

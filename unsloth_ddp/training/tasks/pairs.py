@@ -1,4 +1,4 @@
-"""Train on pairs of answers: the preference term is a mean over pairs, the cross entropy one over the chosen answers' tokens.
+"""Train on pairs of answers: the preference term is a mean over pairs, the cross entropy over tokens of chosen answers.
 
 Both means are over all ranks and micro-batches of a step, so each term has its own divisor (see divisor.py).
 """
@@ -70,8 +70,8 @@ class PairTask(AnswerTask):
         counted = tokens[0::2] > 0
         sums = two(policy)
         losses, rewards = self.pair_loss(
-            _kept(sums, counted),
-            None if reference is None else _kept(two(reference), counted),
+            _mask_uncounted(sums, counted),
+            None if reference is None else _mask_uncounted(two(reference), counted),
             two(tokens.clamp(min=1).float()),
         )
         pair_loss = losses.masked_fill(~counted, 0).sum()
@@ -81,8 +81,10 @@ class PairTask(AnswerTask):
             correct = (rewards[0] > rewards[1]) & counted
             shown = [reward.masked_fill(~counted, 0).sum() for reward in rewards]
             measured = [counted.sum(), pair_loss, tokens[0::2].sum(), chosen_nll, tokens.sum(), *shown, correct.sum()]
-            found = torch.stack([value.detach().double() for value in (*measured, *(one.sum() for one in sums))])
-        return loss, found
+            column_sums = torch.stack(
+                [value.detach().double() for value in (*measured, *(side.sum() for side in sums))]
+            )
+        return loss, column_sums
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the loss, and TRL's names for rewards and log-probabilities, as means over pairs."""
@@ -108,6 +110,6 @@ def two(of_rows: Tensor) -> Two:
     return of_rows[0::2], of_rows[1::2]
 
 
-def _kept(values: Two, counted: Tensor) -> Two:
+def _mask_uncounted(values: Two, counted: Tensor) -> Two:
     """Return the values with a constant, at which every loss is finite, in pairs that do not count."""
     return torch.where(counted, values[0], -1.0), torch.where(counted, values[1], -1.0)

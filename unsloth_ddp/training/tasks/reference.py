@@ -1,4 +1,4 @@
-"""Compute the reference of a preference task: log-probabilities of answers under the weights at the start, or another model's."""
+"""Compute a preference task's reference: log-probabilities of answers under the initial weights or another model."""
 
 from __future__ import annotations
 
@@ -103,8 +103,9 @@ def check_same(
     difference = ((policy - expected).abs() / tokens).max().item()
     if not difference <= SAME[runtime.precision]:
         raise UserError(
-            f"the model differs from its reference before step 1, by {difference:.2g} in the log-probability of a token, so the "
-            "rewards would not begin at 0; begin with a new adapter that changes nothing, or merge the old one first."
+            f"the model differs from its reference before step 1, by {difference:.2g} in the log-probability of a "
+            "token, so the rewards would not begin at 0; begin with a new adapter that changes nothing, or merge the "
+            "old one first."
         )
 
 
@@ -138,7 +139,7 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 class ModelBeside(Reference):
-    """Compute the reference in each step with another model, which stays beside the trained one: of a stream no row is known before.
+    """Compute the reference in each step with another model beside the trained one: rows of a stream come step by step.
 
     It is loaded at once, as trials of the memory compute with it. A resume checks that its files did not change.
     """
@@ -152,8 +153,8 @@ class ModelBeside(Reference):
         self.model, theirs = load_reference(settings, runtime, longest, packed, prompts_once=once)
         if packed is not None and theirs != dataclasses.replace(flatten_for(runtime, model), prompts_once=once):
             raise UserError(
-                f"reference_model {settings.reference_model} computes packs with another kernel than model {settings.model}; give "
-                "--packing off."
+                f"reference_model {settings.reference_model} computes packs with another kernel than model "
+                f"{settings.model}; give --packing off."
             )
         self.compute = AnswerLogProbabilities(self.model)
 
@@ -187,32 +188,39 @@ class Precomputed(Reference):
             return
         self._compute_all(runner, runtime, data.plan.per_device)
 
-    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime, most: int) -> None:
-        self._compute_with(self.of_rows, runner, runtime, most)
+    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime, most_units: int) -> None:
+        self._compute_with(self.of_rows, runner, runtime, most_units)
 
-    def _compute_with(self, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime, most: int) -> None:
+    def _compute_with(
+        self, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime, most_units: int
+    ) -> None:
         print("Computing the reference's log-probabilities ...", flush=True)
         for rows in self.sets.values():
-            self._compute(rows, of_rows, runner, runtime, most)
+            self._compute(rows, of_rows, runner, runtime, most_units)
 
     def _compute(
-        self, rows: TokenizedRows, of_rows: LogProbabilities, runner: MicroBatchRunner, runtime: Runtime, most: int
+        self,
+        rows: TokenizedRows,
+        of_rows: LogProbabilities,
+        runner: MicroBatchRunner,
+        runtime: Runtime,
+        most_units: int,
     ) -> None:
         ranks, filler, examples = runtime.ranks, rows.counts.rows, rows.examples
         # The longest first, so that memory runs out at once or never. Each rank takes as many batches.
         order = np.argsort(-rows.lengths()[:-1], kind="stable")
-        own = ROWS_AT_ONCE if rows.packing is None else math.ceil(ROWS_AT_ONCE / rows.packing.rows_a_pack)
+        per_rank = ROWS_AT_ONCE if rows.packing is None else math.ceil(ROWS_AT_ONCE / rows.packing.rows_a_pack)
         # A micro-batch of a step fits.
-        own = min(own, most)
-        at_once = own * ranks.world_size
+        per_rank = min(per_rank, most_units)
+        at_once = per_rank * ranks.world_size
         order = np.append(order, np.full(-len(order) % at_once, rows.units))
         values = torch.zeros((filler + 1, 2), dtype=torch.float32, device=runner.device)
         with torch.no_grad(), evaluation_mode(runner.model), runner.autocast():
-            for start in range(ranks.rank * own, len(order), at_once):
-                taken = order[start : start + own].tolist()
-                computed = self._values(of_rows, runner, [examples[index] for index in taken], runtime)
+            for start in range(ranks.rank * per_rank, len(order), at_once):
+                indices = order[start : start + per_rank].tolist()
+                computed = self._values(of_rows, runner, [examples[index] for index in indices], runtime)
                 members = torch.tensor(
-                    [row for index in taken for row in examples.members(index)], device=runner.device
+                    [row for index in indices for row in examples.members(index)], device=runner.device
                 )
                 values[members] = computed.float()
         values[filler] = 0
@@ -224,7 +232,7 @@ class Precomputed(Reference):
     def _values(
         self, of_rows: LogProbabilities, runner: MicroBatchRunner, examples: list[Any], runtime: Runtime
     ) -> Tensor:
-        """Return the log-probabilities of the answers of these examples, (examples, 2), half of them at a time if memory runs out."""
+        """Return the log-probabilities of these examples' answers, (examples, 2), half at a time if memory runs out."""
         try:
             return self.of_examples(of_rows, runner.model, runner.batch_of(examples))
         except RuntimeError as error:
@@ -240,28 +248,29 @@ class Precomputed(Reference):
 
     def save(self, folder: Path) -> None:
         """Write the values of all rows, and checksums of the rows that they belong to."""
-        known = {name: checksum_of_rows(rows) for name, rows in self.sets.items()} | {"reference": self.reference}
-        save_file({name: rows.added[COLUMN] for name, rows in self.sets.items()}, folder / FILE_NAME, known)
+        metadata = {name: checksum_of_rows(rows) for name, rows in self.sets.items()} | {"reference": self.reference}
+        save_file({name: rows.added[COLUMN] for name, rows in self.sets.items()}, folder / FILE_NAME, metadata)
 
     def _read(self, folder: Path) -> None:
         if not (folder / FILE_NAME).is_file():
             raise UserError(
-                f"{folder} has no {FILE_NAME}, and the reference cannot be computed with trained weights; resume from a checkpoint "
-                "that has it, or start anew with --resume no."
+                f"{folder} has no {FILE_NAME}, and the reference cannot be computed with trained weights; resume from "
+                "a checkpoint that has it, or start anew with --resume no."
             )
         with safe_open(folder / FILE_NAME, framework="numpy") as file:
-            known = file.metadata() or {}
-            if known.get("reference", "") != self.reference:
+            metadata = file.metadata() or {}
+            if metadata.get("reference", "") != self.reference:
                 raise UserError(
-                    f"{folder / FILE_NAME} holds the values of another reference model, and those of this one cannot be computed with "
-                    "trained weights; give --reference_model as before, or start anew with --resume no."
+                    f"{folder / FILE_NAME} holds the values of another reference model, and those of this one cannot "
+                    "be computed with trained weights; give --reference_model as before, or start anew with --resume "
+                    "no."
                 )
             for name, rows in self.sets.items():
-                if known.get(name) != checksum_of_rows(rows):
+                if metadata.get(name) != checksum_of_rows(rows):
                     what = "training" if name == "train" else "evaluation"
                     raise UserError(
-                        f"the {what} rows are not those whose reference {folder / FILE_NAME} holds; give the rows that the run began "
-                        "with, or start anew with --resume no."
+                        f"the {what} rows are not those whose reference {folder / FILE_NAME} holds; give the rows that "
+                        "the run began with, or start anew with --resume no."
                     )
                 rows.added[COLUMN][:] = file.get_tensor(name)
 
@@ -298,7 +307,7 @@ class OtherModel(Precomputed):
         with safe_open(path, framework="numpy") as file:
             return bool((file.metadata() or {}).get("reference") != self.reference)
 
-    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime, most: int) -> None:
+    def _compute_all(self, runner: MicroBatchRunner, runtime: Runtime, most_units: int) -> None:
         train, evaluation = self.sets["train"], self.sets.get("eval")
         longest = longest_row(self.settings, train, evaluation)
         packed = None if train.packing is None else train.first_tokens()
@@ -307,4 +316,4 @@ class OtherModel(Precomputed):
             assert isinstance(runner.collate, Collate)
             collate = dataclasses.replace(runner.collate, flatten=flatten)
             other = dataclasses.replace(runner, model=model, collate=collate)
-            self._compute_with(AnswerLogProbabilities(model), other, runtime, most)
+            self._compute_with(AnswerLogProbabilities(model), other, runtime, most_units)

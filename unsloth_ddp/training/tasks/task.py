@@ -1,4 +1,4 @@
-"""Say what a task defines, with what most tasks share; the trainer, its step, resuming and reports know no more of it."""
+"""Say what a task defines, with what most tasks share; trainer, step, resuming and reports know no more of it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Task:
         raise NotImplementedError
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return what a log line shows of the sums of several micro-batches, ranks and steps: `loss`, if any unit was seen."""
+        """Return what a log line shows of sums over micro-batches, ranks and steps: `loss`, if any unit was seen."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""Train on text, with images too: the unit is a supervised token, the loss its cross entropy, in the way that fits model and backend."""
+"""Train on text, with images too: the unit is a supervised token, the loss its cross entropy."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def supervised_tokens(labels: Tensor) -> Tensor:
 
 
 def logits_to_step_loss(logits: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
-    """Return summed token losses / divisor from logits (batch, sequence, vocabulary), for a model that takes no divisor.
+    """Return summed token losses / divisor from logits (batch, sequence, vocabulary) of a model that takes no divisor.
 
     The model's own mean cannot be converted to a sum: for a micro-batch without supervised tokens it is 0 / 0, and its
     gradient is NaN even if the loss is replaced by 0.

@@ -212,7 +212,8 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     if places != len(images_of_column):
         where = "image parts in its messages" if inline else f"{MARKER} outside its answers"
         raise UserError(
-            f"the row has {counted(len(images_of_column), 'image')} for {counted(places, 'place')} ({where}); give as many images "
+            f"the row has {counted(len(images_of_column), 'image')} for {counted(places, 'place')} "
+            f"({where}); give as many images "
             "as places, in image parts or the column images."
         )
     if not inline and places:
@@ -222,7 +223,8 @@ def place_images(messages: list[dict[str, Any]], column: list[str] | None) -> li
     order: list[Any] = list(range(len(images_of_column))) if None in numbers or not inline else numbers
     if sorted(order) != list(range(len(images_of_column))):
         raise UserError(
-            f"the image parts have the index {order[:20]} for {counted(len(images_of_column), 'image')}; number them from 0."
+            f"the image parts have the index {order[:20]} for {counted(len(images_of_column), 'image')}; "
+            f"number them from 0."
         )
     following = iter(order)
     return [image if isinstance(image, str) else images_of_column[next(following)] for image in images]

@@ -291,7 +291,8 @@ def _messages_of(value: Any, what: str) -> list[Any] | None:
         others := [str(key)[:100] for key, item in value.items() if key != chat_key and not is_empty(item)]
     ):
         raise UserError(
-            f"{what} is an object with {chat_key} and {', '.join(others)[:200]}; give the list of {chat_key} alone, and the "
+            f"{what} is an object with {chat_key} and {', '.join(others)[:200]}; "
+            f"give the list of {chat_key} alone, and the "
             "others as columns (JSON that is meant as text can stand as the content of a message)."
         )
     return items

@@ -83,7 +83,8 @@ def text_pieces(path: Path, limit: int) -> Iterator[tuple[int, str]]:
                 text = decoder.decode(part, final=not part)
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {bytes_before - undecoded + error.start + 1} of "
+                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte "
+                    f"{bytes_before - undecoded + error.start + 1} of "
                     "the line); save the file as UTF-8."
                 ) from None
             if text:

@@ -171,7 +171,8 @@ def _check_answer(row: dict[str, Any], name: str) -> None:
 def _refuse_several(others: list[str], columns: list[str]) -> None:
     if others:
         raise UserError(
-            f"the row has an answer in {' and in '.join(columns)}, and its label is about one of them; remove the others."
+            f"the row has an answer in {' and in '.join(columns)}, and its label is about one of them; "
+            f"remove the others."
         )
 
 
@@ -208,7 +209,8 @@ def _refusal(whole_row: dict[str, Any], row: dict[str, Any], missing: list[str])
         to_example(row)
     except UserError:
         return (
-            f"the row ({', '.join(map(str, whole_row))[:200]}) is no pair of answers that the kit knows; write the better "
+            f"the row ({', '.join(map(str, whole_row))[:200]}) is no pair "
+            f"of answers that the kit knows; write the better "
             f"answer as chosen and the other as rejected, with {BESIDE}."
         )
     return f"the row has one answer; give --task sft, or write pairs, which have {ACCEPTED}."

@@ -29,7 +29,8 @@ def dataset_revisions(settings: Settings) -> dict[str, str]:
     revisions, names = settings.dataset_revision, _hub_datasets(settings)
     if revisions and len(revisions) != len(names):
         raise UserError(
-            f"dataset_revision has {len(revisions)} values ({', '.join(revisions)[:200]}), but --dataset and --eval_dataset "
+            f"dataset_revision has {len(revisions)} values ({', '.join(revisions)[:200]}), "
+            f"but --dataset and --eval_dataset "
             f"name {len(names)} Hub datasets{' (' + ', '.join(names)[:200] + ')' if names else ''}; give one for each, "
             "or none."
         )

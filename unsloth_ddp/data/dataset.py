@@ -146,7 +146,7 @@ class TokenizedRows:
         return np.concatenate([self.examples[row]["input_ids"] for row in range(min(FIRST_ROWS, self.units))])
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each unit and of the filler, int64 (units + 1,); a padded pair has twice its longer row."""
+        """Return the tokens of each unit and of the filler, int64 (units + 1,); of a padded pair twice the longer."""
         if self.packing is not None:
             trained = self.trained_lengths()
             return np.append(self.packing.sums(trained), trained[-1])

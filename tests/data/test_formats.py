@@ -212,3 +212,18 @@ def test_a_row_is_not_changed() -> None:
     before = json.dumps(row)
     to_example(row)
     assert json.dumps(row) == before
+
+
+def test_a_completion_that_is_the_whole_conversation_does_not_repeat_the_prompt() -> None:
+    prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    answer = {"role": "assistant", "content": "4"}
+    example = to_example({"prompt": prompt, "completion": [*prompt, answer]})
+    assert [message["content"] for message in example.messages] == ["1", "2", "3", "4"]
+    assert example.prompt_messages == 3
+
+
+def test_text_beside_an_image_in_one_part_is_refused() -> None:
+    content = [{"type": "image", "image": "x.png", "text": "What is it?"}]
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Red"}]}
+    with pytest.raises(UserError, match="has an image part with text beside it"):
+        to_example(row)

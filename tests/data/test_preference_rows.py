@@ -180,8 +180,23 @@ def test_parts_of_a_row_that_are_not_read_are_told() -> None:
     assert to_pair({"prompt": "Q", "input": "I", "completion": "old", **answers}).unread == ["input", "completion"]
     assert to_pair({"question": "Q", "prompt": "other", **answers}).unread == ["prompt"]
     assert to_labelled({"prompt": "Q", "input": "I", "completion": "good", "label": True}).unread == ["input"]
+    # The answers hold these texts too.
+    turns = {"chosen": [{"role": "assistant", "content": "good day"}], "rejected": [BAD]}
+    assert to_pair({"prompt": [ASK], "input": "good", **turns}).unread == ["input"]
+    assert to_labelled({"instruction": "Add", "prompt": "7", "output": "17", "label": True}).unread == ["prompt"]
     repeated = {"prompt": "Q", "messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
     assert to_pair(repeated).unread == []
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_a_history_with_new_ids_in_each_answer_is_one_prompt(arguments: Any) -> None:
+    def turns(number: int, answer: Any, given_arguments: Any) -> list[Any]:
+        call = {"id": f"c{number}", "type": "function", "function": {"name": "w", "arguments": given_arguments}}
+        asked = {"role": "assistant", "id": f"m{number}", "content": "", "tool_calls": [call]}
+        return [ASK, asked, {"role": "tool", "tool_call_id": f"c{number}", "content": "r"}, answer]
+
+    pair = to_pair({"chosen": turns(1, GOOD, {"a": 1}), "rejected": turns(2, BAD, arguments)})
+    assert pair.rejected is not None and (pair.prompt_messages, pair.rejected.prompt_messages) == (3, 3)
 
 
 def test_texts_share_their_prompt_up_to_a_whole_word() -> None:

@@ -188,3 +188,10 @@ def test_a_table_without_tools_that_was_written_as_json_loses_its_nulls(tmp_path
     path.write_text("\n".join(map(json.dumps, (row("f", a=1.0, b=None), row("g", a=None, b=["x"]), by_hand))))
     calls = [to_example(r.columns).messages[1]["tool_calls"][0]["function"] for r in read_rows(str(path), "train")]
     assert [call["arguments"] for call in calls] == [{"a": 1.0}, {"b": ["x"]}, {"b": None}]
+
+
+def test_a_header_within_the_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "joined.csv"
+    path.write_text("instruction,output\n1,2\ninstruction,output\n3,4\n")
+    with pytest.raises(UserError, match=r"joined\.csv:3 is the header again"):
+        list(read_rows(str(path), "train"))

@@ -40,6 +40,9 @@ def taken(row: dict[str, Any], template: str = "qwen3", convert: Any = to_exampl
         ({"chat_template_kwargs": '{"enable_thinking": true, "a": null}'}, {"enable_thinking": False},
             {"enable_thinking": True}, []),
         ({}, {"enable_thinking": False}, {"enable_thinking": False}, []),
+        # A word of CSV or JSON text would be true for a template, whichever it is.
+        ({"enable_thinking": "False"}, {}, {"enable_thinking": False}, []),
+        ({"chat_template_kwargs": {"enable_thinking": "true"}}, {}, {"enable_thinking": True}, []),
         # Reasoning, and no switch.
         ({"enable_thinking": "first I add"}, {}, {}, ["enable_thinking"]),
     ],

@@ -45,7 +45,7 @@ class TemplateColumns:
         if example.text is not None:
             return
         read = {n: columns[n] for n in example.unread if n in self.variables and _is_switch(columns.get(n))}
-        values = {**self.of_run, **read}
+        values = {**self.of_run, **{name: _flag_of_text(value) for name, value in read.items()}}
         if COLUMN in example.unread:
             kwargs = read.setdefault(COLUMN, columns[COLUMN])
             values |= check_template_values(from_json(kwargs, COLUMN) if isinstance(kwargs, str) else kwargs, COLUMN)
@@ -67,7 +67,12 @@ def check_template_values(values: Any, what: str) -> dict[str, Any]:
     if reserved := RESERVED.intersection(values):
         fix = "give tools as a column" if "tools" in reserved else "leave it out"
         raise UserError(f"{what} has {min(reserved)}, which the chat template is given anyway; {fix}.")
-    return {str(name): value for name, value in values.items() if not is_missing(value)}
+    return {str(name): _flag_of_text(value) for name, value in values.items() if not is_missing(value)}
+
+
+def _flag_of_text(value: Any) -> Any:
+    """Return the flag that CSV and JSON text hold as a word: any word is true for a template."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _is_switch(value: Any) -> bool:

@@ -245,7 +245,9 @@ def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
         )
     if lists:
         prompt, completion = ([read_message(m, unread) for m in as_list(read[name], name)] for name in read)
-        return _chat(row, prompt, completion)
+        # A whole conversation, as in pairs.
+        begun = len(prompt) if completion[: len(prompt)] == prompt and len(completion) > len(prompt) else 0
+        return _chat(row, prompt, completion[begun:])
     system = _system(row)
     prompt_text = (f"{system}\n\n" if system else "") + as_text(row["prompt"], "prompt")
     return Example(text=prompt_text + as_text(row["completion"], "completion"), prompt_chars=len(prompt_text))

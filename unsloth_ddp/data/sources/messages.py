@@ -314,6 +314,11 @@ def _joined_parts(parts: list[Any], unread: list[str]) -> str:
     images: list[str | int | None] = []
     for part in parts:
         if is_image_part(part):
+            if not is_empty(part.get("text")):
+                raise UserError(
+                    f"a message has an image part with text beside it ({quoted(str(part['text']))}); write the text as "
+                    "a part of its own, {'type': 'text', 'text': ...}, before or after the image."
+                )
             images.append(image_of_part(part))
             joined.append(None)
             read, kind = {*PART_KEYS, "index", "type", "text"}, "image parts"

@@ -20,8 +20,10 @@ same way as in any other row.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from unsloth_ddp.config.task_options import PAIR_TASKS
@@ -43,6 +45,8 @@ from unsloth_ddp.data.sources.values import as_list, as_text, is_empty, is_missi
 from unsloth_ddp.utils.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
+# Keys of messages and calls that each sample of one history may have anew.
+IDS = ("id", "tool_call_id")
 # Other names of the columns.
 RENAMED = {"chosen_response": "chosen", "rejected_response": "rejected"}
 # Columns of the prompt; the others are passed on.
@@ -243,7 +247,10 @@ def _prompt(row: dict[str, Any]) -> tuple[str, Any]:
 
 def _not_shown(row: dict[str, Any], columns: tuple[str, ...], read: str, example: Example) -> list[str]:
     """Return those of the columns that were not read, and have texts that the example does not have."""
-    shown = example.text or "\n".join(message["content"] for message in example.messages)
+    # A short text may stand anywhere in others.
+    shown: Collection[str] = {message["content"].strip() for message in example.messages}
+    if example.text is not None:
+        shown = example.text[: example.prompt_chars]
     read_too = (read, "input", "history") if read in ASKED else (read,)
     others = [name for name in columns if name in row and name not in read_too]
     return [name for name in others if not all(text.strip() in shown for text in _texts_in(row[name]))]
@@ -326,11 +333,25 @@ def _same(turn: Any, other: Any) -> bool:
     return bool(turn == other) or (_role(turn) is not None and _compared(turn) == _compared(other))
 
 
+def _compared_call(call: Any) -> Any:
+    """Return a tool call without its id, and with arguments as an object: each sample of a history may have others."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    rest = {key: value for key, value in call.items() if key not in IDS and not is_empty(value)}
+    return rest | {"function": function | {"arguments": arguments}}
+
+
 def _compared(turn: Any) -> Any:
-    """Return what of a message is compared: no empty keys, no space around its text, and content parts joined."""
+    """Return what of a message is compared: no ids or empty keys, no space around its text, content parts joined."""
     if not isinstance(turn, dict):
         return turn
-    compared = {key: value for key, value in turn.items() if not is_empty(value)}
+    compared = {key: value for key, value in turn.items() if key not in IDS and not is_empty(value)}
+    if isinstance(compared.get("tool_calls"), list):
+        compared["tool_calls"] = [_compared_call(call) for call in compared["tool_calls"]]
     if "role" in compared:
         compared["role"] = RENAMED_ROLES.get(str(compared["role"]), compared["role"])
     content = compared.get("content")

@@ -279,6 +279,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 if len(set(header)) != len(header):
                     raise UserError(f"{location} names a column twice ({', '.join(header)[:200]}); rename one.")
                 continue
+            if cells == header:
+                raise UserError(f"{location} is the header again, as in files that were joined; remove it.")
             if len(cells) != len(header):
                 raise UserError(
                     f"{location} has {len(cells)} cells where the header has {len(header)}; fix or remove it."

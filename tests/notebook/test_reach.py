@@ -1,4 +1,4 @@
-"""What reaches the training runs on every process, whatever else it does; a collective is never under one rank."""
+"""Test that what reaches the training runs on every process, and that no collective is under one rank."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model: a run counts it from its weights, plan the same bytes from its shape."""
+"""Test what a rank holds of a sharded model: a run counts it from its weights, plan the same bytes from its shape."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
     }),
-    # maxtext, configs/models/qwen3.5-27b.yml, gemma4-26b.yml and llama3.3-70b.yml; the tower is Transformers' own.
+    # maxtext (AI-Hypercomputer), configs/models/qwen3.5-27b.yml and gemma4-26b.yml; the towers are those of Transformers.
     "qwen3.5_27b": ("Qwen3_5Config", {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": {
@@ -56,11 +56,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
             "sliding_window": 1024, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
         },
-    }),
-    "llama3.2_3b": ("LlamaConfig", {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
     }),
     # The values that Transformers has without a config.json.
     "qwen3.5_9b": ("Qwen3_5Config", {"architectures": ["Qwen3_5ForConditionalGeneration"]}),

@@ -28,53 +28,40 @@ from unsloth_ddp.utils.versions import versions
 
 ROWS_A_STEP = 32
 MAX_LENGTH = 2048
+# Layers of the tower whose outputs reach the decoder, by the number of its layers.
+DEEPSTACK = {24: [5, 11, 17], 27: [8, 16, 24]}
+
+
+def qwen3_vl(text: tuple[int, int, int, int], tower: tuple[int, int, int], *, tied: bool) -> tuple[Any, Any]:
+    """Return the values of a Qwen3-VL model's config.json, and arguments of its image processor.
+
+    Args:
+        text: hidden size, feed-forward size, layers and heads of the text decoder.
+        tower: the same of the image tower without its heads (16).
+    """
+    (hidden, intermediate, layers, heads), (tower_hidden, tower_intermediate, depth) = text, tower
+    return {
+        "tie_word_embeddings": tied,
+        "text_config": {
+            "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": depth, "hidden_size": tower_hidden, "intermediate_size": tower_intermediate, "num_heads": 16,
+            "patch_size": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": DEEPSTACK[depth],
+        },
+    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}  # fmt: skip
+
+
 # Values of the published config.json, and arguments of the image processor.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen3_vl": ({
-        "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
-        },
-        "vision_config": {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
-            "out_hidden_size": 2048,
-            "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
-        },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
-    "qwen3_vl_4b": ({
-        "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
-        },
-        "vision_config": {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
-            "out_hidden_size": 2560,
-            "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
-        },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
-    "qwen3_vl_8b": ({
-        "tie_word_embeddings": False,
-        "text_config": {
-            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
-        },
-        "vision_config": {
-            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
-            "out_hidden_size": 4096,
-            "deepstack_visual_indexes": [8, 16, 24], "num_position_embeddings": 2304,
-        },
-    }, {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "qwen3_vl": qwen3_vl((2048, 6144, 28, 16), (1024, 4096, 24), tied=True),
+    "qwen3_vl_4b": qwen3_vl((2560, 9728, 36, 32), (1024, 4096, 24), tied=True),
+    "qwen3_vl_8b": qwen3_vl((4096, 12288, 36, 32), (1152, 4304, 27), tied=False),
     "gemma3_4b": ({
         "tie_word_embeddings": True, "mm_tokens_per_image": 256,
         "text_config": {

@@ -36,7 +36,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
     }),
-    # maxtext (AI-Hypercomputer), configs/models/qwen3.5-27b.yml and gemma4-26b.yml; the towers are those of Transformers.
+    # maxtext (AI-Hypercomputer), configs/models/qwen3.5-27b.yml and gemma4-26b.yml; the towers are Transformers' own.
     "qwen3.5_27b": ("Qwen3_5Config", {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": {

@@ -62,7 +62,7 @@ CASES = [
 ]
 
 
-def one(gib: float, folder: Path, argv: list[str]) -> None:
+def run_limited(gib: float, folder: Path, argv: list[str]) -> None:
     """Run train_ddp.py as one rank on a GPU limited to `gib` GiB, and write what loading and saving took."""
     import torch
 
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one(options.one, options.work, options.argv)
+        run_limited(options.one, options.work, options.argv)
         return
     options.work.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if case.name in options.only]

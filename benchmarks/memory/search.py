@@ -88,7 +88,7 @@ CASES = [
 ]
 
 
-def one(gib: float | None, from_step: int, argv: list[str]) -> None:
+def run_limited(gib: float | None, from_step: int, argv: list[str]) -> None:
     """Run train_ddp.py on a GPU limited to `gib` GiB, or on all of its memory."""
     import torch
 
@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "one":
         limited = options.rank in (None, int(os.environ.get("RANK", 0)))
-        one(options.gib if limited else None, options.from_step, options.argv)
+        run_limited(options.gib if limited else None, options.from_step, options.argv)
         return
     options.work.mkdir(parents=True, exist_ok=True)
     chat_rows(options.work / "rows.jsonl", 2000, seed=4)

@@ -136,7 +136,7 @@ class Measure:
         os._exit(0)
 
 
-def one(file: Path, argv: list[str]) -> None:
+def run_one_rank(file: Path, argv: list[str]) -> None:
     """Run train_ddp.py with the measurements."""
 
     def make_measuring_trainer(make_trainer: Any, *args: Any) -> Any:
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
     options = parser.parse_args()
     if options.what == "one":
-        one(options.file, options.argv)
+        run_one_rank(options.file, options.argv)
         return
     options.work.mkdir(parents=True, exist_ok=True)
     full_rows(options.work / "rows.jsonl", 64, seed=4, tokens=TOKENS)

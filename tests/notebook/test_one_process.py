@@ -56,10 +56,10 @@ def test_a_notebook_without_unsloth_keeps_its_batch() -> None:
     ],
 )  # fmt: skip
 def test_a_loss_across_the_batch_keeps_its_batch(loss: str) -> None:
-    own = f"class Own(Trainer):\n    def compute_loss(self, model, inputs):\n        return {loss}\n"
+    subclass = f"class Own(Trainer):\n    def compute_loss(self, model, inputs):\n        return {loss}\n"
     train = TRAINER.replace("Trainer(", "Own(")
     for load in (PLAIN, LOAD + "\nfrom transformers import Trainer, TrainingArguments"):
-        done = convert_cells(load, own, ARGUMENTS, train)
+        done = convert_cells(load, subclass, ARGUMENTS, train)
         assert "least=2" in body(done) and "contrastive" in kinds(done)
 
 
@@ -69,8 +69,8 @@ def test_a_loss_across_the_batch_keeps_its_batch(loss: str) -> None:
      "cross_entropy(x, y)", "torch.arange(n).unsqueeze(0) - torch.arange(n).unsqueeze(1)"],
 )  # fmt: skip
 def test_a_loss_of_each_row_does_not(loss: str) -> None:
-    own = f"class Own(Trainer):\n    def compute_loss(self, model, inputs):\n        return {loss}\n"
-    assert "contrastive" not in kinds(convert_cells(PLAIN, own, ARGUMENTS, TRAINER.replace("Trainer(", "Own(")))
+    subclass = f"class Own(Trainer):\n    def compute_loss(self, model, inputs):\n        return {loss}\n"
+    assert "contrastive" not in kinds(convert_cells(PLAIN, subclass, ARGUMENTS, TRAINER.replace("Trainer(", "Own(")))
 
 
 def test_what_every_process_reads_every_process_has() -> None:
@@ -177,8 +177,12 @@ def test_the_same_is_said_once() -> None:
 
 def test_what_a_trainer_overrides_still_waits_for_all() -> None:
     """Its `super().evaluate()` gathers: on the main process alone it would wait for ever."""
-    own = "class Own(Trainer):\n    def evaluate(self):\n        model.generate(x)\n        return super().evaluate()"
-    text = body(convert_cells(PLAIN, ARGUMENTS, own, TRAINER.replace("= Trainer(", "= Own("), "r = trainer.evaluate()"))
+    subclass = (
+        "class Own(Trainer):\n    def evaluate(self):\n        model.generate(x)\n        return super().evaluate()"
+    )
+    text = body(
+        convert_cells(PLAIN, ARGUMENTS, subclass, TRAINER.replace("= Trainer(", "= Own("), "r = trainer.evaluate()")
+    )
     assert "\nr = trainer.evaluate()\n" in text
 
 
@@ -189,8 +193,8 @@ def test_a_model_moved_under_a_second_name_is_moved_on_every_process() -> None:
 
 
 def test_a_method_of_the_notebook_gets_no_seed_for_its_name() -> None:
-    own = "class Buffer:\n    def sample(self, n):\n        return self.rows[:n]\nbuffer = Buffer()"
-    text = body(convert_cells(LOAD, own, "dataset = buffer.sample(8)", TRAIN))
+    buffer_code = "class Buffer:\n    def sample(self, n):\n        return self.rows[:n]\nbuffer = Buffer()"
+    text = body(convert_cells(LOAD, buffer_code, "dataset = buffer.sample(8)", TRAIN))
     assert "= buffer.sample(8)\n" in text
 
 

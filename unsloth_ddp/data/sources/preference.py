@@ -275,9 +275,9 @@ def _halves(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     is_text = isinstance(prompt, str) or column in ASKED
     question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     repeats = any(_is_within(question, turns) for turns in whole)
-    question, rest, beside = _after(question, whole, repeats=repeats, may_differ=is_text)
-    _check_one_question(question, dict(zip(ANSWERS, rest, strict=True)))
-    return "" if beside and is_text else column, [{"prompt": question, "completion": turns} for turns in rest]
+    question, completions, beside = _after(question, whole, repeats=repeats, may_differ=is_text)
+    _check_one_question(question, dict(zip(ANSWERS, completions, strict=True)))
+    return "" if beside and is_text else column, [{"prompt": question, "completion": turns} for turns in completions]
 
 
 def _after(
@@ -292,19 +292,19 @@ def _after(
         repeats: whether an answer holds the whole prompt.
     """
     common = _common_messages(whole)
-    rest = [_without(prompt, turns) for turns in whole]
-    goes_on = all(turns and _role(turns[0]) != "assistant" for turns in rest)
+    completions = [_without(prompt, turns) for turns in whole]
+    goes_on = all(turns and _role(turns[0]) != "assistant" for turns in completions)
     if common and (repeats or (may_differ and goes_on)):
         return common, [turns[len(common) :] for turns in whole], True
     if goes_on:
-        common = _common_messages(rest)
+        common = _common_messages(completions)
         if prompt and common and (_role(common[0]) == "system" or _is_again(common[0], prompt)):
             raise UserError(
                 "chosen and rejected begin with messages of the prompt and leave out others, so it is not clear what "
                 "they answer; give them without the prompt, or with all of it."
             )
-        prompt, rest = prompt + common, [turns[len(common) :] for turns in rest]
-    return prompt, rest, False
+        prompt, completions = prompt + common, [turns[len(common) :] for turns in completions]
+    return prompt, completions, False
 
 
 def _is_again(message: Any, prompt: list[Any]) -> bool:
@@ -341,8 +341,8 @@ def _compared_call(call: Any) -> Any:
     arguments = function.get("arguments")
     with contextlib.suppress(ValueError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    rest = {key: value for key, value in call.items() if key not in IDS and not is_empty(value)}
-    return rest | {"function": function | {"arguments": arguments}}
+    others = {key: value for key, value in call.items() if key not in IDS and not is_empty(value)}
+    return others | {"function": function | {"arguments": arguments}}
 
 
 def _compared(turn: Any) -> Any:

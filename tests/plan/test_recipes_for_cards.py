@@ -101,10 +101,8 @@ def test_a_recipe_for_a_card_has_figures_and_measured_ones_are_in_the_results() 
             cells = json.loads((REPO / line["results"]).read_text())["cells"]
             (cell,) = (cell for cell in cells if cell["cell"] == f"{path.stem}_{line['card']}")
             assert float(line["held"]) == pytest.approx(cell["most_reserved_gib"], abs=0.05)
-            assert (line["kind"], int(line["units"])) == (
-                cell["gradient_checkpointing"],
-                cell["per_device_train_batch_size"],
-            )
+            assert line["kind"] == cell["gradient_checkpointing"]
+            assert int(line["units"]) == cell["per_device_train_batch_size"]
 
 
 def test_the_recipe_for_16_gb_fits_a_t4(tmp_path):
